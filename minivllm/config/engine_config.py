@@ -1,0 +1,84 @@
+"""What an engine is built from: frozen all the way down, plain values only, so that it crosses process borders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minivllm.core.model_config import FrozenDict
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which model. ``hf_config`` is its published config.json, so that ``load_format=dummy`` needs no download."""
+
+    name: str = "demo"
+    path: str | None = None
+    repo: str | None = None
+    revision: str | None = None
+    tokenizer: str | None = None
+    hf_config: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    name: str = "auto"
+    prefill: str | None = None
+    decode: str | None = None
+    options: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    name: str = "mixed"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    async_scheduling: bool = True
+    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int = 0
+    options: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """``num_blocks=None`` measures: ``gpu_memory_utilization`` of the GPU, or 1 GiB of a CPU's memory."""
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    name: str = "default"
+    options: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorOptions:
+    name: str = "auto"
+    options: FrozenDict = field(default_factory=FrozenDict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an ``LLMEngine`` needs to know.
+
+    ``device`` is auto, cuda or cpu; ``dtype`` is auto, float32, bfloat16 or float16; ``load_format`` is auto or dummy;
+    ``max_model_len=None`` takes the model's own limit.
+    """
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    attention: AttentionOptions = field(default_factory=AttentionOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    sampler: SamplerOptions = field(default_factory=SamplerOptions)
+    executor: ExecutorOptions = field(default_factory=ExecutorOptions)
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    tp: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    enforce_eager: bool = False
+    load_format: str = "auto"

@@ -1,0 +1,65 @@
+"""One step as data: what the scheduler decides, and what the attention backends are told of it.
+
+``Batch`` crosses rooms (and processes): numpy arrays only. ``AttentionBatch`` is made from it on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sequences of one step. Rows are sequences: decodes first, then prompt chunks, in the scheduler's order.
+
+    n rows, t tokens. A decode row has one new token, which the device already holds (it sampled it); the tokens of
+    prompt chunks travel in ``token_ids``.
+    """
+
+    step: int
+    slots: np.ndarray  # (n,) int32: each row's slot
+    generations: np.ndarray  # (n,) int64: the slot's generation; a row whose slot has moved on is dropped at commit
+    num_computed: np.ndarray  # (n,) int32: tokens of the row whose keys and values are in the cache before this step
+    num_new: np.ndarray  # (n,) int32: tokens of the row that this step computes
+    samples: np.ndarray  # (n,) bool: whether the row's last token is its newest, so that a next one is sampled
+    num_decodes: int  # rows [0, num_decodes) are decodes
+    token_ids: np.ndarray  # int32: the new tokens of the prompt rows, one row after another
+    block_slots: np.ndarray  # (b,) int32 ┐ block tables' new entries:
+    block_indices: np.ndarray  # (b,) int32 │ table[block_slots, block_indices] = block_ids
+    block_ids: np.ndarray  # (b,) int32 ┘
+    admitted_slots: np.ndarray  # (a,) int32: slots that start a sequence in this step
+    admitted_params: np.ndarray  # (a,) of Sampler.row: their sampling parameters
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """What a backend plans from. n sequences, t tokens; the first ``num_decodes`` sequences have one query token.
+
+    Query tokens lie one sequence after another: sequence i's are rows ``query_start[i]:query_start[i + 1]`` of q, and
+    they are the *last* tokens of its context: query token j of sequence i sees the first
+    ``seq_lens[i] - query_len[i] + j + 1`` tokens of the context.
+    """
+
+    num_decodes: int
+    query_start: torch.Tensor  # (n + 1,) int32, device
+    seq_lens: torch.Tensor  # (n,) int32, device: context lengths, this step's tokens included
+    block_tables: torch.Tensor  # (n, max_blocks) int32, device; entries past a context are not read (any value)
+    slot_mapping: torch.Tensor  # (t,) int64, device: block_id * block_size + offset, where each token's k and v go
+    host_query_lens: np.ndarray  # (n,) int32
+    host_seq_lens: np.ndarray  # (n,) int32
+    host_block_tables: np.ndarray  # (n, max_blocks) int32
+    graph_size: int = 0  # a captured decode batch of this many rows (padded), or 0: eager
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.host_seq_lens)

@@ -1,0 +1,342 @@
+"""The seams: what a scheduler, block manager, attention backend, model, sampler and executor promise.
+
+Everything that is swapped by name implements one of these. ``core`` knows no implementation by name but is handed
+them. Only names that are typed here may be relied on from outside.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.batch import AttentionBatch, Batch
+    from minivllm.core.model_config import ModelConfig
+    from minivllm.core.parallel import TensorParallel
+    from minivllm.core.sampling_params import SamplingParams
+    from minivllm.core.sequence import FinishReason, Sequence
+
+
+# --------------------------------------------------------------------------- scheduling
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What one step brought: ``slots[i]`` received ``token_ids[i]``; ``finished`` names the sequences that ended.
+
+    ``rows`` are the rows of the batch that the tokens came from (stale rows are left out), for logprobs.
+    """
+
+    rows: np.ndarray  # (m,) int64
+    slots: np.ndarray  # (m,) int32
+    token_ids: np.ndarray  # (m,) int32
+    finished: list[tuple[Sequence, FinishReason]]
+
+
+class Scheduler(ABC):
+    """Decides what each step computes. Owns the slot arrays and, through the block manager, the cache's blocks."""
+
+    @abstractmethod
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises RequestError, naming the numbers, if it can never fit."""
+
+    @abstractmethod
+    def abort(self, request_id: str) -> Sequence | None:
+        """End a sequence wherever it is (waiting, running or in flight) and free its blocks; None if unknown."""
+
+    @abstractmethod
+    def finish(self, seq: Sequence) -> None:
+        """End a running or waiting sequence early (a stop string); a row of it in flight is dropped at commit."""
+
+    @abstractmethod
+    def schedule(self) -> Batch | None:
+        """The next step, or None if nothing can run before a step in flight is committed."""
+
+    @abstractmethod
+    def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
+        """Take in the tokens that ``batch`` sampled: (n,) int32, one a row (rows that do not sample: any value)."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify every invariant (tests call it after each step). Raises AssertionError."""
+
+
+class BlockManager(ABC):
+    """Owns the pool of cache blocks and one block table a slot. Block 0 is never handed out: padding writes there."""
+
+    tables: np.ndarray  # (num_slots, max_blocks) int32, the host's copy
+    num_blocks: int  # blocks that can be handed out
+    block_size: int
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` and ``append`` could hand out now (evictable cached ones included)."""
+
+    @abstractmethod
+    def match(self, seq: Sequence) -> list[int]:
+        """The cached blocks that hold the longest prefix of ``seq`` (whole blocks, never its last token)."""
+
+    @abstractmethod
+    def allocate(self, slot: int, num_tokens: int, cached: SequenceOf[int]) -> None:
+        """Give an empty slot blocks for ``num_tokens``: first the shared ``cached`` ones, then fresh ones."""
+
+    @abstractmethod
+    def append(self, slots: np.ndarray) -> None:
+        """Give each slot one more block. The caller has checked ``num_free``."""
+
+    @abstractmethod
+    def free(self, slot: int) -> None:
+        """Drop the slot's references; blocks that nobody else holds become free (cached ones: evictable)."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Each block is free, cached or referenced exactly as often as tables name it. Raises AssertionError."""
+
+
+# --------------------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What an engine asks of an attention backend; ``unsupported`` judges it before anything is loaded."""
+
+    device: str  # "cuda" or "cpu"
+    dtype: str  # "float32", "bfloat16", "float16"
+    num_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    block_size: int
+    num_layers: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    scale: float
+    sliding_window: int | None = None  # tokens; None attends to all before
+
+
+class CudaGraphs:
+    """Which steps of a backend may be captured: none, pure decode steps, or all."""
+
+    NEVER = "never"
+    DECODE = "decode"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; an empty tuple means any."""
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    head_dims: tuple[int, ...] = ()
+    block_sizes: tuple[int, ...] = ()
+    block_size_multiple_of: int = 1
+    min_compute_capability: tuple[int, int] | None = None
+    sliding_window: bool = False
+    cuda_graphs: str = CudaGraphs.NEVER
+    packages: tuple[str, ...] = ()  # importable modules that it needs
+
+
+class AttentionLayer(Protocol):
+    """What a backend may ask of the layer that calls it."""
+
+    index: int
+
+
+class AttentionBackend(ABC):
+    """Writes keys and values into the paged cache and attends to it.
+
+    A subclass implements ``plan``, ``decode`` and ``prefill``. Rows of q come as ``AttentionBatch`` describes:
+    decodes first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim): keys, then values.
+    """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+        self.batch: AttentionBatch | None = None
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        """Why this backend cannot run ``spec``: one sentence a reason, empty if it can."""
+        c, why = cls.capabilities, []
+        if spec.device not in c.devices:
+            why.append(f"it runs on {' or '.join(c.devices)}, not on {spec.device}")
+        if spec.dtype not in c.dtypes:
+            why.append(f"it takes {', '.join(c.dtypes)}, not {spec.dtype}")
+        if c.head_dims and spec.head_dim not in c.head_dims:
+            why.append(f"it takes head sizes {', '.join(map(str, c.head_dims))}, not {spec.head_dim}")
+        if c.block_sizes and spec.block_size not in c.block_sizes:
+            why.append(f"it takes cache.block_size {', '.join(map(str, c.block_sizes))}, not {spec.block_size}")
+        if spec.block_size % c.block_size_multiple_of:
+            why.append(f"it takes cache.block_size in multiples of {c.block_size_multiple_of}, not {spec.block_size}")
+        if spec.sliding_window is not None and not c.sliding_window:
+            why.append("it has no sliding window")
+        why += [f"the package {p!r} is not installed" for p in c.packages if not _importable(p)]
+        if c.min_compute_capability and spec.device == "cuda" and not why:
+            import torch
+
+            if torch.cuda.is_available() and torch.cuda.get_device_capability() < c.min_compute_capability:
+                need, has = c.min_compute_capability, torch.cuda.get_device_capability()
+                why.append(f"it needs compute capability {need[0]}.{need[1]}, this GPU has {has[0]}.{has[1]}")
+        return why
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """Take the cache: (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
+        self.kv_cache = kv_cache
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Called once a step on the host, before the model runs (before capture and before each replay, too)."""
+
+    @abstractmethod
+    def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """Attend for the decode rows. q, out: (num_decodes, num_heads, head_dim); writes every row of ``out``."""
+
+    @abstractmethod
+    def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """Attend for the prompt chunks. q, out: (tokens, num_heads, head_dim); writes every row of ``out``."""
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> None:
+        """Put k and v, (t, num_kv_heads, head_dim), where the batch's ``slot_mapping`` says."""
+        from minivllm.kernels.cache_write import write_cache
+
+        assert self.batch is not None
+        write_cache(k, v, self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1], self.batch.slot_mapping)
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Attend to what the cache holds. q: (t, num_heads, head_dim); returns the same shape."""
+        assert self.batch is not None
+        out, d = q.new_empty(q.shape), self.batch.num_decodes
+        if d:
+            self.decode(q[:d], layer, out[:d])
+        if d < q.shape[0]:
+            self.prefill(q[d:], layer, out[d:])
+        return out
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Write k and v, then attend. All of the step's keys are in the cache before any row attends."""
+        self.write(k, v, layer)
+        return self.attend(q, layer)
+
+
+def _importable(module: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# --------------------------------------------------------------------------- models and sampling
+
+
+class Model(ABC):
+    """A decoder. Subclass it together with ``torch.nn.Module``; it is built on the meta device."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None: ...
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """input_ids, positions: (t,) int64; returns the final, normed hidden states (t, hidden_size)."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: (n, hidden_size); returns (n, vocab_size)."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take a checkpoint's tensors, one at a time. Raises CheckpointError naming all that do not fit."""
+
+
+class Sampler(ABC):
+    """Turns logits into tokens. Parameters live in slot arrays on the device, one row a running sequence.
+
+    ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``.
+    """
+
+    row: ClassVar[np.dtype]
+
+    @classmethod
+    @abstractmethod
+    def encode(cls, params: SamplingParams, seq: Sequence, config: ModelConfig) -> np.ndarray:
+        """One request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
+
+    @abstractmethod
+    def prepare(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,)."""
+
+    @abstractmethod
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The capturable part: greedy and temperature. logits (n, vocab) float; slots (n,) int64; positions (n,) int64:
+        the position that the sampled token will take. Returns (n,) int64."""
+
+
+# --------------------------------------------------------------------------- execution
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it sampled. Raises EngineDeadError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    token_ids: np.ndarray  # (n,) int32, one a row; rows that do not sample hold -1
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the rows that asked for them: the sampled token's, and the best k's."""
+
+    rows: np.ndarray  # (m,) int64: rows of the batch
+    sampled: np.ndarray  # (m,) float32
+    rank: np.ndarray  # (m,) int32: the sampled token's rank, 1 for the most likely
+    top_ids: np.ndarray  # (m, k) int32
+    top: np.ndarray  # (m, k) float32
+
+
+class Executor(ABC):
+    """Runs the model on one or more ranks."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None: ...
+
+    @abstractmethod
+    def start(self) -> int:
+        """Load the weights, measure memory, capture graphs; returns how many cache blocks can be handed out."""
+
+    @abstractmethod
+    def launch(self, batch: Batch) -> StepHandle:
+        """Start a step and return at once."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What runs: ``device``, ``attention`` (the backend's name), ``dtype`` and what else is worth a line."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give back memory and processes; safe to call twice."""
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a rank is gone."""
+
+
+WeightIterator = Iterator[tuple[str, "torch.Tensor"]]

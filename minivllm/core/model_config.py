@@ -1,0 +1,104 @@
+"""The shape of a model: what a checkpoint's config.json says, in the names that the layers use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.errors import CheckpointError
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that refuses changes after construction; it pickles and encodes as a dict."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("this mapping belongs to a frozen config")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _refuse  # type: ignore[assignment]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items(), key=lambda item: item[0])))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FrozenDict, (dict(self),)
+
+    def __deepcopy__(self, memo: Any) -> FrozenDict:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only transformer.
+
+    ``rope_parameters`` holds what transformers 5 calls so: ``rope_type`` (default, linear, llama3, yarn),
+    ``rope_theta`` and the numbers of that type. ``hf_config`` is the whole config.json, for what only one model reads.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    rope_parameters: FrozenDict
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "bfloat16"
+    hf_config: FrozenDict = field(default_factory=FrozenDict)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
+        """Read a config.json (as a mapping).
+
+        Raises:
+            CheckpointError: a key that every decoder needs is missing; it is named, with ``where``.
+        """
+        missing = [
+            k
+            for k in ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                      "num_attention_heads")
+            if hf.get(k) is None
+        ]  # fmt: skip
+        if missing:
+            raise CheckpointError(f"{where} lacks {', '.join(missing)}; is it the config of a decoder-only model?")
+        heads = int(hf["num_attention_heads"])
+        eos = hf.get("eos_token_id")
+        return cls(
+            architecture=hf["architectures"][0],
+            vocab_size=int(hf["vocab_size"]),
+            hidden_size=int(hf["hidden_size"]),
+            intermediate_size=int(hf["intermediate_size"]),
+            num_layers=int(hf["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(hf.get("num_key_value_heads") or heads),
+            head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
+            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            max_position=int(hf.get("max_position_embeddings", 2048)),
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            attention_bias=bool(hf.get("attention_bias", False)),
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            hidden_act=str(hf.get("hidden_act", "silu")),
+            rope_parameters=_rope_parameters(hf),
+            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
+            bos_token_id=hf.get("bos_token_id"),
+            dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+            hf_config=FrozenDict(hf),
+        )
+
+
+def _rope_parameters(hf: Mapping[str, Any]) -> FrozenDict:
+    """transformers 5 writes ``rope_parameters``; before it there were ``rope_theta`` and ``rope_scaling``."""
+    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+    rope.setdefault("rope_theta", float(hf.get("rope_theta") or 10000.0))
+    rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
+    return FrozenDict({k: v for k, v in rope.items() if v is not None})

@@ -1,0 +1,25 @@
+"""Every error that minivllm raises on purpose: each message says what was wrong, what was allowed, what to type."""
+
+
+class MinivllmError(Exception):
+    """Base of all. The command line prints these in one paragraph, without a traceback."""
+
+
+class ConfigError(MinivllmError, ValueError):
+    """A configuration that cannot run: an unknown key or name, or values that contradict each other."""
+
+
+class PluginError(MinivllmError):
+    """A plugin that cannot be loaded, or that offers something that cannot be used."""
+
+
+class CheckpointError(MinivllmError):
+    """A checkpoint folder that cannot be read, or whose tensors do not fit the model."""
+
+
+class RequestError(MinivllmError, ValueError):
+    """One request that can never run; the engine goes on with the others."""
+
+
+class EngineDeadError(MinivllmError, RuntimeError):
+    """The engine stopped: a rank died or raised. Every waiting request ends with this error."""
