@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.core.sequence import FinishReason, Sequence
+    from minivllm.plugins.registry import Registry
 
 
 # --------------------------------------------------------------------------- scheduling
@@ -77,6 +78,7 @@ class BlockManager(ABC):
     """Owns the pool of cache blocks and one block table a slot. Block 0 is never handed out: padding writes there."""
 
     tables: np.ndarray  # (num_slots, max_blocks) int32, the host's copy
+    held: np.ndarray  # (num_slots,) int32: how many entries of each row are valid
     num_blocks: int  # blocks that can be handed out
     block_size: int
 
@@ -96,6 +98,18 @@ class BlockManager(ABC):
     @abstractmethod
     def append(self, slots: np.ndarray) -> None:
         """Give each slot one more block. The caller has checked ``num_free``."""
+
+    @abstractmethod
+    def missing(self, num_tokens: int, cached: SequenceOf[int]) -> int:
+        """How many more free blocks ``allocate`` would need for this; 0 or less: it can be done."""
+
+    @abstractmethod
+    def register(self, slot: int, seq: Sequence, tokens: np.ndarray, num_tokens: int) -> None:
+        """Offer the slot's whole blocks among its first ``num_tokens`` tokens (computed, or about to be) for reuse."""
+
+    @abstractmethod
+    def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
 
     @abstractmethod
     def free(self, slot: int) -> None:
@@ -164,6 +178,7 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+    plans_on_host: ClassVar[bool] = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -266,24 +281,43 @@ class Model(ABC):
 class Sampler(ABC):
     """Turns logits into tokens. Parameters live in slot arrays on the device, one row a running sequence.
 
-    ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``.
+    ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``; its
+    size is a multiple of 4 bytes. What a request draws depends on its logits, its seed and its position only.
     """
 
     row: ClassVar[np.dtype]
 
     @classmethod
     @abstractmethod
-    def encode(cls, params: SamplingParams, seq: Sequence, config: ModelConfig) -> np.ndarray:
-        """One request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
+    def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
+        """A request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
 
     @abstractmethod
-    def prepare(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,)."""
+    def prepare(self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor) -> None:
+        """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,) of ``row``; the same on the device:
+        (a,) int64 and (a, words) int32, the rows' bytes."""
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The capturable part: greedy and temperature. logits (n, vocab) float; slots (n,) int64; positions (n,) int64:
-        the position that the sampled token will take. Returns (n,) int64."""
+        """The capturable part, for requests that need nothing more than greedy or temperature.
+
+        logits (n, vocab) of any float dtype; slots (n,) int64; positions (n,) int64: where each sampled token will
+        stand in its sequence. Returns (n,) int64.
+        """
+
+    def needs_refine(self, host_slots: np.ndarray) -> bool:
+        """Whether any of these slots wants more than ``sample`` does."""
+        return False
+
+    def refine(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
+        host_slots: np.ndarray,
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
+        """The rest, outside a graph and without waiting for the device: top-k, top-p, log-probabilities.
+
+        ``tokens`` is what ``sample`` chose for the same rows; the host knows their slots too.
+        """
+        return tokens, None
 
 
 # --------------------------------------------------------------------------- execution
@@ -314,10 +348,23 @@ class Logprobs:
     top: np.ndarray  # (m, k) float32
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceLogprobs:
+    """``Logprobs`` while still on the device."""
+
+    rows: np.ndarray
+    sampled: torch.Tensor
+    rank: torch.Tensor
+    top_ids: torch.Tensor
+    top: torch.Tensor
+
+
 class Executor(ABC):
     """Runs the model on one or more ranks."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None: ...
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry
+    ) -> None: ...
 
     @abstractmethod
     def start(self) -> int:

@@ -1,0 +1,112 @@
+"""Which attention backend runs: the one that was named, or the best that can; and two of them side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import AttentionOptions
+    from minivllm.plugins.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backends for prompts and for decodes, by name and class, and one line that says why."""
+
+    prefill: str
+    decode: str
+    prefill_class: type[AttentionBackend]
+    decode_class: type[AttentionBackend]
+    why: str
+
+    @property
+    def name(self) -> str:
+        return self.decode if self.prefill == self.decode else f"{self.prefill}+{self.decode}"
+
+    def cuda_graphs(self) -> bool:
+        """Whether decode steps may be captured."""
+        return self.decode_class.capabilities.cuda_graphs != CudaGraphs.NEVER
+
+    def build(self, spec: AttentionSpec) -> AttentionBackend:
+        if self.prefill == self.decode:
+            return self.decode_class(spec)
+        return HybridBackend(self.prefill_class(spec), self.decode_class(spec))
+
+
+def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -> Choice:
+    """Find the backends before anything is loaded.
+
+    Raises:
+        ConfigError: a named backend cannot run this, with every reason; or none can.
+    """
+    prefill, prefill_class, why = _one(options.prefill or options.name, spec, registry)
+    decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry)
+    if decode != prefill:
+        why = f"prefill: {why}; decode: {decode_why}"
+    return Choice(prefill, decode, prefill_class, decode_class, why)
+
+
+def _one(name: str, spec: AttentionSpec, registry: Registry) -> tuple[str, type[AttentionBackend], str]:
+    if name != "auto":
+        component = registry.get("attention", name)
+        missing = registry.why_not(component)
+        reasons = missing or registry.resolve("attention", name).unsupported(spec)
+        if reasons:
+            others = [c.name for c in registry.by_priority("attention") if not _reasons(c.name, spec, registry)]
+            raise ConfigError(
+                f"attention={name} cannot run this: {'; '.join(reasons)}. "
+                f"Here these can: {', '.join(others) or 'none'} (or attention=auto)"
+            )
+        return component.name, registry.resolve("attention", name), f"attention={component.name} as asked"
+    passed: list[str] = []
+    for component in registry.by_priority("attention"):
+        reasons = _reasons(component.name, spec, registry)
+        if not reasons:
+            chosen = registry.resolve("attention", component.name)
+            if spec.device in chosen.capabilities.devices:
+                because = f"attention={component.name}, the fastest that runs here"
+                return component.name, chosen, because + (f" (not {'; not '.join(passed)})" if passed else "")
+            reasons = [f"it is not meant for {spec.device}"]
+        passed.append(f"{component.name}: {reasons[0]}")
+    raise ConfigError("no attention backend can run this: " + "; ".join(passed))
+
+
+def _reasons(name: str, spec: AttentionSpec, registry: Registry) -> list[str]:
+    missing = registry.why_not(registry.get("attention", name))
+    return missing or registry.resolve("attention", name).unsupported(spec)
+
+
+class HybridBackend(AttentionBackend):
+    """Prompts in one backend, decodes in another, over one cache."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        super().__init__(decode.spec)
+        self._prefill, self._decode = prefill, decode
+        self.plans_on_host = prefill.plans_on_host or decode.plans_on_host  # type: ignore[misc]
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        for backend in (self._prefill, self._decode):
+            backend.bind(kv_cache)
+        super().bind(kv_cache)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.batch = batch
+        if batch.num_decodes < batch.num_seqs:
+            self._prefill.plan(batch)
+        if batch.num_decodes:
+            self._decode.plan(batch)
+
+    def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self._decode.decode(q, layer, out)
+
+    def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self._prefill.prefill(q, layer, out)

@@ -1,0 +1,161 @@
+"""Every key that a user may set, with its type, default, limits and one line of help. Nothing here imports Hydra.
+
+Hydra needs mutable dataclasses; ``compose.py`` turns them into the frozen ones of ``engine_config.py`` and ``modes.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Device(Enum):
+    # OmegaConf reads an enum by its members' names, so these are what users type.
+    auto = "auto"
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+class Dtype(Enum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class LoadFormat(Enum):
+    auto = "auto"
+    dummy = "dummy"
+
+
+def key(default: Any, help: str, **meta: Any) -> Any:
+    """A field with its help and limits.
+
+    ``ge``, ``gt``, ``le`` bound a number; ``text`` marks a value that is taken as typed, outside Hydra's grammar.
+    """
+    metadata = {"help": help, **meta}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def default_of(f: Field[Any]) -> Any:
+    return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+
+
+# --------------------------------------------------------------------------- groups
+
+
+@dataclass
+class ModelSchema:
+    name: str = key("demo", "the option that was chosen")
+    path: str | None = key(None, "a checkpoint folder: config.json, tokenizer, safetensors", text=True)
+    repo: str | None = key(None, "the repository on the Hugging Face Hub", text=True)
+    revision: str | None = key(None, "its branch, tag or commit", text=True)
+    tokenizer: str | None = key(None, "a folder or repository of another tokenizer", text=True)
+    hf_config: dict[str, Any] = key(dict, "the published config.json, which load_format=dummy builds from")
+
+
+@dataclass
+class AttentionSchema:
+    name: str = key("auto", "the backend")
+    prefill: str | None = key(None, "another backend for prompt chunks")
+    decode: str | None = key(None, "another backend for decode rows")
+    options: dict[str, Any] = key(dict, "the backend's own settings")
+
+
+@dataclass
+class SchedulerSchema:
+    name: str = key("mixed", "the scheduler")
+    max_num_seqs: int = key(256, "sequences that run at once", ge=1)
+    max_num_batched_tokens: int = key(8192, "tokens in one step", ge=1)
+    async_scheduling: bool = key(True, "launch a step before the tokens of the one before are read")
+    max_num_partial_prefills: int = key(1, "prompts that may be partly computed at once", ge=1)
+    max_long_partial_prefills: int = key(1, "of these, how many may be long", ge=1)
+    long_prefill_token_threshold: int = key(0, "a prompt longer than this is long; 0: none is", ge=0)
+    options: dict[str, Any] = key(dict, "the scheduler's own settings")
+
+
+@dataclass
+class CacheSchema:
+    block_size: int = key(16, "tokens in a cache block", ge=1)
+    num_blocks: int | None = key(None, "cache blocks; null measures what memory allows", ge=1)
+    gpu_memory_utilization: float = key(0.9, "part of the GPU's memory to use", gt=0, le=1)
+    enable_prefix_caching: bool = key(True, "share the blocks of equal prefixes")
+
+
+@dataclass
+class SamplerSchema:
+    name: str = key("default", "the sampler")
+    options: dict[str, Any] = key(dict, "the sampler's own settings")
+
+
+@dataclass
+class ExecutorSchema:
+    name: str = key("auto", "the executor")
+    options: dict[str, Any] = key(dict, "the executor's own settings")
+
+
+@dataclass
+class EngineSchema:
+    """What every mode has; the fields of ``EngineConfig``, and the mode itself."""
+
+    model: ModelSchema = key(ModelSchema, "which model")
+    attention: AttentionSchema = key(AttentionSchema, "what attends")
+    scheduler: SchedulerSchema = key(SchedulerSchema, "what runs in each step")
+    sampler: SamplerSchema = key(SamplerSchema, "what picks tokens")
+    executor: ExecutorSchema = key(ExecutorSchema, "what runs the ranks")
+    cache: CacheSchema = key(CacheSchema, "the paged key-value cache")
+    tp: int = key(1, "tensor-parallel ranks", ge=1)
+    device: Device = key(Device.auto, "auto takes a GPU where there is one")
+    dtype: Dtype = key(Dtype.auto, "auto takes the checkpoint's (float32 on a CPU)")
+    seed: int = key(0, "of random weights and of sampling", ge=0)
+    max_model_len: int | None = key(None, "tokens of prompt and completion together; null: the model's limit", ge=1)
+    enforce_eager: bool = key(False, "no CUDA graphs")
+    load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
+    mode: str = key("generate", "what to do")
+
+
+# --------------------------------------------------------------------------- modes
+
+
+@dataclass
+class SamplingSchema(EngineSchema):
+    """Keys of one request, with the names and meanings of ``SamplingParams``."""
+
+    max_tokens: int | None = key(None, "tokens to generate at most; null: as many as fit")
+    temperature: float = key(0.0, "0 is greedy")
+    top_p: float = key(1.0, "keep the likeliest tokens that make up this probability")
+    top_k: int = key(0, "keep this many of the likeliest tokens; 0: all")
+    min_p: float = key(0.0, "keep tokens at least this likely relative to the likeliest")
+    stop: Any = key(None, "a string, or a list of them, that ends a completion", text=True)
+    stop_token_ids: list[int] | None = key(None, "tokens that end a completion")
+    ignore_eos: bool = key(False, "go on after the end-of-sequence token")
+    min_tokens: int = key(0, "tokens before anything but max_tokens may end a completion")
+
+
+@dataclass
+class GenerateSchema(SamplingSchema):
+    prompts: Any = key(None, "a string, or a list of strings or token-id lists", text=True)
+    prompts_file: str | None = key(None, "a file of prompts, one a line or .jsonl; - is standard input", text=True)
+    output: str | None = key(None, "write one JSON object a request to this file instead of printing", text=True)
+    max_tokens: int | None = key(100, "tokens to generate at most; null: as many as fit")
+    logprobs: int | None = key(None, "log-probabilities of this many tokens a position; needs output=")
+
+
+@dataclass
+class ChatSchema(SamplingSchema):
+    system: str | None = key(None, "the system message", text=True)
+    temperature: float = key(0.7, "0 is greedy")
+    top_p: float = key(0.95, "keep the likeliest tokens that make up this probability")
+
+
+@dataclass
+class ServeSchema(EngineSchema):
+    pass
+
+
+@dataclass
+class BenchSchema(EngineSchema):
+    pass

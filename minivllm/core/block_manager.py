@@ -1,0 +1,183 @@
+"""The pool of cache blocks: who holds which, which can be shared, which can be reused.
+
+# ref (num_blocks + 1,) int32: tables that name a block          tables (num_slots, max_blocks) int32: a slot's blocks
+# free: blocks without content (a stack)                         held (num_slots,) int32: how many of them are valid
+# evictable: blocks with content that nobody holds, least recently used first
+# cached: content hash → block. Every block is in exactly one of: free, evictable, referenced.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from minivllm.core.interfaces import BlockManager
+
+if TYPE_CHECKING:
+    from minivllm.core.sequence import Sequence
+
+
+class PagedBlockManager(BlockManager):
+    """Reference-counted blocks with prefix reuse.
+
+    A whole block is known by a 128-bit hash of its tokens chained to its parent's hash (and the request's
+    ``cache_salt`` at the root), so equal hashes mean equal prefixes. Blocks nobody holds are kept until they are
+    needed, the least recently used given away first; of one sequence, its last blocks before its first.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, max_blocks_per_slot: int, *, prefix_caching: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.tables = np.zeros((num_slots, max_blocks_per_slot), dtype=np.int32)
+        self.held = np.zeros(num_slots, dtype=np.int32)
+        self._ref = np.zeros(num_blocks + 1, dtype=np.int32)
+        self._free = list(range(num_blocks, 0, -1))  # popped from the end: low ids first
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
+        self._offered = [0] * num_slots  # of each slot's first blocks, how many are shared or were offered for sharing
+        self._new: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    # ------------------------------------------------------------------ asking
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._evictable)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, seq: Sequence) -> list[int]:
+        if not self.prefix_caching:
+            return []
+        whole = (len(seq.known) - 1) // self.block_size  # the last token is always computed: its logits are needed
+        found: list[int] = []
+        for i in range(whole):
+            block = self._cached.get(self._hash(seq, seq.known, i))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def missing(self, num_tokens: int, cached: SequenceOf[int]) -> int:
+        """How many more free blocks ``allocate(slot, num_tokens, cached)`` would need; 0 or less: it can be done."""
+        revived = sum(1 for block in cached if self._ref[block] == 0)
+        return self.blocks_for(num_tokens) - len(cached) + revived - self.num_free
+
+    # ------------------------------------------------------------------ giving and taking
+
+    def allocate(self, slot: int, num_tokens: int, cached: SequenceOf[int]) -> None:
+        assert self.held[slot] == 0, f"slot {slot} already holds {self.held[slot]} blocks"
+        for block in cached:
+            if self._ref[block] == 0:
+                del self._evictable[block]
+            self._ref[block] += 1
+        fresh = self._take(self.blocks_for(num_tokens) - len(cached))
+        blocks = np.array([*cached, *fresh], dtype=np.int32)
+        n = len(blocks)
+        self.tables[slot, :n] = blocks
+        self.held[slot] = n
+        self._offered[slot] = len(cached)
+        self._new.append((np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks))
+
+    def append(self, slots: np.ndarray) -> None:
+        blocks = np.array(self._take(len(slots)), dtype=np.int32)
+        index = self.held[slots]
+        self.tables[slots, index] = blocks
+        self.held[slots] += 1
+        self._new.append((slots.astype(np.int32), index, blocks))
+
+    def free(self, slot: int) -> None:
+        blocks = self.tables[slot, : self.held[slot]]
+        self._ref[blocks] -= 1
+        for block in blocks[self._ref[blocks] == 0][::-1].tolist():  # the tail is evicted before the head
+            if self._hash_of[block] is None:
+                self._free.append(block)
+            else:
+                self._evictable[block] = None
+        self.held[slot] = 0
+
+    def register(self, slot: int, seq: Sequence, tokens: np.ndarray, num_tokens: int) -> None:
+        """Offer the slot's whole blocks among its first ``num_tokens`` tokens (computed, or about to be) for reuse."""
+        if not self.prefix_caching:
+            return
+        whole = num_tokens // self.block_size
+        for i in range(self._offered[slot], whole):
+            digest = self._hash(seq, tokens, i)
+            if digest not in self._cached:  # else an equal block is known already: this one stays private
+                block = int(self.tables[slot, i])
+                self._cached[digest] = block
+                self._hash_of[block] = digest
+        self._offered[slot] = max(whole, self._offered[slot])
+
+    def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
+        new, self._new = self._new, []
+        if not new:
+            return _NONE, _NONE, _NONE
+        if len(new) == 1:
+            return new[0]
+        slots, indices, blocks = zip(*new, strict=True)
+        return np.concatenate(slots), np.concatenate(indices), np.concatenate(blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all content; blocks in use stay valid for those who hold them."""
+        self._cached.clear()
+        self._hash_of = [None] * (self.num_blocks + 1)
+        self._free.extend(self._evictable)
+        self._evictable.clear()
+
+    def _take(self, n: int) -> list[int]:
+        if n > self.num_free:
+            raise RuntimeError(f"{n} cache blocks asked for, {self.num_free} free")
+        plain = min(n, len(self._free))
+        blocks = self._free[len(self._free) - plain :][::-1]
+        del self._free[len(self._free) - plain :]
+        for _ in range(n - plain):
+            block, _none = self._evictable.popitem(last=False)
+            digest = self._hash_of[block]
+            assert digest is not None
+            del self._cached[digest]
+            self._hash_of[block] = None
+            blocks.append(block)
+        self._ref[blocks] = 1
+        return blocks
+
+    def _hash(self, seq: Sequence, tokens: np.ndarray, i: int) -> bytes:
+        """The chained hash of block i; those before it are computed too, once a sequence."""
+        hashes, size = seq.block_hashes, self.block_size
+        while len(hashes) <= i:
+            parent = hashes[-1] if hashes else xxhash.xxh3_128_digest((seq.cache_salt or "").encode())
+            block = tokens[len(hashes) * size : (len(hashes) + 1) * size]
+            hashes.append(xxhash.xxh3_128_digest(parent + block.tobytes()))
+        return hashes[i]
+
+    # ------------------------------------------------------------------ proving
+
+    def check(self) -> None:
+        counts = np.zeros(self.num_blocks + 1, dtype=np.int32)
+        for slot, n in enumerate(self.held.tolist()):
+            row = self.tables[slot, :n]
+            assert len(set(row.tolist())) == n, f"slot {slot} names a block twice: {row}"
+            counts[row] += 1
+        assert counts[0] == 0, "block 0 was handed out"
+        assert (counts == self._ref).all(), "references differ from what the tables name"
+        free, evictable = set(self._free), set(self._evictable)
+        held = set(np.nonzero(self._ref)[0].tolist())
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & evictable or free & held or evictable & held), "a block is in two places"
+        assert len(free) + len(evictable) + len(held) == self.num_blocks, "a block is lost"
+        assert all(self._hash_of[b] is None for b in free), "a free block keeps a hash"
+        assert all(self._hash_of[b] is not None for b in evictable), "an evictable block has no hash"
+        known = {h: b for b, h in enumerate(self._hash_of) if h is not None}
+        assert known == self._cached, "the hash table and the blocks disagree"
+
+
+_NONE = np.empty(0, dtype=np.int32)

@@ -1,0 +1,218 @@
+"""Runs one rank's part of a step: batch in, sampled tokens out, never waiting for the device in between.
+
+On the device, one row a slot (the last row is padding's), owned by the runner:
+# last_token (S + 1,) int64   num_computed (S + 1,) int64   block_table (S + 1, max_blocks) int32
+On the host: host_tables, the same block table, for what plans on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult
+
+if TYPE_CHECKING:
+    from minivllm.core.cuda_graphs import DecodeGraphs
+    from minivllm.core.interfaces import AttentionBackend, Model, Sampler
+
+_IN_FLIGHT = 4  # staging buffers; the engine keeps two steps in flight, so one is free again long before its turn
+
+
+class Staging:
+    """Many small host arrays to the device in one copy, through pinned memory on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pinned = [torch.empty(0, dtype=torch.int32)] * _IN_FLIGHT
+        self._turn = 0
+
+    def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Each array as an int32 tensor on the device, (size,)."""
+        words = [np.ascontiguousarray(a).view(np.int32).reshape(-1) if a.dtype.names or a.dtype == np.int32
+                 else a.astype(np.int32).reshape(-1) for a in arrays]  # fmt: skip
+        flat = np.concatenate(words)
+        if self.device.type == "cuda":
+            self._turn = (self._turn + 1) % _IN_FLIGHT
+            if self._pinned[self._turn].numel() < len(flat):
+                self._pinned[self._turn] = torch.empty(2 * len(flat), dtype=torch.int32, pin_memory=True)
+            pinned = self._pinned[self._turn][: len(flat)]
+            pinned.numpy()[:] = flat
+            packet = pinned.to(self.device, non_blocking=True)
+        else:
+            packet = torch.from_numpy(flat)
+        return list(packet.split([len(w) for w in words]))
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step under way: its tokens on their way to the host."""
+
+    num_rows: int
+    rows: np.ndarray  # (m,) the rows that sampled
+    tokens: torch.Tensor  # (m,) int64, host memory
+    logprobs: DeviceLogprobs | None
+    done: torch.cuda.Event | None
+
+    def result(self) -> StepResult:
+        if self.done is not None:
+            self.done.synchronize()
+        token_ids = np.full(self.num_rows, -1, dtype=np.int32)
+        token_ids[self.rows] = self.tokens.numpy()
+        lp = self.logprobs
+        if lp is None:
+            return StepResult(token_ids)
+        host = [t.numpy() for t in (lp.sampled, lp.rank, lp.top_ids, lp.top)]
+        return StepResult(token_ids, Logprobs(self.rows[lp.rows], host[0], host[1], host[2], host[3]))
+
+
+class ModelRunner:
+    """Owns the device's slot state and turns batches into launched work.
+
+    ``launch`` is called once a step and in order; work of later steps is queued behind that of earlier ones on the
+    device, which is what makes it safe to reuse blocks and slots as soon as the host has let go of them.
+    """
+
+    def __init__(
+        self, model: Model, attention: AttentionBackend, sampler: Sampler, *, num_slots: int, max_blocks: int,
+        block_size: int, hidden_size: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.model, self.attention, self.sampler = model, attention, sampler
+        self.device, self.block_size, self.num_slots = device, block_size, num_slots
+        self.hidden_size = hidden_size
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
+        self.host_tables = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        self.graphs: DecodeGraphs | None = None
+        self.staging = Staging(device)
+        on_gpu = device.type == "cuda"
+        self._landing = [torch.empty(num_slots if on_gpu else 0, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_IN_FLIGHT)]
+        self._turn = 0
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> PendingStep:
+        if len(batch.block_slots):
+            self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
+        if self.graphs is not None and batch.num_decodes == len(batch.slots):
+            return self.graphs.launch(batch)
+        return self._launch_eager(batch)
+
+    # ------------------------------------------------------------------ eager
+
+    def _launch_eager(self, batch: Batch) -> PendingStep:
+        slots, new, d = batch.slots, batch.num_new, batch.num_decodes
+        seq_lens = batch.num_computed + new
+        start = np.zeros(len(slots) + 1, dtype=np.int32)
+        np.cumsum(new, out=start[1:])
+        row = np.repeat(np.arange(len(slots)), new)
+        position = np.arange(start[-1], dtype=np.int32) + (batch.num_computed - start[:-1])[row]
+        size = self.block_size
+        block = self.host_tables[slots[row], position // size]
+        sampled = np.nonzero(batch.samples)[0]
+        (
+            slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sample_slots_, next_position_,
+            block_slots, block_indices, block_ids, admitted, params,
+        ) = self.staging.send(
+            slots, seq_lens, start, position, block * size + position % size, batch.token_ids, start[1:][sampled] - 1,
+            slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices, batch.block_ids,
+            batch.admitted_slots, batch.admitted_params,
+        )  # fmt: skip
+        if len(block_slots):
+            self.block_table[block_slots.long(), block_indices.long()] = block_ids
+        if len(admitted):
+            self.sampler.prepare(
+                batch.admitted_slots, batch.admitted_params, admitted.long(), params.view(len(admitted), -1)
+            )
+        slots64 = slots_.long()
+        input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
+        width = -(-int(seq_lens.max()) // size)
+        plan = AttentionBatch(
+            num_decodes=d,
+            query_start=start_,
+            seq_lens=seq_lens_,
+            block_tables=self.block_table[:, :width].index_select(0, slots64),
+            slot_mapping=mapping_.long(),
+            host_query_lens=new,
+            host_seq_lens=seq_lens,
+            host_block_tables=self.host_tables[slots, :width],
+        )
+        hidden = self._forward(input_ids, position_.long(), plan)
+        self.num_computed[slots64] = seq_lens_.long()
+        if not len(sampled):
+            return self.land(len(slots), sampled, torch.empty(0, dtype=torch.int64, device=self.device), None)
+        sample_slots = sample_slots_.long()
+        logits = self.model.compute_logits(hidden[last_.long()])
+        tokens, logprobs = self._sample(logits, sample_slots, next_position_.long(), slots[sampled])
+        self.last_token[sample_slots] = tokens
+        return self.land(len(slots), sampled, tokens, logprobs)
+
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+        self.attention.batch = plan
+        self.attention.plan(plan)
+        return self.model.forward(input_ids, positions, self.attention)
+
+    def _sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
+        tokens = self.sampler.sample(logits, slots, positions)
+        if not self.sampler.needs_refine(host_slots):
+            return tokens, None
+        return self.sampler.refine(logits, slots, positions, tokens, host_slots)
+
+    @torch.inference_mode()
+    def dry_run(self, num_tokens: int, max_len: int) -> None:
+        """A step as large as any: ``num_tokens`` of prompts in as few sequences as it takes, then a full decode batch's
+        logits. Everything goes to block 0; nothing is kept."""
+        parts = min(-(-num_tokens // max_len), self.num_slots)
+        new = np.full(parts, min(num_tokens // parts, max_len), dtype=np.int32)
+        none = np.empty(0, dtype=np.int32)
+        batch = Batch(
+            step=-1,
+            slots=np.arange(parts, dtype=np.int32),
+            generations=np.zeros(parts, dtype=np.int64),
+            num_computed=np.zeros(parts, dtype=np.int32),
+            num_new=new,
+            samples=np.ones(parts, dtype=bool),
+            num_decodes=0,
+            token_ids=np.zeros(int(new.sum()), dtype=np.int32),
+            block_slots=none,
+            block_indices=none,
+            block_ids=none,
+            admitted_slots=none,
+            admitted_params=np.empty(0, dtype=self.sampler.row),
+        )
+        self._launch_eager(batch).result()
+        weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
+        hidden = torch.zeros((self.num_slots, self.hidden_size), dtype=weight.dtype, device=self.device)
+        slots = torch.arange(self.num_slots, device=self.device)
+        self.sampler.sample(self.model.compute_logits(hidden), slots, slots)
+        self.num_computed.zero_()
+        self.last_token.zero_()
+
+    # ------------------------------------------------------------------ to the host
+
+    def land(
+        self, num_rows: int, rows: np.ndarray, tokens: torch.Tensor, logprobs: DeviceLogprobs | None
+    ) -> PendingStep:
+        """Send what ``rows`` sampled on its way to the host."""
+        if self.device.type != "cuda":
+            return PendingStep(num_rows, rows, tokens, logprobs, None)
+        self._turn = (self._turn + 1) % _IN_FLIGHT
+        landing = self._landing[self._turn][: len(rows)]
+        landing.copy_(tokens, non_blocking=True)
+        if logprobs is not None:
+            logprobs = DeviceLogprobs(
+                logprobs.rows, *map(_to_pinned, (logprobs.sampled, logprobs.rank, logprobs.top_ids, logprobs.top))
+            )
+        done = torch.cuda.Event()
+        done.record()
+        return PendingStep(num_rows, rows, landing, logprobs, done)
+
+
+def _to_pinned(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,0 +1,147 @@
+"""From logits to tokens. Each row depends on its own logits, seed and position, and on nothing else in the batch.
+
+Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
+# temperature, top_p, min_p float32   top_k int32   seed int64   min_position int64   suppress (slots, 16) int64
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces import DeviceLogprobs, Sampler
+from minivllm.core.sequence import Sequence
+from minivllm.errors import RequestError
+from minivllm.kernels.sampling import sample_tokens
+
+_MAX_SUPPRESSED = 16
+_NEG_INF = float("-inf")
+
+
+class DefaultSampler(Sampler):
+    """Greedy, temperature, top-k, top-p, min-p, min_tokens and log-probabilities.
+
+    ``sample`` (in the graph) serves greedy and temperature; rows that need more are sampled again by ``refine``, in the
+    order temperature, min-p, top-k, top-p, as vLLM does. Filters compare whole probabilities, so ties at a bound
+    stay together.
+    """
+
+    row = np.dtype(
+        [
+            ("temperature", "<f4"),
+            ("top_p", "<f4"),
+            ("min_p", "<f4"),
+            ("top_k", "<i4"),
+            ("seed", "<i8"),
+            ("min_position", "<i4"),
+            ("logprobs", "<i4"),
+            ("suppress", "<i4", (_MAX_SUPPRESSED,)),
+        ]
+    )
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        """``num_slots`` counts the padding slot, the last."""
+        self.vocab_size = vocab_size
+        self.host = np.zeros(num_slots, dtype=self.row)
+        self.host["logprobs"] = -1
+        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
+        self._filters = np.zeros(num_slots, dtype=bool)
+        self._refine = np.zeros(num_slots, dtype=bool)
+
+    @classmethod
+    def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
+        params, row = seq.params, np.zeros((), dtype=cls.row)
+        row["temperature"] = 0.0 if params.greedy else params.temperature
+        row["top_p"], row["min_p"], row["top_k"] = params.top_p, params.min_p, max(params.top_k, 0)
+        row["seed"] = (seed + 2**63) % 2**64 - 2**63
+        row["min_position"] = seq.prompt_len + params.min_tokens if params.min_tokens else 0
+        row["logprobs"] = -1 if params.logprobs is None else params.logprobs
+        row["suppress"] = -1
+        if params.min_tokens:
+            if len(seq.stop_ids) > _MAX_SUPPRESSED:
+                raise RequestError(
+                    f"min_tokens={params.min_tokens} with {len(seq.stop_ids)} stop and end tokens: at most "
+                    f"{_MAX_SUPPRESSED} can be held back; give fewer stop_token_ids or leave min_tokens=0"
+                )
+            row["suppress"][: len(seq.stop_ids)] = seq.stop_ids
+        return row
+
+    def prepare(self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor) -> None:
+        self.host[slots] = rows
+        self._filters[slots] = (rows["temperature"] > 0) & (
+            (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
+        )
+        self._refine[slots] = self._filters[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
+        words = device_rows
+        self.temperature[device_slots] = words[:, 0].view(torch.float32)
+        self.top_p[device_slots] = words[:, 1].view(torch.float32)
+        self.min_p[device_slots] = words[:, 2].view(torch.float32)
+        self.top_k[device_slots] = words[:, 3]
+        self.seed[device_slots] = words[:, 4:6].contiguous().view(torch.int64)[:, 0]
+        self.min_position[device_slots] = words[:, 6].long()
+        self.suppress[device_slots] = words[:, 8:].long()
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return sample_tokens(logits, self.temperature, self.seed, slots, positions)
+
+    def needs_refine(self, host_slots: np.ndarray) -> bool:
+        return bool(self._refine[host_slots].any())
+
+    def refine(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
+        host_slots: np.ndarray,
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
+        host = self.host[host_slots]
+        held_back, filters = bool(host["min_position"].any()), bool(self._filters[host_slots].any())
+        if held_back or filters:
+            scores = logits.float()
+            if held_back:
+                scores = self._hold_back(scores, slots, positions)
+            if filters:
+                scores = self._filter(scores, slots)
+            tokens = sample_tokens(scores, self.temperature, self.seed, slots, positions)
+        wanted = np.nonzero(host["logprobs"] >= 0)[0]
+        return tokens, self._logprobs(logits, tokens, wanted, host) if len(wanted) else None
+
+    def _hold_back(self, scores: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """min_tokens: no end and stop tokens before ``min_position``."""
+        ids = self.suppress[slots]
+        early = (positions < self.min_position[slots])[:, None] & (ids >= 0)
+        column = torch.where(early, ids, self.vocab_size)  # one column more takes the writes that do not count
+        wide = torch.cat([scores, scores.new_zeros(len(scores), 1)], dim=1)
+        return wide.scatter_(1, column, _NEG_INF)[:, : self.vocab_size]
+
+    def _filter(self, scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        heat = self.temperature[slots][:, None]
+        probs = torch.softmax(scores / torch.where(heat > 0, heat, 1.0), dim=-1)
+        keep = probs >= self.min_p[slots][:, None] * probs.amax(dim=-1, keepdim=True)
+        ranked = torch.sort(torch.where(keep, probs, 0.0), dim=-1, descending=True).values
+        k = self.top_k[slots].long()
+        kth = ranked.gather(1, (torch.where(k > 0, k, self.vocab_size).clamp(max=self.vocab_size) - 1)[:, None])
+        keep &= probs >= kth
+        ranked = torch.where(ranked >= kth, ranked, 0.0)
+        ranked = ranked / ranked.sum(dim=-1, keepdim=True)
+        before = ranked.cumsum(dim=-1) - ranked  # of the more likely ones; the first token over the bound stays
+        top_p = self.top_p[slots][:, None]
+        inside = ((before < top_p) | (top_p >= 1)) & (ranked > 0)
+        last = inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1
+        total = torch.where(keep, probs, 0.0).sum(dim=-1, keepdim=True)
+        keep &= probs >= ranked.gather(1, last) * total * (1 - 1e-6)
+        return torch.where(keep | (heat <= 0), scores, _NEG_INF)
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray) -> DeviceLogprobs:
+        """Of the model's own distribution (before temperature and filters), as in vLLM."""
+        picked = torch.from_numpy(wanted)
+        if logits.is_cuda:
+            picked = picked.pin_memory().to(logits.device, non_blocking=True)
+        logprobs = torch.log_softmax(logits[picked].float(), dim=-1)
+        sampled = logprobs.gather(1, tokens[picked][:, None])
+        top, top_ids = logprobs.topk(max(int(host["logprobs"][wanted].max()), 1), dim=-1)
+        rank = (logprobs > sampled).sum(dim=-1) + 1
+        return DeviceLogprobs(wanted, sampled[:, 0], rank, top_ids, top)

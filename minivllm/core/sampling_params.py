@@ -1,0 +1,135 @@
+"""How one request wants its tokens chosen: vLLM's names and defaults. No torch in here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from minivllm.errors import RequestError
+
+# Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
+_NOT_YET: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "prompt_logprobs": None,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
+    "structured_outputs": None,
+    "logits_processors": None,
+    "truncate_prompt_tokens": None,
+}
+MAX_LOGPROBS = 20
+_GREEDY = 1e-5  # a temperature below this is greedy, as in vLLM
+
+
+class RequestOutputKind(Enum):
+    """What ``step`` returns of a request: all its text so far, only the new part, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """Sampling parameters, as in vLLM.
+
+    ``temperature=0`` is greedy; ``top_k=0`` or ``-1`` and ``top_p=1`` keep every token; ``max_tokens=None`` goes on to
+    ``max_model_len``; ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
+    prompt use the seeds ``seed, seed + 1, …``.
+
+    Raises:
+        RequestError: a value out of range, or a field that minivllm does not support yet.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self.stop = [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.verify()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < _GREEDY
+
+    def verify(self) -> None:
+        """Raise RequestError for the first value that cannot be used."""
+        _integer("n", self.n, 1)
+        _number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
+        _number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token", open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
+        _integer("top_k", self.top_k, -1, why="0 or -1 keeps every token")
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, why="None goes on to max_model_len")
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0)
+            if self.logprobs > MAX_LOGPROBS:
+                raise RequestError(f"logprobs={self.logprobs} is more than {MAX_LOGPROBS}, the most that is returned")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63))
+        for token in self.stop_token_ids or ():
+            _integer("stop_token_ids", token, 0)
+        if any(not isinstance(s, str) or not s for s in self.stop or ()):
+            raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
+        if not self.spaces_between_special_tokens:
+            raise RequestError("spaces_between_special_tokens=False is not supported yet; leave it True")
+        for name, only in _NOT_YET.items():
+            value = getattr(self, name)
+            if value != only and value not in ([], {}):
+                raise RequestError(f"{name}={value!r} is not supported yet; leave it at {only!r}")
+
+    def clone(self, **changes: Any) -> SamplingParams:
+        """A copy with some fields changed."""
+        return SamplingParams(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))
+
+
+def _integer(name: str, value: Any, low: int, why: str = "") -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(f"{name}={value!r} is not a whole number")
+    if value < low:
+        raise RequestError(f"{name}={value} is less than {low}" + (f" ({why})" if why else ""))
+
+
+def _number(name: str, value: Any, low: float, high: float, why: str, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise RequestError(f"{name}={value!r} is not a number")
+    if value < low or value > high or (open_low and value == low) or math.isinf(value):
+        bounds = f"more than {low:g}" if open_low else f"at least {low:g}"
+        limit = "" if math.isinf(high) else f" and at most {high:g}"
+        raise RequestError(f"{name}={value} is out of range: it must be {bounds}{limit} ({why})")

@@ -1,0 +1,402 @@
+"""Which tokens the next step computes: one mixed batch a step, or prompts first.
+
+Slot arrays, one row a running sequence, owned by the scheduler (S = max_num_seqs):
+# tokens (S, max_model_len) int32: what the host knows of each sequence      length (S,): tokens, in-flight ones included
+# committed (S,): valid entries of its row in ``tokens``                     computed (S,): tokens in the cache or on their way
+# known_len (S,): prompt (and recomputed) tokens, host-known at admission    max_len (S,): the length at which it ends
+# generation (S,) int64: grows when the slot changes hands, so that rows still in flight can be told to be stale
+
+A sequence decodes once computed >= known_len. Its newest token may be in flight: then length == committed + 1.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.batch import Batch
+from minivllm.core.interfaces import Committed, Scheduler
+from minivllm.core.sequence import FinishReason, Sequence, Status
+from minivllm.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import SchedulerOptions
+    from minivllm.core.interfaces import BlockManager
+
+_LOOK_AHEAD = 32  # how many waiting sequences a step considers: what it costs does not grow with the queue
+_MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
+_WATERMARK = 0.01  # the share of the pool that an admission leaves free for running sequences to grow
+
+
+class SlotScheduler(Scheduler):
+    """First come, first served, on slot arrays; subclasses choose how decodes and prompt chunks share a step.
+
+    - All blocks of a prompt are taken at admission, so a prompt half done never waits for memory.
+    - When a decode needs a block and none is free, the latest-arrived running sequence is preempted: its blocks are
+      freed and its known tokens are computed again later. The oldest is never preempted, so every step makes progress.
+    - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most.
+    """
+
+    def __init__(
+        self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
+    ) -> None:
+        if options.max_num_seqs < 1 or options.max_num_batched_tokens < 1:
+            raise ConfigError(
+                f"scheduler.max_num_seqs={options.max_num_seqs} and scheduler.max_num_batched_tokens="
+                f"{options.max_num_batched_tokens} must both be at least 1"
+            )
+        self.options = options
+        self.blocks = blocks
+        self.max_model_len = max_model_len
+        size = options.max_num_seqs
+        self.threshold = options.long_prefill_token_threshold
+        if not self.threshold and options.max_num_partial_prefills > 1:
+            self.threshold = max(1, int(max_model_len * 0.04))  # as in vLLM
+
+        self.tokens = np.zeros((size, max_model_len), dtype=np.int32)
+        self.length = np.zeros(size, dtype=np.int32)
+        self.committed = np.zeros(size, dtype=np.int32)
+        self.computed = np.zeros(size, dtype=np.int32)
+        self.known_len = np.zeros(size, dtype=np.int32)
+        self.min_len = np.zeros(size, dtype=np.int32)
+        self.max_len = np.zeros(size, dtype=np.int32)
+        self.generation = np.zeros(size, dtype=np.int64)
+        self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
+
+        self.sequences: list[Sequence | None] = [None] * size
+        self.waiting: deque[Sequence] = deque()  # by arrival; aborted ones are dropped when they reach the front
+        self.running = np.empty(0, dtype=np.int32)  # slots, by arrival
+        self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by arrival
+        self._free_slots = list(range(size - 1, -1, -1))
+        self._by_id: dict[str, Sequence] = {}
+        self._arrivals = 0
+        self._steps = 0
+        self._retry_at = 0  # free blocks below which no waiting sequence in sight can be admitted
+        self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
+        self._admitted: list[Sequence] = []
+
+    # ------------------------------------------------------------------ the queue
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._by_id)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._by_id) - len(self.running)
+
+    def add(self, seq: Sequence) -> None:
+        capacity = self.blocks.num_blocks * self.blocks.block_size
+        if seq.max_len > self.max_model_len:
+            raise RequestError(
+                f"max_tokens={seq.max_len - seq.prompt_len} with a {seq.prompt_len}-token prompt exceeds "
+                f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        if seq.max_len - 1 > capacity:  # the last token is never written to the cache
+            raise RequestError(
+                f"a {seq.prompt_len}-token prompt with max_tokens={seq.max_len - seq.prompt_len} needs "
+                f"{-(-(seq.max_len - 1) // self.blocks.block_size)} cache blocks, and the whole cache has "
+                f"{self.blocks.num_blocks} (of {self.blocks.block_size} tokens: {capacity}); shorten the prompt, lower "
+                "max_tokens, or raise cache.num_blocks"
+            )
+        if seq.request_id in self._by_id:
+            raise RequestError(f"request_id {seq.request_id!r} is already waiting or running; choose another")
+        seq.arrival = self._arrivals
+        self._arrivals += 1
+        self._by_id[seq.request_id] = seq
+        self.waiting.append(seq)
+        if len(self.waiting) <= _LOOK_AHEAD:
+            self._retry_at = 0
+
+    def abort(self, request_id: str) -> Sequence | None:
+        seq = self._by_id.get(request_id)
+        if seq is not None:
+            self.finish(seq)
+        return seq
+
+    def finish(self, seq: Sequence) -> None:
+        if seq.status is Status.RUNNING:
+            self._release(seq)
+            self.running = self.running[self.running != seq.slot]
+            seq.slot = -1
+        if seq.status is Status.WAITING:
+            self._retry_at = 0
+        seq.status = Status.FINISHED
+        del self._by_id[seq.request_id]
+        if self.waiting and not self.num_waiting:
+            self.waiting.clear()  # only finished ones are left in it
+
+    # ------------------------------------------------------------------ a step
+
+    @abstractmethod
+    def schedule(self) -> Batch | None: ...
+
+    def _decodes(self, budget: int) -> np.ndarray:
+        """The slots that decode, oldest first, each with room for its next token."""
+        while True:
+            run = self.running
+            ready = run[(self.computed[run] >= self.known_len[run]) & (self.length[run] < self.max_len[run])][:budget]
+            need = ready[self.computed[ready] >= self.blocks.held[ready] * self.blocks.block_size]
+            if len(need) <= self.blocks.num_free:
+                if len(need):
+                    self.blocks.append(need)
+                return ready
+            self._preempt(int(run[-1]))
+
+    def _chunks(self, budget: int) -> list[tuple[int, int]]:
+        """Prompt chunks as (slot, number of tokens): those half done first, then new ones from the queue."""
+        chunks: list[tuple[int, int]] = []
+        partial = long = 0  # prompts that this step leaves unfinished, and those of them over the threshold
+        for slot in self._partial:
+            left = int(self.known_len[slot] - self.computed[slot])
+            n = min(left, budget, self.threshold or left)
+            if n:
+                chunks.append((slot, n))
+                budget -= n
+            if n < left:
+                partial += 1
+                long += bool(self.threshold) and left > self.threshold
+        if self.waiting and budget > 0 and self._free_slots and (
+            self.blocks.num_free >= self._retry_at or not len(self.running)
+        ):
+            self._admit(budget, chunks, partial, long)
+        return chunks
+
+    def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
+        reserve = max(1, int(_WATERMARK * self.blocks.num_blocks))
+        at, looked, retry_at = 0, 0, None
+        while at < len(self.waiting) and looked < _LOOK_AHEAD and budget > 0 and self._free_slots:
+            seq = self.waiting[at]
+            if seq.status is not Status.WAITING:
+                del self.waiting[at]
+                continue
+            looked += 1
+            known = len(seq.known)
+            cached = self.blocks.match(seq)
+            lacking = self.blocks.missing(known, cached) + (reserve if len(self.running) else 0)
+            left = known - len(cached) * self.blocks.block_size
+            n = min(left, budget, self.threshold or left)
+            is_long = bool(self.threshold) and left > self.threshold
+            room = n == left or (
+                partial < self.options.max_num_partial_prefills
+                and (not is_long or long < self.options.max_long_partial_prefills)
+            )
+            if lacking <= 0 and room:
+                self._start(seq, cached)
+                self._give(chunks, seq, n)
+                budget -= n
+                if n < left:
+                    partial += 1
+                    long += is_long
+                if at:
+                    self.waiting[0].overtaken += 1
+                del self.waiting[at]
+                continue
+            if lacking > 0:
+                need = self.blocks.num_free + lacking
+                retry_at = need if retry_at is None else min(retry_at, need)
+            else:
+                retry_at = 0
+            if self.waiting[0].overtaken >= _MAX_OVERTAKEN:
+                break  # nobody goes before the head any more
+            at += 1
+        blocked = looked and retry_at is not None and budget > 0 and self._free_slots
+        self._retry_at = retry_at if blocked and retry_at is not None else 0
+
+    def _give(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
+        """Schedule the first chunk of a sequence that was just admitted, and share its blocks from now on.
+
+        A later row of the same step may already read them: each layer writes all of the step's keys before any row
+        attends.
+        """
+        chunks.append((seq.slot, n))
+        self.blocks.register(seq.slot, seq, self.tokens[seq.slot], int(self.computed[seq.slot]) + n)
+
+    def _start(self, seq: Sequence, cached: list[int]) -> None:
+        slot = self._free_slots.pop()
+        known = len(seq.known)
+        self.blocks.allocate(slot, known, cached)
+        computed = len(cached) * self.blocks.block_size
+        self.tokens[slot, :known] = seq.known
+        self.length[slot] = self.committed[slot] = self.known_len[slot] = known
+        self.computed[slot] = computed
+        self.max_len[slot] = seq.max_len
+        self.min_len[slot] = seq.prompt_len + seq.params.min_tokens
+        self._set_stop_ids(slot, seq.stop_ids)
+        self.sequences[slot] = seq
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = computed
+        seq.slot, seq.status = slot, Status.RUNNING
+        self._insert_by_arrival(seq)
+        self._admitted.append(seq)
+
+    def _insert_by_arrival(self, seq: Sequence) -> None:
+        at = len(self.running)
+        while at and self._arrival(int(self.running[at - 1])) > seq.arrival:
+            at -= 1
+        self.running = np.insert(self.running, at, seq.slot).astype(np.int32)
+        self._partial.append(seq.slot)
+        self._partial.sort(key=self._arrival)
+
+    def _arrival(self, slot: int) -> int:
+        seq = self.sequences[slot]
+        assert seq is not None
+        return seq.arrival
+
+    def _preempt(self, slot: int) -> None:
+        """Take everything from a running sequence and queue it again; a token of it in flight is sampled again."""
+        seq = self.sequences[slot]
+        assert seq is not None
+        self._release(seq)
+        self.running = self.running[self.running != slot]
+        seq.slot, seq.status = -1, Status.WAITING
+        seq.num_preemptions += 1
+        at = 0
+        while at < len(self.waiting) and self.waiting[at].arrival < seq.arrival:
+            at += 1
+        self.waiting.insert(at, seq)
+        self._retry_at = 0
+
+    def _release(self, seq: Sequence) -> None:
+        """Free a running sequence's slot and blocks, keeping its tokens; the caller takes it off ``running``."""
+        slot = seq.slot
+        seq.known = self.tokens[slot, : self.committed[slot]].copy()
+        self.generation[slot] += 1
+        self.blocks.free(slot)
+        self.sequences[slot] = None
+        self._free_slots.append(slot)
+        if slot in self._partial:
+            self._partial.remove(slot)
+
+    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > self.stop_ids.shape[1]:
+            wider = np.full((len(self.stop_ids), len(ids)), -1, dtype=np.int32)
+            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[slot] = -1
+        self.stop_ids[slot, : len(ids)] = ids
+
+    def _batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
+        """Write the step down, and advance the slot arrays past it."""
+        d = len(decodes)
+        if not d and not chunks:
+            return None
+        new = np.ones(d + len(chunks), dtype=np.int32)
+        if chunks:
+            slots = np.concatenate([decodes, np.array([s for s, _ in chunks], dtype=np.int32)])
+            new[d:] = [n for _, n in chunks]
+        else:
+            slots = decodes
+        computed = self.computed[slots]
+        after = computed + new
+        samples = after >= self.known_len[slots]
+        parts = [self.tokens[s, c : c + n] for (s, n), c in zip(chunks, computed[d:].tolist(), strict=True)]
+        for (slot, _), end in zip(chunks, after[d:].tolist(), strict=True):
+            seq = self.sequences[slot]
+            assert seq is not None
+            self.blocks.register(slot, seq, self.tokens[slot], end)
+        block_slots, block_indices, block_ids = self.blocks.take_updates()
+        batch = Batch(
+            step=self._steps,
+            slots=slots,
+            generations=self.generation[slots],
+            num_computed=computed,
+            num_new=new,
+            samples=samples,
+            num_decodes=d,
+            token_ids=np.concatenate(parts) if parts else np.empty(0, dtype=np.int32),
+            block_slots=block_slots,
+            block_indices=block_indices,
+            block_ids=block_ids,
+            admitted_slots=np.array([seq.slot for seq in self._admitted], dtype=np.int32),
+            admitted_params=np.array([seq.sampler_row for seq in self._admitted], dtype=self._row),
+        )
+        self.computed[slots] = after
+        self.length[slots] += samples
+        if self._partial:
+            self._partial = [s for s in self._partial if self.computed[s] < self.known_len[s]]
+        self._admitted = []
+        self._steps += 1
+        return batch
+
+    # ------------------------------------------------------------------ what came back
+
+    def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
+        rows = np.nonzero(batch.samples & (self.generation[batch.slots] == batch.generations))[0]
+        slots, tokens = batch.slots[rows], token_ids[rows].astype(np.int32)
+        at = self.committed[slots]
+        self.tokens[slots, at] = tokens
+        at += 1
+        self.committed[slots] = at
+
+        end = batch.num_computed[rows] + batch.num_new[rows]
+        for slot, n in zip(*(a[end % self.blocks.block_size == 0].tolist() for a in (slots, end)), strict=True):
+            seq = self.sequences[slot]
+            assert seq is not None
+            self.blocks.register(slot, seq, self.tokens[slot], n)
+
+        stopped = (tokens[:, None] == self.stop_ids[slots]).any(axis=1) & (at > self.min_len[slots])
+        over = stopped | (at >= self.max_len[slots])
+        finished: list[tuple[Sequence, FinishReason]] = []
+        if over.any():
+            for slot, stop in zip(slots[over].tolist(), stopped[over].tolist(), strict=True):
+                seq = self.sequences[slot]
+                assert seq is not None
+                self._release(seq)
+                seq.status = Status.FINISHED
+                del self._by_id[seq.request_id]
+                finished.append((seq, FinishReason.STOP if stop else FinishReason.LENGTH))
+            self.running = self.running[~np.isin(self.running, slots[over])]
+            for seq, _ in finished:
+                seq.slot = -1
+        return Committed(rows, slots, tokens, finished)
+
+    # ------------------------------------------------------------------ proving
+
+    def check(self) -> None:
+        self.blocks.check()
+        run = self.running.tolist()
+        assert len(run) <= self.options.max_num_seqs
+        assert len(set(run)) == len(run), "a slot runs twice"
+        assert set(run) | set(self._free_slots) == set(range(self.options.max_num_seqs)), "a slot is lost"
+        assert not set(run) & set(self._free_slots), "a running slot is free"
+        arrivals = [self._arrival(s) for s in run]
+        assert arrivals == sorted(arrivals), "running is out of order"
+        queue = [s.arrival for s in self.waiting if s.status is Status.WAITING]
+        assert queue == sorted(queue), "waiting is out of order"
+        assert len(queue) + len(run) == len(self._by_id), "a sequence is lost"
+        for slot in range(self.options.max_num_seqs):
+            seq, held = self.sequences[slot], int(self.blocks.held[slot])
+            if seq is None:
+                assert held == 0, f"the empty slot {slot} holds blocks"
+                continue
+            assert seq.slot == slot and seq.status is Status.RUNNING
+            assert self.computed[slot] <= held * self.blocks.block_size, "computed past the slot's blocks"
+            assert self.committed[slot] <= self.length[slot] <= self.max_len[slot]
+            assert self.computed[slot] <= self.length[slot]
+            assert (slot in self._partial) == (self.computed[slot] < self.known_len[slot])
+
+
+class MixedScheduler(SlotScheduler):
+    """Decodes and prompt chunks in one step, decodes first, up to ``max_num_batched_tokens``."""
+
+    def schedule(self) -> Batch | None:
+        decodes = self._decodes(self.options.max_num_batched_tokens)
+        chunks = self._chunks(self.options.max_num_batched_tokens - len(decodes))
+        return self._batch(decodes, chunks)
+
+
+class PrefillFirstScheduler(SlotScheduler):
+    """Steps of prompts only while there are any to compute, then steps of decodes only."""
+
+    def schedule(self) -> Batch | None:
+        chunks = self._chunks(self.options.max_num_batched_tokens)
+        decodes = np.empty(0, dtype=np.int32) if chunks else self._decodes(self.options.max_num_batched_tokens)
+        return self._batch(decodes, chunks)

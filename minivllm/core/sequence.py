@@ -1,0 +1,82 @@
+"""One completion on its way: what the scheduler queues. Its per-step numbers live in the scheduler's slot arrays."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from minivllm.core.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Sequence:
+    """A prompt and what was sampled after it.
+
+    ``known`` holds the tokens that the host knows, (prompt + outputs,) int32; while the sequence runs, the scheduler's
+    token matrix is ahead of it. ``max_len`` is the length at which it ends, prompt included.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "cache_salt",
+        "known",
+        "max_len",
+        "num_cached_tokens",
+        "num_preemptions",
+        "overtaken",
+        "params",
+        "prompt_len",
+        "request_id",
+        "sampler_row",
+        "slot",
+        "status",
+        "stop_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int] | np.ndarray,
+        params: SamplingParams,
+        *,
+        max_len: int,
+        stop_ids: tuple[int, ...] = (),
+        cache_salt: str | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.known = np.asarray(prompt_token_ids, dtype=np.int32)
+        self.prompt_len = len(self.known)
+        self.params = params
+        self.max_len = max_len
+        self.stop_ids = stop_ids  # token ids that end it: the model's end tokens and the request's stop_token_ids
+        self.cache_salt = cache_salt
+        self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
+        self.status = Status.WAITING
+        self.slot = -1
+        self.arrival = -1
+        self.overtaken = 0  # how often a later one was admitted while this one headed the queue
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # prompt tokens that the prefix cache held when it was first admitted
+        self.block_hashes: list[bytes] = []  # of its whole blocks, as far as they were asked for
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.known[self.prompt_len :].tolist()
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.request_id!r}, {self.status.value}, {self.prompt_len}+{len(self.known) - self.prompt_len})"

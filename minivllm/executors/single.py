@@ -1,0 +1,45 @@
+"""One process, one device: the rank runs where the scheduler does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.interfaces import Executor, StepHandle
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.executors.worker import Worker
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.batch import Batch
+    from minivllm.core.model_config import ModelConfig
+    from minivllm.plugins.registry import Registry
+
+
+class SingleExecutor(Executor):
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry
+    ) -> None:
+        if config.tp != 1:
+            raise ConfigError(f"tp={config.tp} with executor=single: one process holds one rank; set tp=1")
+        self._worker: Worker | None = Worker(config, model_config, max_model_len, registry, TensorParallel())
+        self._about: dict[str, Any] = {}
+
+    def start(self) -> int:
+        assert self._worker is not None
+        blocks = self._worker.start()
+        self._about = self._worker.describe()
+        return blocks
+
+    def launch(self, batch: Batch) -> StepHandle:
+        if self._worker is None or self._worker.runner is None:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        return self._worker.runner.launch(batch)
+
+    def describe(self) -> dict[str, Any]:
+        return self._about
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None

@@ -1,0 +1,178 @@
+"""One rank: chooses its attention backend, loads its weights, sizes its cache, captures its graphs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minivllm.backends.select import choose
+from minivllm.core.interfaces import AttentionSpec
+from minivllm.core.model_runner import ModelRunner
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError
+from minivllm.models.checkpoint import fetch
+from minivllm.models.loader import build_model, iterate_safetensors
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.model_config import ModelConfig
+    from minivllm.plugins.registry import Registry
+
+logger = logging.getLogger("minivllm")
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def resolve_device(device: str) -> str:
+    """auto, cuda or cpu → cuda or cpu. Raises ConfigError for a GPU that is not there."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or check nvidia-smi and torch's build")
+    return "cuda" if device != "cpu" and available else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str, model_dtype: str) -> str:
+    """``auto``: float32 on a CPU; on a GPU the checkpoint's own, bfloat16 if that is float32."""
+    if dtype != "auto":
+        return dtype
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if model_dtype == "float32" else model_dtype
+
+
+class Worker:
+    """Everything that one rank holds. ``start`` returns how many cache blocks it has room for."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry, tp: TensorParallel
+    ) -> None:
+        self.config, self.model_config, self.registry, self.tp = config, model_config, registry, tp
+        self.device_type = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device_type, model_config.dtype)
+        self.max_model_len = max_model_len
+        heads, kv_heads = model_config.num_heads // tp.size, max(model_config.num_kv_heads // tp.size, 1)
+        self.spec = AttentionSpec(
+            device=self.device_type,
+            dtype=self.dtype,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=model_config.head_dim,
+            block_size=config.cache.block_size,
+            num_layers=model_config.num_layers,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            scale=model_config.head_dim**-0.5,
+            sliding_window=model_config.hf_config.get("sliding_window")
+            if model_config.hf_config.get("use_sliding_window", True)
+            else None,
+        )
+        self.choice = choose(config.attention, self.spec, registry)
+        self.runner: ModelRunner | None = None
+
+    @torch.inference_mode()
+    def start(self) -> int:
+        config, model_config = self.config, self.model_config
+        device = torch.device("cuda", self.tp.rank) if self.device_type == "cuda" else torch.device("cpu")
+        model_class = self.registry.resolve(
+            "model", self.registry.model_for_architecture(model_config.architecture).name
+        )
+        dummy = config.load_format == "dummy"
+        model = build_model(
+            model_class, model_config, self.tp, device, getattr(torch, self.dtype),
+            config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
+        )  # fmt: skip
+        num_slots = config.scheduler.max_num_seqs
+        sampler = self.registry.resolve("sampler", config.sampler.name)(num_slots + 1, model_config.vocab_size, device)
+        self.runner = ModelRunner(
+            model,
+            self.choice.build(self.spec),
+            sampler,
+            num_slots=num_slots,
+            max_blocks=-(-self.max_model_len // self.spec.block_size),
+            block_size=self.spec.block_size,
+            hidden_size=model_config.hidden_size,
+            device=device,
+        )
+        num_blocks = self._num_blocks(device)
+        self.runner.attention.bind(self._cache(num_blocks, device))
+        if self.device_type == "cuda" and not config.enforce_eager and self.choice.cuda_graphs():
+            from minivllm.core.cuda_graphs import DecodeGraphs
+
+            graphs = DecodeGraphs(self.runner, num_slots)
+            graphs.capture()
+            graphs.verify(num_blocks, model_config.vocab_size)
+            self.runner.graphs = graphs
+        return num_blocks
+
+    def describe(self) -> dict[str, Any]:
+        name = torch.cuda.get_device_name() if self.device_type == "cuda" else "cpu"
+        graphs = self.runner is not None and self.runner.graphs is not None
+        return {
+            "device": name,
+            "dtype": self.dtype,
+            "attention": self.choice.name,
+            "attention_why": self.choice.why,
+            "cuda_graphs": graphs,
+        }
+
+    def shutdown(self) -> None:
+        """Let go of the weights, the cache and the graphs, and give the memory back to the device."""
+        self.runner = None
+        gc.collect()
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------ memory
+
+    def _cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        """Keys and values of all layers; block 0 is for padding. Zeroed: a masked score times garbage may be NaN."""
+        spec = self.spec
+        shape = (spec.num_layers, 2, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        return torch.zeros(shape, dtype=getattr(torch, self.dtype), device=device)
+
+    def _num_blocks(self, device: torch.device) -> int:
+        """How many blocks can be handed out: ``cache.num_blocks``, or what fits.
+
+        Raises:
+            ConfigError: not even one sequence of a user's ``max_model_len`` fits; it says how many tokens do.
+        """
+        cache, spec = self.config.cache, self.spec
+        itemsize = getattr(torch, self.dtype).itemsize
+        block_bytes = 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
+        if cache.num_blocks is not None:
+            return cache.num_blocks
+        most = spec.max_num_seqs * -(-spec.max_model_len // spec.block_size)
+        if device.type == "cpu":
+            return max(min(_CPU_CACHE_BYTES // block_bytes, most), 1)
+        room = self._free_bytes_at_peak(device)
+        blocks = int(room // block_bytes) - 1
+        wanted = self.config.max_model_len or 1
+        if blocks * spec.block_size < wanted:
+            raise ConfigError(
+                f"{max(blocks, 0) * spec.block_size} tokens of cache fit into the {max(room, 0) / 2**30:.2f} GiB that "
+                f"are left, and max_model_len={wanted} needs more: lower max_model_len, "
+                f"scheduler.max_num_batched_tokens={spec.max_num_batched_tokens} or "
+                f"scheduler.max_num_seqs={spec.max_num_seqs}, or raise "
+                f"cache.gpu_memory_utilization={cache.gpu_memory_utilization}"
+            )
+        return min(blocks, most)
+
+    def _free_bytes_at_peak(self, device: torch.device) -> float:
+        """Run the largest batch once on a cache of one block, and see what it leaves."""
+        assert self.runner is not None
+        self.runner.attention.bind(self._cache(0, device))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.runner.dry_run(self.spec.max_num_batched_tokens, self.max_model_len)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        return free * self.config.cache.gpu_memory_utilization - peak

@@ -1,0 +1,37 @@
+"""The embedding gather: one row of the table a token.
+
+Bytes moved: 2 * t * n elements. 8192 tokens of 1024 in bf16: 34 MB, 8 µs at 4.3 TB/s.
+"""
+
+import torch
+
+from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+
+
+@triton.jit
+def _embedding_kernel(ids, weight, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < N
+    token = tl.load(ids + row).to(tl.int64)
+    tl.store(out + row * N + cols, tl.load(weight + token * stride + cols, mask=mask, other=0.0), mask=mask)
+
+
+def embedding_triton(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    n, ids = weight.shape[1], ids.contiguous()
+    out = torch.empty((*ids.shape, n), dtype=weight.dtype, device=weight.device)
+    if ids.numel():
+        block = min(next_power_of_2(n), 2048)
+        _embedding_kernel[(ids.numel(), cdiv(n, block))](
+            ids, weight, out, weight.stride(0), N=n, BLOCK=block, num_warps=max(min(block // 256, 8), 1)
+        )
+    return out
+
+
+def embedding_reference(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(ids, weight)
+
+
+def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """ids (…) of any integer dtype, weight (vocabulary, n); returns (…, n)."""
+    return embedding_triton(ids, weight) if ids.is_cuda else embedding_reference(ids, weight)

@@ -1,0 +1,94 @@
+"""From one packed q, k, v projection to the attended heads: q/k-norm, rotary, cache write, then the backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from minivllm.core.interfaces import AttentionBackend
+from minivllm.kernels.rotary import qk_norm_rope, qk_norm_rope_store
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.rotary import RotaryTable
+
+_Path = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], torch.Tensor]
+
+
+class Attention:
+    """One layer's attention. It owns no weights (hence no Module) and no state but which path its backend takes.
+
+    A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
+    write in one kernel, k and v never materialized. One that overrides either is handed q, k and v.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        num_heads: int,  # of this rank
+        num_kv_heads: int,  # of this rank
+        head_dim: int,
+        rotary: RotaryTable,
+        *,
+        scale: float | None = None,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        self.index = index
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.rotary = rotary
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.eps = 0.0 if q_norm is None else q_norm.eps
+        self.sliding_window = sliding_window
+        self._chosen_for: type[AttentionBackend] | None = None
+        self._path: _Path = self._separate
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        """qkv: (t, (heads + 2 * kv heads) * head_dim); positions: (t,); returns (t, heads * head_dim)."""
+        if type(backend) is not self._chosen_for:
+            self._chosen_for = type(backend)
+            self._path = self._fused if keeps_cache_write(type(backend)) else self._separate
+        return self._path(qkv, positions, backend)
+
+    forward = __call__
+
+    def _fused(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        batch = backend.batch
+        assert batch is not None
+        q = qk_norm_rope_store(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            self.rotary.cos_sin,
+            positions,
+            backend.kv_cache[self.index, 0],
+            backend.kv_cache[self.index, 1],
+            batch.slot_mapping,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+        return backend.attend(q, self).view(-1, self.num_heads * self.head_dim)
+
+    def _separate(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        q, k, v = qk_norm_rope(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            self.rotary.cos_sin,
+            positions,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+        return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
+
+
+def keeps_cache_write(backend: type[AttentionBackend]) -> bool:
+    """Whether a backend leaves the cache's layout, and so the write into it, as the interface has them."""
+    return backend.write is AttentionBackend.write and backend.forward is AttentionBackend.forward

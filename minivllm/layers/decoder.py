@@ -1,0 +1,144 @@
+"""What dense decoders share: self-attention, the pre-norm layer, the stack, and the language-model head.
+
+A model file subclasses ``DecoderLayer`` for what is special about it and names it in its ``CausalLM``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from minivllm.core.interfaces import AttentionBackend, Model
+from minivllm.core.model_config import ModelConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.layers.attention import Attention
+from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.parameter import ShardId
+from minivllm.layers.rotary import RotaryTable
+
+
+class LayerFactory(Protocol):
+    """Makes layer ``index`` of a decoder; a layer's class is one."""
+
+    def __call__(self, config: ModelConfig, tp: TensorParallel, index: int, rotary: RotaryTable, /) -> nn.Module: ...
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query self-attention with rotary positions; ``qk_norm`` normalizes each head's q and k before them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        index: int,
+        rotary: RotaryTable,
+        *,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, heads, kv_heads, head_dim, tp, bias=qkv_bias)
+        self.o_proj = RowParallelLinear(
+            heads * head_dim, config.hidden_size, tp, bias=out_bias, what="attention heads' width"
+        )
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if qk_norm else None
+        self.attention = Attention(
+            index,
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            head_dim,
+            rotary,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+        )
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """x: (t, hidden); returns the same shape."""
+        return self.o_proj(self.attention(self.qkv_proj(x), positions, attention))
+
+
+class DecoderLayer(nn.Module):
+    """Norm, attention, norm, MLP; the residual stream travels beside the hidden states, so that additions fuse."""
+
+    self_attn: nn.Module
+    mlp: nn.Module
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, attention: AttentionBackend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: (t, hidden); the first layer has no residual yet. Returns both."""
+        if residual is None:
+            x, residual = self.input_layernorm(x), x
+        else:
+            x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, positions, attention)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, layer: LayerFactory) -> None:
+        super().__init__()
+        self.rotary = RotaryTable(config)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
+        self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        x: torch.Tensor = self.embed_tokens(input_ids)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, positions, attention)
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+
+class CausalLM(nn.Module, Model):
+    """A decoder with a language-model head, in the tensor names of Hugging Face's checkpoints.
+
+    A subclass says which ``architectures`` it reads, what one layer is, and, if its checkpoints pack their weights
+    otherwise, ``packed``: a checkpoint's module name -> (ours, shard id).
+    """
+
+    architectures: ClassVar[tuple[str, ...]] = ()
+    layer: ClassVar[LayerFactory]
+    packed: ClassVar[Mapping[str, tuple[str, ShardId]]] = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, tp, type(self).layer)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
+        if config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        return self.model(input_ids, positions, attention)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from minivllm.models.loader import load_weights
+
+        load_weights(self, weights, packed=self.packed)

@@ -1,0 +1,57 @@
+"""The vocabulary's two ends, split over the ranks by rows: token ids to vectors, hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.embedding import embedding
+from minivllm.layers.parameter import Piece, sharded_parameter
+
+
+class _VocabParallel(nn.Module):
+    """``weight`` holds rows [first, first + rows) of the vocabulary, padded with zero rows to a multiple of tp."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.rows = -(-vocab_size // tp.size)
+        self.first = min(tp.rank * self.rows, vocab_size)
+        held = min(self.rows, vocab_size - self.first)
+        piece = Piece((vocab_size, hidden_size), 0, self.first, held)
+        self.weight = sharded_parameter((self.rows, hidden_size), {None: piece})
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """ids (t,) -> (t, hidden)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
+        super().__init__(vocab_size, hidden_size, tp)
+        self._embed = self._embed_whole if tp.size == 1 else self._embed_part
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._embed(ids)
+
+    def _embed_whole(self, ids: torch.Tensor) -> torch.Tensor:
+        return embedding(ids, self.weight)
+
+    def _embed_part(self, ids: torch.Tensor) -> torch.Tensor:
+        local = ids - self.first
+        absent = (local < 0) | (local >= self.rows)
+        rows = embedding(local.masked_fill(absent, 0), self.weight)
+        return self.tp.all_reduce(rows.masked_fill_(absent.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(_VocabParallel):
+    """hidden (n, hidden) -> logits (n, vocab_size), on every rank."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, self.weight)  # (n, rows)
+        return self.tp.all_gather(logits)[:, : self.vocab_size] if self.tp.size > 1 else logits
+
+    def tie(self, tokens: VocabParallelEmbedding) -> None:
+        """Share the embedding's weight."""
+        self.weight = tokens.weight

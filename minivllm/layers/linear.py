@@ -1,0 +1,131 @@
+"""Linear layers that hold this rank's slice of a weight. Columns split the output, rows split the input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError
+from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
+
+
+class LinearBase(nn.Module):
+    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank holds, and computes, the whole."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__()
+        shape = (out_features, in_features)
+        self.weight = sharded_parameter(shape, {None: Piece(shape)})
+        self.bias = sharded_parameter(shape[:1], {None: Piece(shape[:1])}) if bias else None
+
+
+class _StackedLinear(LinearBase):
+    """Checkpoint tensors stacked along the output. A part is (shard id, rows in all, first row, rows of this rank)."""
+
+    def __init__(self, in_features: int, parts: Sequence[tuple[ShardId, int, int, int]], bias: bool) -> None:
+        super().__init__()
+        weight: dict[ShardId, Piece] = {}
+        biases: dict[ShardId, Piece] = {}
+        offset = 0
+        for shard_id, whole, start, size in parts:
+            weight[shard_id] = Piece((whole, in_features), 0, start, size, offset)
+            biases[shard_id] = Piece((whole,), 0, start, size, offset)
+            offset += size
+        self.weight = sharded_parameter((offset, in_features), weight)
+        self.bias = sharded_parameter((offset,), biases) if bias else None
+
+
+class ColumnParallelLinear(_StackedLinear):
+    """(t, in) -> (t, out / tp)."""
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool = False, what: str = "output size"
+    ) -> None:
+        size = split(what, out_features, tp)
+        super().__init__(in_features, [(None, out_features, tp.rank * size, size)], bias)
+
+
+class MergedColumnParallelLinear(_StackedLinear):
+    """Several column-parallel weights in one product: (t, in) -> (t, sum(outs) / tp). Shard ids are 0, 1, …"""
+
+    def __init__(
+        self,
+        in_features: int,
+        outs: Sequence[int],
+        tp: TensorParallel,
+        *,
+        bias: bool = False,
+        what: str = "output size",
+    ) -> None:
+        sizes = [split(what, out, tp) for out in outs]
+        parts = [(i, out, tp.rank * size, size) for i, (out, size) in enumerate(zip(outs, sizes, strict=True))]
+        super().__init__(in_features, parts, bias)
+
+
+class QKVParallelLinear(_StackedLinear):
+    """Queries, keys and values in one product: (t, in) -> (t, (heads + 2 * kv heads) * head_dim) of this rank.
+
+    Shard ids are "q", "k", "v". With more ranks than kv heads, several ranks hold the same kv head.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        tp: TensorParallel,
+        *,
+        bias: bool = False,
+    ) -> None:
+        heads, kv_heads = split_heads(num_heads, num_kv_heads, tp)
+        first_kv = tp.rank * num_kv_heads // tp.size  # ranks that share a kv head get the same one
+        queries = (num_heads * head_dim, tp.rank * heads * head_dim, heads * head_dim)
+        keys = (num_kv_heads * head_dim, first_kv * head_dim, kv_heads * head_dim)
+        super().__init__(in_features, [("q", *queries), ("k", *keys), ("v", *keys)], bias)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
+
+
+class RowParallelLinear(LinearBase):
+    """(t, in / tp) -> (t, out), summed over the ranks. Rank 0 holds the bias, the others zeros: it is added once."""
+
+    def __init__(
+        self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool = False, what: str = "input size"
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        size = split(what, in_features, tp)
+        piece = Piece((out_features, in_features), 1, tp.rank * size, size)
+        self.weight = sharded_parameter((out_features, size), {None: piece})
+        held = out_features if tp.rank == 0 else 0
+        self.bias = sharded_parameter((out_features,), {None: Piece((out_features,), size=held)}) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce(F.linear(x, self.weight, self.bias))
+
+
+def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
+    """(query heads, kv heads) of one rank. Raises ConfigError, with the numbers, where they cannot be split."""
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"the model's {num_heads} attention heads do not divide into {num_kv_heads} kv heads")
+    heads = split("attention heads", num_heads, tp)
+    if num_kv_heads % tp.size and tp.size % num_kv_heads:
+        raise ConfigError(
+            f"tp={tp.size} neither divides nor is a multiple of the model's {num_kv_heads} kv heads; "
+            f"use a tp that does, such as tp={num_kv_heads}"
+        )
+    return heads, max(1, num_kv_heads // tp.size)

@@ -1,0 +1,25 @@
+"""Root-mean-square normalization, alone or with the residual stream's addition."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minivllm.kernels.rms_norm import add_rms_norm, rms_norm
+from minivllm.layers.parameter import Piece, sharded_parameter
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = sharded_parameter((size,), {None: Piece((size,))})
+        self.weight.dummy_value = 1.0  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (t, size); returns the same shape."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the norm of x + residual, x + residual)."""
+        return add_rms_norm(x, residual, self.weight, self.eps)

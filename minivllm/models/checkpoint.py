@@ -1,0 +1,112 @@
+"""A checkpoint's folder: where it comes from, and what its config says. Needs neither torch nor the weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from minivllm.config.engine_config import ModelOptions
+from minivllm.core.model_config import ModelConfig
+from minivllm.errors import CheckpointError
+
+DEMO = Path(__file__).parent / "demo"
+LISTED = 8  # names that an error gives of each kind
+_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]  # folders beside the checkpoint, and a second copy of it
+
+
+# --------------------------------------------------------------------------- finding the folder
+
+
+def fetch(options: ModelOptions) -> Path:
+    """The checkpoint's folder: ``path``, or ``repo`` downloaded, or the demo that ships in the package."""
+    if options.path is not None:
+        return _folder(Path(options.path).expanduser())
+    if options.repo is not None:
+        return download(options.repo, options.revision)
+    if options.name == "demo":
+        return DEMO
+    raise CheckpointError(f"model={options.name} names neither a folder nor a repository; set model.path=DIR")
+
+
+def download(repo: str, revision: str | None = None, *, offline: bool = False) -> Path:
+    """Fetch a repository's config, tokenizer and safetensors, or find them in the local cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                allow_patterns=_DOWNLOADED,
+                ignore_patterns=_NOT_DOWNLOADED,
+                local_files_only=offline,
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo} is gated: accept its licence on its page, run `hf auth login`, then `hf download {repo}`"
+        ) from error
+    except Exception as error:  # the hub's client raises its own errors, its HTTP library's, OSError and ValueError
+        reason = {
+            errors.RepositoryNotFoundError: "there is no such repository, or it is private",
+            errors.RevisionNotFoundError: f"it has no revision {revision!r}",
+            errors.HFValidationError: "that is not a repository's name",
+        }.get(type(error), "it is not in the local cache and cannot be downloaded from here")
+        raise CheckpointError(
+            f"cannot fetch {repo}: {reason}; on a connected machine run `hf download {repo} --local-dir DIR` "
+            "and pass model.path=DIR, or try the shape alone with load_format=dummy"
+        ) from error
+
+
+def _folder(path: Path) -> Path:
+    if not path.exists():
+        raise CheckpointError(f"model.path={path} does not exist; pass the folder that holds config.json")
+    if not path.is_dir():
+        raise CheckpointError(f"model.path={path} is a file; pass the folder that holds it (model.path={path.parent})")
+    return path
+
+
+# --------------------------------------------------------------------------- reading it
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """config.json, with the end-of-sequence ids of generation_config.json."""
+    path = _folder(Path(path))
+    file = path / "config.json"
+    if not file.is_file():
+        inner = sorted(p.parent for p in path.glob("*/config.json"))
+        hint = f"did you mean model.path={inner[0]}?" if inner else "pass model.path=DIR, a folder in that layout"
+        raise CheckpointError(f"{path} has no config.json, so it is no checkpoint in Hugging Face's layout; {hint}")
+    hf = read_json(file)
+    config = ModelConfig.from_hf(hf, where=str(file))
+    quantized = hf.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
+        raise CheckpointError(
+            f"{file} says quantization_config ({method}); quantized checkpoints are not supported, "
+            "use the model's bfloat16 or float16 checkpoint"
+        )
+    generation = path / "generation_config.json"
+    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    merged = tuple(dict.fromkeys(int(i) for i in (*ids, *config.eos_token_ids)))
+    return replace(config, eos_token_ids=merged)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # broken JSON, or bytes that are no text
+        raise CheckpointError(f"{file} is not readable as JSON ({error}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a JSON {type(value).__name__} where an object is expected")
+    return value
+
+
+def listed(names: list[str]) -> str:
+    """Names for an error message: the first few, and how many more."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,224 @@
+"""From a checkpoint folder (or a seed) to a model on its device: one tensor at a time, nothing held twice.
+
+Which tensor goes where is written on the parameters (``layers/parameter.py``); this file finds and moves them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from minivllm.core.interfaces import Model
+from minivllm.core.model_config import ModelConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import CheckpointError
+from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
+from minivllm.layers.rotary import RotaryTable
+from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
+
+__all__ = [
+    "build_model",
+    "dummy_weights",
+    "fetch",
+    "iterate_safetensors",
+    "load_weights",
+    "materialize",
+    "read_model_config",
+]
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# Tensors that old checkpoints carry and no model reads: tables that follow from the config.
+HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+# --------------------------------------------------------------------------- reading the tensors
+
+
+def iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every tensor, file by file. Tensors are views of the mapped file: slice before copying."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in _safetensors_files(Path(path)):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.offset_keys():  # in the file's order, so that it is read forward
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            with file.open("rb") as head:
+                pointer = b"git-lfs" in head.read(64)
+            why = (
+                "is a Git LFS pointer; run `git lfs pull` in its folder"
+                if pointer
+                else (f"is damaged or truncated ({error}); fetch the file again")
+            )
+            raise CheckpointError(f"{file} ({file.stat().st_size} bytes) {why}") from error
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    index = path / INDEX
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map; fetch the file again")
+        files = [path / name for name in sorted(set(weight_map.values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{path} lacks {listed(missing)}, which {INDEX} names ({len(missing)} of {len(files)} files); "
+                "fetch the missing files"
+            )
+        return files
+    files = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if files:
+        return files
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
+    if others:
+        raise CheckpointError(
+            f"{path} has no .safetensors file, only {listed(others)}; minivllm does not unpickle weights: "
+            "convert them with transformers' save_pretrained"
+        )
+    raise CheckpointError(f"{path} has no .safetensors file; for random weights of its shape use load_format=dummy")
+
+
+# --------------------------------------------------------------------------- filling a model
+
+
+def load_weights(
+    module: nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    packed: Mapping[str, tuple[str, ShardId]] | None = None,
+) -> None:
+    """Put every tensor in its place.
+
+    ``packed`` maps a checkpoint's module name to (the module's, shard id). A parameter shared by two modules takes
+    the first one's tensor; the other's may be in the checkpoint or not.
+
+    Raises:
+        CheckpointError: naming every tensor that is missing, unexpected or of another shape.
+    """
+    targets = _targets(module, packed or {})
+    seen: dict[tuple[int, ShardId], str] = {}  # what filled a place: by which name
+    unexpected: list[str] = []
+    misfits: list[str] = []
+    for name, tensor in weights:
+        target = targets.get(name)
+        if target is None:
+            if not name.endswith(HARMLESS):
+                unexpected.append(name)
+            continue
+        canonical, param, shard_id = target
+        place = (id(param), shard_id)
+        if name != canonical and seen.get(place) == canonical:
+            continue  # the shared weight's second copy
+        seen[place] = name
+        expected = pieces_of(param).get(shard_id)
+        if expected is not None and tuple(tensor.shape) != expected.shape:
+            misfits.append(f"{name} {list(tensor.shape)} where the model has {list(expected.shape)}")
+        elif tensor.dtype not in _FLOATS:
+            misfits.append(f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}")
+        else:
+            getattr(param, "weight_loader", load_piece)(param, tensor, shard_id)
+    missing = [name for name, (canonical, p, s) in targets.items() if name == canonical and (id(p), s) not in seen]
+    problems = [
+        f"{len(names)} {what}: {listed(names)}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("misshapen", misfits))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
+            "Is config.json of this checkpoint, and does its architecture name this model?"
+        )
+
+
+def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, ShardId]] | None = None) -> None:
+    """Random weights from the shapes alone: each checkpoint tensor from (seed, its name), so that every rank of any tp
+    holds slices of the same model. Norms are 1."""
+    for name, (canonical, param, shard_id) in _targets(module, packed or {}).items():
+        if name != canonical:
+            continue
+        value = getattr(param, "dummy_value", None)
+        if value is not None:
+            param.data.fill_(value)
+            continue
+        whole = torch.empty(pieces_of(param)[shard_id].shape, dtype=param.dtype, device=param.device)
+        generator = torch.Generator(param.device).manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+        whole.normal_(std=0.02, generator=generator)
+        getattr(param, "weight_loader", load_piece)(param, whole, shard_id)
+
+
+_Targets = dict[str, tuple[str, nn.Parameter, ShardId]]
+
+
+def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> _Targets:
+    """A checkpoint's tensor name -> (the name that counts if two share a parameter, the parameter, shard id)."""
+    parts: dict[tuple[str, ShardId], str] = {(ours, shard): theirs for theirs, (ours, shard) in packed.items()}
+    targets: _Targets = {}
+    first: dict[tuple[int, ShardId], str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        *path, leaf = name.split(".")
+        for shard_id in pieces_of(param):
+            owner = path if shard_id is None else [*path[:-1], parts[path[-1], shard_id]]
+            theirs = ".".join([*owner, leaf])
+            targets[theirs] = first.setdefault((id(param), shard_id), theirs), param, shard_id
+    return targets
+
+
+# --------------------------------------------------------------------------- building it
+
+
+def build_model(
+    model_class: type[Model],
+    model_config: ModelConfig,
+    tp: TensorParallel,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    weights: Iterable[tuple[str, torch.Tensor]] | int,
+    max_model_len: int,
+) -> Model:
+    """A model on its device, ready to run: ``weights`` is a checkpoint's tensors, or the seed of dummy ones.
+
+    Raises:
+        CheckpointError: the config names another architecture than the class reads, or the tensors do not fit.
+        ConfigError: the model cannot be split over ``tp`` ranks.
+    """
+    reads = getattr(model_class, "architectures", ())
+    if reads and model_config.architecture not in reads:
+        raise CheckpointError(
+            f"config.json names {model_config.architecture}, but {model_class.__name__} reads {', '.join(reads)}; "
+            "a checkpoint run as another model would answer nonsense"
+        )
+    with torch.device("meta"):
+        model = model_class(model_config, tp)
+    assert isinstance(model, nn.Module)
+    materialize(model, device, dtype)
+    if isinstance(weights, int):
+        dummy_weights(model, weights, getattr(model, "packed", None))
+    else:
+        model.load_weights(weights)
+    for module in model.modules():
+        if isinstance(module, RotaryTable):
+            module.build(max_model_len, device)
+    model.eval()
+    return model
+
+
+def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Give every meta parameter memory, keeping what is written on it (``to_empty`` drops that) and what is shared."""
+    made: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, meta in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(meta) not in made:
+                data = torch.empty(meta.shape, dtype=dtype, device=device)
+                param = nn.Parameter(data, requires_grad=False)
+                param.__dict__.update(meta.__dict__)
+                zero_uncovered(param)
+                made[id(meta)] = param
+            setattr(owner, name, made[id(meta)])

@@ -1,0 +1,90 @@
+"""What minivllm itself brings, by the same door as anyone's plugin. A pattern to copy for your own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from minivllm.config.conf_dir import conf_dir
+from minivllm.plugins.hookspecs import hookimpl
+from minivllm.plugins.types import CONFIG_GROUPS, Component, ConfigOption, ModelComponent
+
+MINIVLLM_API_VERSION = 1
+
+
+@hookimpl
+def minivllm_models() -> Iterator[ModelComponent]:
+    yield ModelComponent(
+        "qwen3",
+        "minivllm.models.qwen3:Qwen3ForCausalLM",
+        architectures=("Qwen3ForCausalLM",),
+        description="Qwen3, dense",
+    )
+    yield ModelComponent(
+        "llama",
+        "minivllm.models.llama:LlamaForCausalLM",
+        architectures=("LlamaForCausalLM",),
+        description="Llama 2, 3 and what shares their architecture",
+    )
+
+
+@hookimpl
+def minivllm_attention_backends() -> Iterator[Component]:
+    yield Component(
+        "torch", "minivllm.backends.torch:TorchBackend", priority=0, description="the reference, on any device"
+    )
+    yield Component(
+        "triton",
+        "minivllm.backends.triton:TritonBackend",
+        requires=("triton",),
+        priority=10,
+        description="paged prefill and split-KV decode kernels in Triton",
+    )
+    yield Component(
+        "flash",
+        "minivllm.backends.flash:FlashBackend",
+        requires=("flash_attn_interface|flash_attn",),
+        priority=20,
+        description="FlashAttention",
+        install="pip install 'minivllm[flash]'",
+    )
+    yield Component(
+        "flashinfer",
+        "minivllm.backends.flashinfer:FlashInferBackend",
+        requires=("flashinfer",),
+        priority=30,
+        description="FlashInfer",
+        install="pip install 'minivllm[flashinfer]'",
+    )
+
+
+@hookimpl
+def minivllm_schedulers() -> Iterator[Component]:
+    yield Component(
+        "mixed", "minivllm.core.scheduler:MixedScheduler", description="decodes and prompt chunks in one step"
+    )
+    yield Component(
+        "prefill_first",
+        "minivllm.core.scheduler:PrefillFirstScheduler",
+        description="prompt-only steps, then decode-only steps",
+    )
+
+
+@hookimpl
+def minivllm_samplers() -> Iterator[Component]:
+    yield Component(
+        "default",
+        "minivllm.core.sampler:DefaultSampler",
+        description="greedy, temperature, top-k, top-p, min-p, by the request's seed and position",
+    )
+
+
+@hookimpl
+def minivllm_executors() -> Iterator[Component]:
+    yield Component("single", "minivllm.executors.single:SingleExecutor", description="one process, one device")
+
+
+@hookimpl
+def minivllm_configs() -> Iterator[ConfigOption]:
+    for group in CONFIG_GROUPS:
+        for file in sorted((conf_dir() / group).glob("*.yaml")):
+            yield ConfigOption(group, file.stem, file)

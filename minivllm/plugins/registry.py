@@ -1,0 +1,213 @@
+"""Who offers what, by name. Built once by ``load_plugins`` and never changed; targets are imported on demand."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from typing import Any
+
+from minivllm.errors import CheckpointError, ConfigError, PluginError
+from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.plugins.types import Component, ConfigOption, ModelComponent
+
+# kind -> what a message calls it
+KINDS: dict[str, str] = {
+    "model": "model",
+    "attention": "attention backend",
+    "scheduler": "scheduler",
+    "sampler": "sampler",
+    "executor": "executor",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """Where a plugin comes from."""
+
+    plugin: str  # the entry point's name
+    package: str
+    version: str
+    builtin: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What is wrong with one plugin, in one line. The others work."""
+
+    plugin: str
+    package: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"minivllm plugin {self.plugin!r} ({self.package}): {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered component and who brought it."""
+
+    kind: str
+    component: Component
+    provider: Provider
+
+
+@dataclass(frozen=True, slots=True)
+class OptionEntry:
+    """A registered option of a Hydra group and who brought it."""
+
+    option: ConfigOption
+    provider: Provider
+
+
+class Registry:
+    """Every component and config option that the installed plugins offer."""
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        options: Iterable[OptionEntry] = (),
+        reports: Iterable[Report] = (),
+        disabled: Iterable[str] = (),
+    ) -> None:
+        self.reports = tuple(reports)
+        self.disabled = tuple(disabled)
+        self._tables: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
+        self._aliases: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+        self._options: dict[tuple[str, str], OptionEntry] = {(o.option.group, o.option.name): o for o in options}
+        for entry in entries:
+            component = entry.component
+            self._tables[entry.kind][component.name] = entry
+            self._aliases[entry.kind] |= dict.fromkeys(component.aliases, component.name)
+
+    # ------------------------------------------------------------------ by name
+
+    def entry(self, kind: str, name: str) -> Entry:
+        """The component and its provider. Raises ConfigError for a name that nobody registered."""
+        table = self._table(kind)
+        found = table.get(self._aliases[kind].get(name, name))
+        if found is None:
+            allowed = [*table, *self._aliases[kind]]
+            raise ConfigError(
+                f"{kind}={name}: there is no such {KINDS[kind]}.{did_you_mean(name, allowed)} "
+                f"Allowed: {listing(sorted(allowed))}. `minivllm plugins list` says where each comes from."
+            )
+        return found
+
+    def get(self, kind: str, name: str) -> Component:
+        """The component of that name or alias. Raises ConfigError for a name that nobody registered."""
+        return self.entry(kind, name).component
+
+    def names(self, kind: str) -> list[str]:
+        """The canonical names, in the order of registration (built-ins first)."""
+        return list(self._table(kind))
+
+    def aliases(self, kind: str) -> Mapping[str, str]:
+        """alias -> canonical name."""
+        self._table(kind)
+        return dict(self._aliases[kind])
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """All of a kind (or of every kind), in the order of registration."""
+        return [e for k in ([kind] if kind else KINDS) for e in self._table(k).values()]
+
+    def by_priority(self, kind: str) -> list[Component]:
+        """Highest priority first: the order in which ``auto`` tries."""
+        return sorted((e.component for e in self.entries(kind)), key=lambda c: -c.priority)
+
+    def config_options(self, group: str) -> dict[str, OptionEntry]:
+        """The options that plugins registered for a Hydra group, by name."""
+        return {name: o for (g, name), o in self._options.items() if g == group}
+
+    # ------------------------------------------------------------------ what stands behind a name
+
+    def resolve(self, kind: str, name: str) -> type[Any]:
+        """Import and return the class.
+
+        Raises:
+            ConfigError: nobody registered the name.
+            PluginError: it cannot be imported; the message names the package and what to install.
+        """
+        entry = self.entry(kind, name)
+        component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
+        module_name, _, attribute = component.target.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as e:
+            reasons = self.why_not(component) or [str(e)]
+            hint = self._how_to_install(component)
+            raise PluginError(f"{who} cannot be imported: {'; '.join(reasons)}.{hint}") from e
+        except Exception as e:
+            raise PluginError(f"{who} cannot be imported: {module_name} raised {type(e).__name__}: {e}") from e
+        target = getattr(module, attribute, None)
+        if not isinstance(target, type):
+            raise PluginError(f"{who} names {component.target}, but {module_name} has no class {attribute}")
+        return target
+
+    def model_for_architecture(self, architecture: str) -> ModelComponent:
+        """The model that runs an architecture of config.json. Raises CheckpointError naming the hook to write."""
+        known = {a: e.component for e in self.entries("model") for a in _architectures(e.component)}
+        if architecture in known:
+            return known[architecture]  # type: ignore[return-value]
+        raise CheckpointError(
+            f"no model is registered for the architecture {architecture!r}.{did_you_mean(architecture, known)} "
+            f"Registered: {listing(sorted(known))}. A plugin adds one with the hook minivllm_models: "
+            f"yield ModelComponent(name=..., target='package.module:Class', architectures=({architecture!r},))."
+        )
+
+    def why_not(self, component: Component) -> list[str]:
+        """Why a component cannot be used here, judged without importing anything; empty if it can."""
+        why = []
+        for need in component.requires:
+            alternatives = need.split("|")
+            if not any(_exists(module) for module in alternatives):
+                names = " or ".join(repr(a) for a in alternatives)
+                why.append(f"the package {names} is not installed")
+        module = component.target.partition(":")[0]
+        if not _exists(module):
+            why.append(f"its module {module} does not exist")
+        return why
+
+    def _how_to_install(self, component: Component) -> str:
+        missing = [need.split("|")[0].split(".")[0] for need in component.requires if not _any_exists(need)]
+        if not missing:
+            return ""
+        return f" Install it: {component.install or 'pip install ' + ' '.join(missing)}"
+
+    def _table(self, kind: str) -> dict[str, Entry]:
+        try:
+            return self._tables[kind]
+        except KeyError:
+            raise ValueError(f"{kind!r} is no kind of component; the kinds are {listing(KINDS)}") from None
+
+
+def _architectures(component: Component) -> tuple[str, ...]:
+    return component.architectures if isinstance(component, ModelComponent) else ()
+
+
+def _any_exists(need: str) -> bool:
+    return any(_exists(module) for module in need.split("|"))
+
+
+def _exists(module: str) -> bool:
+    """Whether a module can be found. ``find_spec`` alone would import the parents of a dotted name."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    top, *rest = module.split(".")
+    try:
+        spec: ModuleSpec | None = find_spec(top)
+        path = top
+        for part in rest:
+            if spec is None or spec.submodule_search_locations is None:
+                return False
+            path = f"{path}.{part}"
+            spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
+    except (ImportError, ValueError):
+        return False
+    return spec is not None

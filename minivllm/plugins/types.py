@@ -1,0 +1,99 @@
+"""What plugins yield. Plain and frozen: names and strings, so that listing them imports nothing they point at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_MODULE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_TARGET = re.compile(rf"{_MODULE}:[A-Za-z_]\w*")
+_REQUIRE = re.compile(rf"{_MODULE}(\|{_MODULE})*")
+
+# The Hydra groups that a plugin may add options to.
+CONFIG_GROUPS = ("model", "attention", "scheduler", "sampler", "executor", "workload")
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One thing that is picked by name: an attention backend, a scheduler, a sampler or an executor.
+
+    Args:
+        name: what users type.
+        target: ``package.module:Class``, imported when it is first used.
+        requires: importable modules that it needs; ``"a|b"`` is satisfied by either.
+        aliases: other names that users may type.
+        priority: where ``auto`` chooses, the usable component with the highest priority wins.
+        description: one line for ``minivllm plugins list``.
+        options: the keys that the group's free ``options`` mapping may hold for this component.
+        install: the command that brings what ``requires`` names.
+    """
+
+    name: str
+    target: str
+    requires: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    priority: int = 0
+    description: str = ""
+    options: tuple[str, ...] = ()
+    install: str = ""
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if not (isinstance(self.target, str) and _TARGET.fullmatch(self.target)):
+            raise ValueError(f"{self.name}: target={self.target!r} is not 'package.module:Class'")
+        for field in ("requires", "aliases", "options"):
+            _check_strings(self.name, field, getattr(self, field))
+        for module in self.requires:
+            if not _REQUIRE.fullmatch(module):
+                raise ValueError(f"{self.name}: requires={module!r} is not the name of a module")
+        for alias in self.aliases:
+            _check_name(alias)
+        if type(self.priority) is not int:
+            raise TypeError(f"{self.name}: priority={self.priority!r} is not an integer")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelComponent(Component):
+    """A model class and the ``architectures`` of config.json that it runs."""
+
+    architectures: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Named, because zero-argument super() does not survive dataclass slots.
+        Component.__post_init__(self)
+        _check_strings(self.name, "architectures", self.architectures)
+        if not self.architectures:
+            raise ValueError(f"{self.name}: architectures is empty; name what config.json says, 'FooForCausalLM'")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigOption:
+    """One option of a Hydra group, so that ``group=name`` works: a mapping, a dataclass instance or a YAML file."""
+
+    group: str
+    name: str
+    node: Any
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        if self.group not in CONFIG_GROUPS:
+            raise ValueError(f"{self.name}: group={self.group!r} is none of {', '.join(CONFIG_GROUPS)}")
+        is_instance = hasattr(type(self.node), "__dataclass_fields__")
+        if not (isinstance(self.node, Mapping | Path) or is_instance):
+            raise TypeError(f"{self.name}: node must be a mapping, a dataclass instance or a Path to a YAML file")
+        if isinstance(self.node, Path) and not self.node.is_file():
+            raise ValueError(f"{self.name}: there is no file {self.node}")
+
+
+def _check_name(name: str) -> None:
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ValueError(f"{name!r} cannot be a name: use letters, digits, '_', '-' and '.'")
+
+
+def _check_strings(name: str, field: str, value: Any) -> None:
+    if not (isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)):
+        raise TypeError(f"{name}: {field}={value!r} is not a tuple of strings (for one, write ('x',))")

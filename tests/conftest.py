@@ -1,0 +1,27 @@
+"""Fixtures that every room shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_checkpoint("qwen3" | "llama", *, seed=0, shards=1, chat=True, **config) -> folder``; made once a session.
+
+    Tests share the folder: copy it before changing a file.
+    """
+    made: dict[str, Path] = {}
+
+    def make(architecture: str = "qwen3", **options: Any) -> Path:
+        key = repr((architecture, sorted(options.items())))
+        if key not in made:
+            made[key] = save_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
+        return made[key]
+
+    return make

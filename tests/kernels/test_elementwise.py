@@ -1,0 +1,114 @@
+"""RMSNorm, SiLU·gate, embedding, cache write, q/k-norm + rope + store: each launcher against its reference."""
+
+import pytest
+import torch
+
+from minivllm.kernels import cache_write, embedding, rms_norm, rotary, silu_mul
+
+EPS = 1e-6
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 64), (7, 100), (33, 1024), (3, 5120)])
+def test_rms_norm_equals_its_reference(where, close, rows, n):
+    device, dtype = where
+    x = torch.randn(rows, n, device=device, dtype=dtype)
+    weight = torch.randn(n, device=device, dtype=dtype)
+    close(rms_norm.rms_norm_triton(x, weight, EPS), rms_norm.rms_norm_reference(x.float(), weight.float(), EPS))
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 64), (7, 100), (33, 1024)])
+def test_add_rms_norm_equals_its_reference(where, close, rows, n):
+    device, dtype = where
+    x, residual = torch.randn(2, rows, n, device=device, dtype=dtype)
+    weight = torch.randn(n, device=device, dtype=dtype)
+    before = residual.clone()
+    normed, new = rms_norm.add_rms_norm_triton(x, residual, weight, EPS)
+    expected, expected_residual = rms_norm.add_rms_norm_reference(x.float(), residual.float(), weight.float(), EPS)
+    close(normed, expected)
+    close(new, expected_residual)
+    assert torch.equal(new, x + residual)
+    assert torch.equal(residual, before)
+
+
+def test_rms_norm_takes_rows_with_a_stride(where, close):
+    device, dtype = where
+    x = torch.randn(5, 256, device=device, dtype=dtype)[:, :128]
+    weight = torch.randn(128, device=device, dtype=dtype)
+    close(rms_norm.rms_norm_triton(x, weight, EPS), rms_norm.rms_norm_reference(x.float(), weight.float(), EPS))
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 48), (5, 1500), (9, 3072)])
+def test_silu_mul_equals_its_reference(where, close, rows, n):
+    device, dtype = where
+    gate_up = torch.randn(rows, 2 * n, device=device, dtype=dtype)
+    close(silu_mul.silu_mul_triton(gate_up), silu_mul.silu_mul_reference(gate_up.float()))
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_embedding_gathers_rows(where, index):
+    device, dtype = where
+    weight = torch.randn(50, 96, device=device, dtype=dtype)
+    ids = torch.tensor([0, 49, 7, 7, 0], dtype=index, device=device)
+    assert torch.equal(embedding.embedding_triton(ids, weight), weight[ids])
+
+
+def caches(block_size, heads, dim, device, dtype, blocks=12):
+    """One layer's keys and values, a view into a cache of three layers."""
+    cache = torch.randn(3, 2, blocks, block_size, heads, dim, device=device, dtype=dtype)
+    return cache, cache[1, 0], cache[1, 1]
+
+
+@pytest.mark.parametrize(("block_size", "heads", "dim"), [(1, 2, 16), (4, 3, 80), (16, 8, 128)])
+def test_write_cache_touches_its_slots_and_no_other(where, block_size, heads, dim):
+    device, dtype = where
+    cache, k_cache, v_cache = caches(block_size, heads, dim, device, dtype)
+    expected = cache.clone()
+    qkv = torch.randn(5, 4 * heads * dim, device=device, dtype=dtype)
+    k = qkv[:, heads * dim : 2 * heads * dim].unflatten(1, (heads, dim))
+    v = qkv[:, 3 * heads * dim :].unflatten(1, (heads, dim))
+    slots = torch.randperm(12 * block_size)[:5].to(device)
+    cache_write.write_cache_triton(k, v, k_cache, v_cache, slots)
+    cache_write.write_cache_reference(k, v, expected[1, 0], expected[1, 1], slots)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rot", "norms"),
+    [(16, 8, 128, 128, "qk"), (5, 1, 64, 64, ""), (4, 4, 80, 80, "qk"), (8, 2, 64, 32, "q"), (2, 1, 96, 48, "k")],
+)
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, dim, rot, norms, tokens):
+    device, dtype = where
+    block_size = 4
+    cache, k_cache, v_cache = caches(block_size, kv_heads, dim, device, dtype)
+    before = cache.clone()
+    expected_cache = cache.float()
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    weights = {c: torch.rand(dim, device=device, dtype=dtype) + 0.5 if c in norms else None for c in "qk"}
+    angle = torch.rand(100, rot // 2, device=device) * 6.28
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1)
+    positions = torch.randint(100, (tokens,), device=device)
+    slots = torch.randperm(12 * block_size)[:tokens].to(device)
+    sizes = (heads, kv_heads, dim)
+
+    q = rotary.qk_norm_rope_store_triton(
+        qkv, weights["q"], weights["k"], EPS, cos_sin, positions, k_cache, v_cache, slots, *sizes
+    )
+    wide = {c: None if w is None else w.float() for c, w in weights.items()}
+    args = (qkv.float(), wide["q"], wide["k"], EPS, cos_sin, positions)
+    expected = rotary.qk_norm_rope_store_reference(*args, expected_cache[1, 0], expected_cache[1, 1], slots, *sizes)
+    close(q, expected)
+    close(cache, expected_cache)
+    changed = (cache != before).flatten(-2).any(-1)[1]  # (2, blocks, block_size)
+    assert changed.sum().item() == 2 * tokens
+
+    q, k, v = rotary.qk_norm_rope_triton(qkv, weights["q"], weights["k"], EPS, cos_sin, positions, *sizes)
+    for out, want in zip((q, k, v), rotary.qk_norm_rope_reference(*args, *sizes), strict=True):
+        close(out, want)
+
+
+def test_on_the_cpu_the_public_functions_are_the_references():
+    x, w = torch.randn(3, 32), torch.randn(32)
+    assert torch.equal(rms_norm.rms_norm(x, w, EPS), rms_norm.rms_norm_reference(x, w, EPS))
+    assert torch.equal(silu_mul.silu_mul(x), silu_mul.silu_mul_reference(x))
+    assert torch.equal(embedding.embedding(torch.tensor([1]), x), x[1:2])
