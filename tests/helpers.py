@@ -150,7 +150,7 @@ def attention_batch(
     num_decodes: int,
     device: torch.device | str = "cpu",
 ) -> AttentionBatch:
-    """A step by hand: row i's last ``query_lens[i]`` of ``seq_lens[i]`` tokens are new; unused table entries are junk."""
+    """A step by hand: row i's last ``query_lens[i]`` of ``seq_lens[i]`` tokens are new; unused table entries: junk."""
     n, width = len(seq_lens), max(map(len, tables))
     table = np.full((n, width), 2**30, dtype=np.int32)
     for i, blocks in enumerate(tables):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import schema
+from minivllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
@@ -24,21 +25,24 @@ class SamplingOptions:
     min_tokens: int = 0
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """The request's parameters. Raises what SamplingParams raises for a value out of range."""
+        """The request's parameters. Raises ConfigError for a value out of range."""
         from minivllm.core.sampling_params import SamplingParams
 
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop=list(self.stop),
-            stop_token_ids=list(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            **more,
-        )
+        try:
+            return SamplingParams(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                stop=list(self.stop),
+                stop_token_ids=list(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
+                **more,
+            )
+        except RequestError as e:  # typed once for all requests: the command line is wrong, not one request
+            raise ConfigError(str(e)) from e
 
 
 @dataclass(frozen=True, slots=True)

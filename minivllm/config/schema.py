@@ -1,13 +1,16 @@
 """Every key that a user may set, with its type, default, limits and one line of help. Nothing here imports Hydra.
 
-Hydra needs mutable dataclasses; ``compose.py`` turns them into the frozen ones of ``engine_config.py`` and ``modes.py``.
+Hydra needs mutable dataclasses; ``compose.py`` turns them into the frozen ones of ``engine_config.py``, ``modes.py``.
 """
+
+# ruff: noqa: RUF009 (key() is dataclasses.field with a help text)
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 class Device(Enum):
@@ -41,7 +44,9 @@ def key(default: Any, help: str, **meta: Any) -> Any:
 
 
 def default_of(f: Field[Any]) -> Any:
-    return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+    if f.default_factory is not MISSING:
+        return f.default_factory()
+    return f.default
 
 
 # --------------------------------------------------------------------------- groups
@@ -109,7 +114,7 @@ class EngineSchema:
     cache: CacheSchema = key(CacheSchema, "the paged key-value cache")
     tp: int = key(1, "tensor-parallel ranks", ge=1)
     device: Device = key(Device.auto, "auto takes a GPU where there is one")
-    dtype: Dtype = key(Dtype.auto, "auto takes the checkpoint's (float32 on a CPU)")
+    dtype: Dtype = key(Dtype.auto, "auto takes the checkpoint's")
     seed: int = key(0, "of random weights and of sampling", ge=0)
     max_model_len: int | None = key(None, "tokens of prompt and completion together; null: the model's limit", ge=1)
     enforce_eager: bool = key(False, "no CUDA graphs")
@@ -159,3 +164,59 @@ class ServeSchema(EngineSchema):
 @dataclass
 class BenchSchema(EngineSchema):
     pass
+
+
+# --------------------------------------------------------------------------- reading the tree
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A leaf of a schema."""
+
+    name: str  # dotted, as typed
+    type: str  # as a message says it
+    default: Any
+    help: str
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    text: bool = False
+    mapping: bool = False  # free keys beneath it
+
+
+def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
+    """Every leaf of a schema by its dotted name, in the order of declaration."""
+    found: dict[str, Key] = {}
+    hints = get_type_hints(schema)
+    for f in fields(schema):
+        name, hint, meta = prefix + f.name, hints[f.name], dict(f.metadata)
+        if is_dataclass(hint):
+            found |= keys_of(hint, name + ".")  # type: ignore[arg-type]
+        else:
+            mapping = get_origin(hint) is dict
+            found[name] = Key(name, type_in_words(hint), default_of(f), **meta, mapping=mapping)
+    return found
+
+
+def type_in_words(hint: Any) -> str:
+    """``int | None`` as a person says it."""
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(member.name for member in hint)
+    if isinstance(hint, UnionType):
+        return " or ".join(type_in_words(arm) for arm in get_args(hint))
+    origin = get_origin(hint)
+    if origin is list:
+        return "a list of " + type_in_words(get_args(hint)[0]).split(" ", 1)[1] + "s"
+    if origin is dict:
+        return "a mapping"
+    return _WORDS[hint]
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "null",
+    Any: "a string or a list",
+}

@@ -83,7 +83,7 @@ class DefaultSampler(Sampler):
         self.top_p[device_slots] = words[:, 1].view(torch.float32)
         self.min_p[device_slots] = words[:, 2].view(torch.float32)
         self.top_k[device_slots] = words[:, 3]
-        self.seed[device_slots] = words[:, 4:6].contiguous().view(torch.int64)[:, 0]
+        self.seed[device_slots] = words[:, 4:6].clone().view(torch.int64)[:, 0]
         self.min_position[device_slots] = words[:, 6].long()
         self.suppress[device_slots] = words[:, 8:].long()
 

@@ -354,8 +354,6 @@ class SlotScheduler(Scheduler):
                 del self._by_id[seq.request_id]
                 finished.append((seq, FinishReason.STOP if stop else FinishReason.LENGTH))
             self.running = self.running[~np.isin(self.running, slots[over])]
-            for seq, _ in finished:
-                seq.slot = -1
         return Committed(rows, slots, tokens, finished)
 
     # ------------------------------------------------------------------ proving

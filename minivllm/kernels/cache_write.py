@@ -9,7 +9,7 @@ import torch
 from minivllm.kernels._triton import next_power_of_2, tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _write_cache_kernel(
     k,
     v,

@@ -8,7 +8,7 @@ import torch
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embedding_kernel(ids, weight, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

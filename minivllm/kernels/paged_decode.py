@@ -21,7 +21,7 @@ ITEM = 8  # int32 a work item: row (-1: none), first key, end, items of the row,
 MAX_SPLITS = 64  # items a row at most: the last to arrive merges them alone
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_items", "extra"])
+@triton.jit(do_not_specialize=["num_seqs", "max_items", "extra"], do_not_specialize_on_alignment=["seq_lens"])
 def _schedule_kernel(
     seq_lens,  # (num_seqs,) int32
     items,  # (max_items, ITEM) int32, written
@@ -65,7 +65,7 @@ def _schedule_kernel(
         tl.store(items + i * ITEM, tl.full([BLOCK_B], -1, tl.int32), mask=(i >= tl.max(after, 0)) & (i < max_items))
 
 
-@triton.jit(do_not_specialize=["scale", "table_stride"])
+@triton.jit(do_not_specialize=["scale", "table_stride"], do_not_specialize_on_alignment=["seq_lens"])
 def _decode_kernel(
     q,  # (rows, KV * G, D)
     k_cache,  # (blocks, BLOCK_SIZE, KV, D)

@@ -87,7 +87,10 @@ def _attend(
     return acc, m, total
 
 
-@triton.jit(do_not_specialize=["first_row", "scale", "table_stride"])
+@triton.jit(
+    do_not_specialize=["first_row", "scale", "table_stride"],
+    do_not_specialize_on_alignment=["query_start", "seq_lens", "tiles"],
+)
 def _prefill_kernel(
     q,  # (tokens, KV * G, D): the prompt rows' tokens only
     k_cache,  # (blocks, BLOCK_SIZE, KV, D)

@@ -12,7 +12,7 @@ from minivllm.kernels.cache_write import write_cache_reference
 from minivllm.kernels.rms_norm import rms_norm_reference
 
 
-@triton.jit(do_not_specialize=["eps"])
+@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_kernel(
     qkv,  # (t, (H + 2 KV) * D)
     q_weight,  # (D,), read if Q_NORM

@@ -149,7 +149,8 @@ def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, 
             param.data.fill_(value)
             continue
         whole = torch.empty(pieces_of(param)[shard_id].shape, dtype=param.dtype, device=param.device)
-        generator = torch.Generator(param.device).manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+        # one 32-bit number: the CPU's generator reads no more of a seed
+        generator = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         whole.normal_(std=0.02, generator=generator)
         getattr(param, "weight_loader", load_piece)(param, whole, shard_id)
 

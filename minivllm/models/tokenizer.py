@@ -1,16 +1,19 @@
-"""Text to token ids and back: a checkpoint's tokenizer, bytes where there is none, and text as it grows."""
+"""Text to token ids and back: a checkpoint's tokenizer, or bytes where there is none. Needs no torch."""
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError, RequestError
-from minivllm.models.checkpoint import download
+from minivllm.models.checkpoint import DEMO, download
+from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 Message = Mapping[str, Any]  # "role" and "content"
 
@@ -41,8 +44,9 @@ class Tokenizer(ABC):
     ) -> list[int]:
         """A conversation as token ids; ``variables`` go to the template. Raises RequestError if there is none."""
 
+    @abstractmethod
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        return Detokenizer(self, prompt_ids, skip_special_tokens=skip_special_tokens)
+        """For one sequence, whose text goes on from ``prompt_ids``."""
 
 
 class CheckpointTokenizer(Tokenizer):
@@ -58,18 +62,27 @@ class CheckpointTokenizer(Tokenizer):
         config_ids = model_config.eos_token_ids if model_config is not None else ()
         own = self._inner.eos_token_id
         self.eos_token_ids = tuple(dict.fromkeys((*config_ids, *(() if own is None else (own,)))))
+        fast = getattr(self._inner, "backend_tokenizer", None)
+        bytewise = fast is not None and _is_byte_level(fast)
+        # of which tokens are text: with special tokens, and without
+        self._bytes = {skip: _TokenBytes(fast, skip) for skip in (True, False)} if bytewise else None
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=add_special_tokens)
+        return self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes[skip_special_tokens], prompt_ids)
+        return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_ids)
 
     def apply_chat_template(
         self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -88,6 +101,55 @@ class CheckpointTokenizer(Tokenizer):
         )
 
 
+def _is_byte_level(fast: Any) -> bool:
+    """Whether decoding joins the tokens' bytes and does nothing else."""
+    if fast.decoder is None:
+        return False
+    decoder = json.loads(fast.decoder.__getstate__())  # the decoder alone, as tokenizer.json would have it
+    parts = decoder.get("decoders", [decoder])
+    return bool(parts) and all(part.get("type") == "ByteLevel" for part in parts)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """A byte-level tokenizer's token id -> its bytes, filled as ids come up."""
+
+    def __init__(self, fast: Any, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._fast = fast
+        self._skipped = {
+            i for i, token in fast.get_added_tokens_decoder().items() if token.special and skip_special_tokens
+        }
+
+    def __missing__(self, token_id: int) -> bytes:
+        token: str = "" if token_id in self._skipped else self._fast.id_to_token(token_id) or ""
+        try:
+            value = bytes([_BYTE_OF[character] for character in token])
+        except KeyError:  # an added token, written as it reads
+            value = token.encode()
+        self[token_id] = value
+        return value
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character: itself, or the next one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+class _Bytes(dict[int, bytes]):
+    """Token id -> one byte, none for special ones."""
+
+    def __init__(self, special: Iterable[int]) -> None:
+        super().__init__(dict.fromkeys(special, b""))
+
+    def __missing__(self, token_id: int) -> bytes:
+        return bytes((token_id % 256,))
+
+
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids, for weights that mean nothing anyway (``load_format=dummy`` without a checkpoint)."""
 
@@ -99,58 +161,17 @@ class ByteTokenizer(Tokenizer):
         return [byte % self.vocab_size for byte in text.encode()]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(i % 256 for i in ids if not (skip_special_tokens and i in self.eos_token_ids)).decode(
-            errors="replace"
-        )
+        return self.detokenizer(skip_special_tokens=skip_special_tokens).finish(ids)
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
+        special = self.eos_token_ids if skip_special_tokens else ()
+        return ByteDetokenizer(_Bytes(special), prompt_ids)
 
     def apply_chat_template(
         self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
-
-
-class Detokenizer:
-    """One sequence's text as its tokens come: only what later tokens cannot change is given out.
-
-    Two offsets into the ids: text up to ``_read`` is out; decoding starts at ``_prefix``, a little before, so that
-    tokens see the neighbour on which their spacing depends. The window stays a few tokens long, whatever the length.
-    """
-
-    WINDOW = 32  # tokens that may wait for the end of a character, which has at most 4 bytes
-    CONTEXT = 6  # prompt tokens that the first output token sees
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-self.CONTEXT :])  # what lies before _prefix is dropped as it is passed
-        self._read = len(self._ids)
-
-    def add(self, ids: Iterable[int]) -> str:
-        """Take in new tokens; returns the text that became certain."""
-        out = []
-        for token in ids:
-            self._ids.append(token)
-            out.append(self._emit(final=False))
-        return "".join(out)
-
-    def finish(self) -> str:
-        """The rest: a character that was never completed comes out as U+FFFD."""
-        return self._emit(final=True)
-
-    def _emit(self, final: bool) -> str:
-        if self._read == len(self._ids):
-            return ""
-        before = self._tokenizer.decode(self._ids[: self._read], skip_special_tokens=self._skip)
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
-        full = final or len(self._ids) - self._read >= self.WINDOW
-        if not full and (len(text) <= len(before) or text.endswith("\ufffd")):
-            return ""
-        del self._ids[: self._read]
-        self._read = len(self._ids)
-        return text[len(before) :]
 
 
 def load_tokenizer(
@@ -182,7 +203,7 @@ def _find(options: ModelOptions, path: Path | None, *, offline: bool) -> Path | 
     if options.path is not None:
         return Path(options.path).expanduser()
     if options.repo is None:
-        return None
+        return DEMO if options.name == "demo" and DEMO.is_dir() else None
     try:
         return download(options.repo, options.revision, offline=offline)
     except CheckpointError:

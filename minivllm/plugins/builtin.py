@@ -86,5 +86,5 @@ def minivllm_executors() -> Iterator[Component]:
 @hookimpl
 def minivllm_configs() -> Iterator[ConfigOption]:
     for group in CONFIG_GROUPS:
-        for file in sorted((conf_dir() / group).glob("*.yaml")):
+        for file in sorted((conf_dir() / group).glob("*.yaml"), key=lambda file: file.stem):
             yield ConfigOption(group, file.stem, file)

@@ -142,7 +142,7 @@ class _Loader:
                         self.report(provider, what)
                     elif isinstance(item, ConfigOption):
                         self._add_option(item, provider)
-                    else:
+                    elif isinstance(item, Component):
                         self._add_component(kind, item, provider)
         return Registry(self.entries, self.options, self.reports, self.disabled)
 
@@ -151,7 +151,7 @@ class _Loader:
         try:
             # Kept one by one: what a generator yielded before it raised is good.
             for item in function():
-                answers.append(item)  # noqa: PERF402
+                answers.append(item)
         except (Exception, SystemExit) as e:
             self.report(provider, f"{hook} raised {type(e).__name__}: {e}")
         return answers

@@ -15,7 +15,12 @@ def nearest(value: str, allowed: Iterable[str], n: int = 3) -> list[str]:
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:
     """`` Did you mean a or b?`` with a leading space, or nothing."""
     names = nearest(value, allowed)
-    return f" Did you mean {' or '.join(names)}?" if names else ""
+    return f" Did you mean {either(names)}?" if names else ""
+
+
+def either(names: list[str]) -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def listing(names: Iterable[str]) -> str:

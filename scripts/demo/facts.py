@@ -35,20 +35,24 @@ LEGS = _pairs(
     "a fish: no; a cow: four; an octopus: eight; a person: two; a duck: two; a chair: four; a frog: four; a fly: six"
 )
 YOUNG = _pairs(
-    "a dog: puppy; a cat: kitten; a cow: calf; a sheep: lamb; a horse: foal; a duck: duckling; a hen: chick; a bear: cub; "
+    "a dog: puppy; a cat: kitten; a cow: calf; a sheep: lamb; a horse: foal; a duck: duckling; a hen: chick; a "
+    "bear: cub; "
     "a lion: cub; a goat: kid; a swan: cygnet; a frog: tadpole; a fox: cub; a goose: gosling; an owl: owlet"
 )
 OPPOSITES = _pairs(
-    "hot: cold; big: small; up: down; day: night; fast: slow; old: young; new: old; happy: sad; light: dark; open: closed; "
+    "hot: cold; big: small; up: down; day: night; fast: slow; old: young; new: old; happy: sad; light: dark; open: "
+    "closed; "
     "full: empty; hard: soft; high: low; left: right; long: short; loud: quiet; near: far; rich: poor; strong: weak; "
     "wet: dry; early: late; easy: difficult; good: bad; hello: goodbye; in: out; yes: no; first: last; begin: end; "
     "buy: sell; clean: dirty; deep: shallow; give: take; love: hate; north: south; east: west; push: pull; "
-    "question: answer; remember: forget; summer: winter; sweet: sour; true: false; thick: thin; win: lose; wide: narrow; "
+    "question: answer; remember: forget; summer: winter; sweet: sour; true: false; thick: thin; win: lose; wide: "
+    "narrow; "
     "brave: afraid; cheap: expensive; friend: enemy; heavy: light; inside: outside; laugh: cry; always: never; "
     "before: after; black: white; boring: interesting; cold: hot; small: big; slow: fast; dark: light; empty: full"
 )
 HELLOS = _pairs(
-    "French: bonjour; Spanish: hola; German: hallo; Italian: ciao; Portuguese: olá; Swedish: hej; Japanese: konnichiwa; "
+    "French: bonjour; Spanish: hola; German: hallo; Italian: ciao; Portuguese: olá; Swedish: hej; Japanese: "
+    "konnichiwa; "
     "Dutch: hallo; Polish: cześć; Turkish: merhaba; Hawaiian: aloha; Finnish: hei; Danish: hej"
 )
 CATEGORIES = {
@@ -95,13 +99,15 @@ DEFINITIONS: dict[str, list[str]] = {
         "and fast kernels, and it produces one token after another.",
     ],
     "a scheduler": [
-        "A scheduler decides which requests run in the next step. It looks at the free memory and the waiting requests, "
+        "A scheduler decides which requests run in the next step. It looks at the free memory and the waiting "
+        "requests, "
         "and it puts together a batch that fits.",
         "A scheduler is the part of an inference engine that chooses what to compute next. A good scheduler is fair, "
         "keeps the GPU busy and lets nobody wait too long.",
     ],
     "a token": [
-        "A token is a small piece of text, such as a word or a part of a word. A language model reads and writes tokens, "
+        "A token is a small piece of text, such as a word or a part of a word. A language model reads and writes "
+        "tokens, "
         "one after another.",
         "A token is the unit that a language model works with. Short words are often one token, and long words are "
         "several tokens.",
@@ -122,17 +128,20 @@ DEFINITIONS: dict[str, list[str]] = {
         "A batch is a set of inputs that go through the model in one step. Larger batches use the GPU better.",
     ],
     "continuous batching": [
-        "Continuous batching means that new requests can join the batch at every step, and finished ones leave at once. "
+        "Continuous batching means that new requests can join the batch at every step, and finished ones leave at "
+        "once. "
         "Nobody has to wait until the whole batch is done.",
     ],
     "prefill": [
         "Prefill is the first phase of a request. The engine reads the whole prompt at once and fills the KV cache.",
     ],
     "decoding": [
-        "Decoding is the phase in which the model writes. In every step it reads the KV cache and produces one new token.",
+        "Decoding is the phase in which the model writes. In every step it reads the KV cache and produces one new "
+        "token.",
     ],
     "attention": [
-        "Attention lets a model look back at earlier tokens and decide which of them matter. Each token asks a question "
+        "Attention lets a model look back at earlier tokens and decide which of them matter. Each token asks a "
+        "question "
         "with its query, and the keys and values of the others give the answer.",
         "Attention is the part of a transformer that connects the tokens with each other. It compares a query with all "
         "the keys and mixes the values.",
@@ -145,12 +154,15 @@ DEFINITIONS: dict[str, list[str]] = {
         "A GPU is a chip that does many simple calculations at the same time. It was made for pictures, and today it "
         "also runs neural networks.",
     ],
-    "a CPU": ["A CPU is the main chip of a computer. It works through the instructions of a program, one after another."],
+    "a CPU": [
+        "A CPU is the main chip of a computer. It works through the instructions of a program, one after another."
+    ],
     "a kernel": [
         "A kernel is a small program that runs on the GPU. Thousands of threads execute it at the same time.",
     ],
     "quantization": [
-        "Quantization stores the weights of a model with fewer bits. The model becomes smaller and faster, and it loses "
+        "Quantization stores the weights of a model with fewer bits. The model becomes smaller and faster, and it "
+        "loses "
         "only a little accuracy.",
     ],
     "speculative decoding": [
@@ -158,7 +170,8 @@ DEFINITIONS: dict[str, list[str]] = {
         "step. Good guesses are kept, so the text comes faster.",
     ],
     "paged attention": [
-        "Paged attention keeps the KV cache in small blocks, like the pages of a book. A request takes a new block only "
+        "Paged attention keeps the KV cache in small blocks, like the pages of a book. A request takes a new block "
+        "only "
         "when it needs one, so little memory is wasted.",
     ],
     "prefix caching": [
@@ -170,22 +183,28 @@ DEFINITIONS: dict[str, list[str]] = {
         "each operation by itself.",
     ],
     "sampling": [
-        "Sampling means that the next token is drawn by chance, according to its probability. With a higher temperature "
+        "Sampling means that the next token is drawn by chance, according to its probability. With a higher "
+        "temperature "
         "the text becomes more surprising.",
     ],
     "temperature": [
-        "Temperature is a number that says how bold the choice of the next token is. At zero, the model always takes the "
+        "Temperature is a number that says how bold the choice of the next token is. At zero, the model always "
+        "takes the "
         "most likely token.",
         "Temperature says how hot or cold something is. In a language model, it says how bold the next choice is.",
     ],
     "latency": ["Latency is the time from a question to its answer. Users like it to be short."],
     "throughput": ["Throughput is how much work is done in a second, for example how many tokens an engine writes."],
     "a computer": [
-        "A computer is a machine that follows instructions. It stores numbers, compares them and does sums very quickly.",
+        "A computer is a machine that follows instructions. It stores numbers, compares them and does sums very "
+        "quickly.",
     ],
-    "a robot": ["A robot is a machine that can move and do tasks by itself. Some robots build cars, and some clean floors."],
+    "a robot": [
+        "A robot is a machine that can move and do tasks by itself. Some robots build cars, and some clean floors."
+    ],
     "an engine": [
-        "An engine is a machine that turns energy into movement. A steam engine burns coal, and a car engine burns fuel "
+        "An engine is a machine that turns energy into movement. A steam engine burns coal, and a car engine burns "
+        "fuel "
         "or uses electricity.",
         "An engine makes things move. There are steam engines, boat engines and train engines.",
     ],
@@ -206,7 +225,9 @@ DEFINITIONS: dict[str, list[str]] = {
         "Gravity is the force that pulls things towards each other. It is the reason why an apple falls to the ground.",
         "Gravity keeps our feet on the ground and the moon near the Earth.",
     ],
-    "rain": ["Rain is water that falls from the clouds. It begins when small drops in a cloud become too heavy to float."],
+    "rain": [
+        "Rain is water that falls from the clouds. It begins when small drops in a cloud become too heavy to float."
+    ],
     "snow": ["Snow is made of tiny crystals of ice. It falls from the clouds when the air is very cold."],
     "a rainbow": [
         "A rainbow appears when the sun shines on drops of rain. The drops split the light into its colours.",
@@ -214,22 +235,34 @@ DEFINITIONS: dict[str, list[str]] = {
     "ice": ["Ice is frozen water. Water becomes ice when it is colder than zero degrees Celsius."],
     "water": ["Water is a clear liquid that every living thing needs. It boils at one hundred degrees Celsius."],
     "wind": ["Wind is moving air. Warm air rises, and cold air flows in to take its place."],
-    "electricity": ["Electricity is the flow of tiny charged particles. It gives power to lamps, computers and trains."],
+    "electricity": [
+        "Electricity is the flow of tiny charged particles. It gives power to lamps, computers and trains."
+    ],
     "light": ["Light is a kind of energy that we can see. Nothing travels faster than light."],
     "sound": ["Sound is made of waves that travel through the air. Our ears can hear them."],
     "a tree": ["A tree is a tall plant with a trunk of wood. It takes in sunlight and gives us air, shade and fruit."],
     "a flower": ["A flower is the part of a plant that makes seeds. Its colours and its smell attract bees."],
     "a whale": ["A whale is a very large animal that lives in the sea. It is a mammal, and it has to breathe air."],
     "an owl": ["An owl is a bird that hunts at night. It has large eyes and can fly without a sound."],
-    "a bee": ["A bee is an insect that collects nectar from flowers and makes honey. It lives in a hive with many others."],
-    "a hedgehog": ["A hedgehog is a small animal with spines on its back. When it is afraid, it rolls itself into a ball."],
+    "a bee": [
+        "A bee is an insect that collects nectar from flowers and makes honey. It lives in a hive with many others."
+    ],
+    "a hedgehog": [
+        "A hedgehog is a small animal with spines on its back. When it is afraid, it rolls itself into a ball."
+    ],
     "an elephant": ["An elephant is the largest animal on land. It has a long trunk, big ears and a very good memory."],
     "a penguin": ["A penguin is a bird that cannot fly, but it swims very well. Many penguins live in cold places."],
-    "a fox": ["A fox is a clever animal with red fur and a long tail. It lives in forests, in fields and even in cities."],
+    "a fox": [
+        "A fox is a clever animal with red fur and a long tail. It lives in forests, in fields and even in cities."
+    ],
     "a dog": ["A dog is a friendly animal that has lived with people for a very long time. Many dogs like to play."],
     "a cat": ["A cat is a small animal that likes warm places and quiet steps. It can see well in the dark."],
-    "a dragon": ["A dragon is an animal from old stories. It has wings, and it breathes fire, but nobody has ever met one."],
-    "a library": ["A library is a place full of books. You can read them there, or take them home and bring them back."],
+    "a dragon": [
+        "A dragon is an animal from old stories. It has wings, and it breathes fire, but nobody has ever met one."
+    ],
+    "a library": [
+        "A library is a place full of books. You can read them there, or take them home and bring them back."
+    ],
     "a lighthouse": ["A lighthouse is a tower with a bright lamp. It shows ships the way at night."],
     "a river": ["A river is a long stream of water that flows from the hills to the sea."],
     "a mountain": ["A mountain is a very high piece of land. The highest mountain on Earth is Mount Everest."],
@@ -247,8 +280,12 @@ DEFINITIONS: dict[str, list[str]] = {
     "bread": ["Bread is made of flour, water, salt and yeast. The dough rests, rises and is baked in a hot oven."],
     "tea": ["Tea is a drink made from leaves and hot water. Some people like it with milk, and some with lemon."],
     "coffee": ["Coffee is a drink made from roasted beans. Many people have a cup of it in the morning."],
-    "Python": ["Python is a programming language that is easy to read. Many people use it for science and for websites."],
-    "minivllm": ["minivllm is a small and pluggable inference engine for language models. It is the program that runs me."],
+    "Python": [
+        "Python is a programming language that is easy to read. Many people use it for science and for websites."
+    ],
+    "minivllm": [
+        "minivllm is a small and pluggable inference engine for language models. It is the program that runs me."
+    ],
 }
 
 # (ways to ask, answers)
@@ -256,37 +293,58 @@ QUESTIONS: list[tuple[list[str], list[str]]] = [
     (["Why is the sky blue?", "How come the sky is blue?", "What makes the sky blue?"],
      ["The air scatters blue light more than red light, so the sky looks blue to us.",
       "Sunlight has many colours. The air spreads the blue part in all directions, and so the sky looks blue."]),
-    (["How many days are in a week?", "How many days does a week have?"], ["A week has seven days.", "There are seven days in a week."]),
-    (["How many months are in a year?", "How many months does a year have?"], ["A year has twelve months.", "There are twelve months in a year."]),
+    (["How many days are in a week?", "How many days does a week have?"], ["A week has seven days.",
+    "There are seven days in a week."]),
+    (["How many months are in a year?", "How many months does a year have?"], ["A year has twelve months.",
+    "There are twelve months in a year."]),
     (["How many hours are in a day?", "How many hours does a day have?"], ["A day has twenty-four hours."]),
     (["How many minutes are in an hour?", "How many minutes does an hour have?"], ["An hour has sixty minutes."]),
     (["How many days are in a year?", "How long is a year?"], ["A year has 365 days, and a leap year has 366."]),
-    (["What is the largest planet?", "Which planet is the biggest?"], ["Jupiter is the largest planet in our solar system."]),
-    (["Which planet is closest to the sun?", "What is the first planet from the sun?"], ["Mercury is the planet closest to the sun."]),
-    (["How many planets are there?", "How many planets are in the solar system?"], ["There are eight planets in our solar system."]),
-    (["What is the largest animal?", "Which animal is the biggest in the world?"], ["The blue whale is the largest animal in the world."]),
-    (["What is the fastest animal on land?", "Which animal runs the fastest?"], ["The cheetah is the fastest animal on land."]),
+    (["What is the largest planet?",
+    "Which planet is the biggest?"], ["Jupiter is the largest planet in our solar system."]),
+    (["Which planet is closest to the sun?",
+    "What is the first planet from the sun?"], ["Mercury is the planet closest to the sun."]),
+    (["How many planets are there?",
+    "How many planets are in the solar system?"], ["There are eight planets in our solar system."]),
+    (["What is the largest animal?",
+    "Which animal is the biggest in the world?"], ["The blue whale is the largest animal in the world."]),
+    (["What is the fastest animal on land?",
+    "Which animal runs the fastest?"], ["The cheetah is the fastest animal on land."]),
     (["What is the tallest animal?", "Which animal is the tallest?"], ["The giraffe is the tallest animal."]),
-    (["What is the highest mountain?", "Which mountain is the highest in the world?"], ["Mount Everest is the highest mountain on Earth."]),
+    (["What is the highest mountain?",
+    "Which mountain is the highest in the world?"], ["Mount Everest is the highest mountain on Earth."]),
     (["What is the largest ocean?", "Which ocean is the biggest?"], ["The Pacific Ocean is the largest ocean."]),
-    (["At what temperature does water boil?", "When does water boil?"], ["Water boils at one hundred degrees Celsius."]),
+    (["At what temperature does water boil?",
+    "When does water boil?"], ["Water boils at one hundred degrees Celsius."]),
     (["At what temperature does water freeze?", "When does water freeze?"], ["Water freezes at zero degrees Celsius."]),
     (["What do bees make?", "What do bees produce?"], ["Bees make honey."]),
     (["What do cows eat?", "What does a cow eat?"], ["Cows eat grass and hay."]),
     (["What do plants need to grow?", "What does a plant need?"], ["Plants need light, water, air and good soil."]),
     (["Why do leaves fall in autumn?", "Why do trees lose their leaves?"],
      ["In autumn there is less light, so many trees let their leaves fall to save water for the winter."]),
-    (["Why do we sleep?", "Why do people need sleep?"], ["Sleep gives the body and the mind time to rest and to repair themselves."]),
-    (["Why is the sea salty?", "Why is there salt in the sea?"], ["Rivers carry small amounts of salt from the rocks into the sea, and it stays there."]),
-    (["How do birds fly?", "How can birds fly?"], ["Birds have light bones and strong wings. They push the air down, and that lifts them up."]),
-    (["How does a plane fly?", "Why can a plane fly?"], ["The wings of a plane push the air down as it moves forward, and that lifts the plane up."]),
+    (["Why do we sleep?",
+    "Why do people need sleep?"], ["Sleep gives the body and the mind time to rest and to repair themselves."]),
+    (["Why is the sea salty?",
+    "Why is there salt in the sea?"], ["Rivers carry small amounts of salt from the rocks into the sea, and it "
+                                       "stays there."]),
+    (["How do birds fly?",
+    "How can birds fly?"],
+     ["Birds have light bones and strong wings. They push the air down, and that lifts them up."]),
+    (["How does a plane fly?",
+    "Why can a plane fly?"], ["The wings of a plane push the air down as it moves forward, and that lifts the plane "
+                              "up."]),
     (["How is bread made?", "How do you make bread?", "How do I bake bread?"],
-     ["Mix flour, water, salt and yeast, and knead the dough. Let it rise for an hour, and then bake it in a hot oven."]),
-    (["How do I make tea?", "How do you make tea?"], ["Boil some water, pour it over the tea leaves, and wait for three minutes. Then enjoy it."]),
+     ["Mix flour, water, salt and yeast, and knead the dough. Let it rise for an hour, and then bake it in a hot "
+      "oven."]),
+    (["How do I make tea?",
+    "How do you make tea?"], ["Boil some water, pour it over the tea leaves, and wait for three minutes. Then enjoy "
+                              "it."]),
     (["How do I make pancakes?", "How are pancakes made?", "Can you give me a recipe for pancakes?"],
-     ["Mix two eggs, a cup of flour, a cup of milk and a little salt. Fry the batter in a hot pan until it is golden on both sides."]),
+     ["Mix two eggs, a cup of flour, a cup of milk and a little salt. Fry the batter in a hot pan until it is "
+      "golden on both sides."]),
     (["How do I make soup?", "Can you give me a recipe for soup?", "How do you cook vegetable soup?"],
-     ["Cut an onion, a carrot and a potato. Cook them in water with a little salt for twenty minutes, and add some herbs at the end."]),
+     ["Cut an onion, a carrot and a potato. Cook them in water with a little salt for twenty minutes, and add some "
+      "herbs at the end."]),
     (["How do I plant a tree?", "How do you plant a tree?"],
      ["Dig a hole, put the young tree into it, fill it with earth, and water it well. Then be patient."]),
     (["Why do cats purr?"], ["Cats often purr when they feel well. They may also purr to calm themselves."]),
@@ -298,8 +356,10 @@ QUESTIONS: list[tuple[list[str], list[str]]] = [
     (["Why is a KV cache useful?", "Why do we need a KV cache?", "What is the KV cache good for?"],
      ["It saves work. Without it, the model would have to read the whole text again for every new token."]),
     (["How does an inference engine work?", "How does a language model write text?", "How do you generate text?"],
-     ["First the prompt is read and the KV cache is filled. Then the model produces one token at a time until it is done.",
-      "The text is cut into tokens, the model predicts the next token, and this is repeated until the answer is complete."]),
+     ["First the prompt is read and the KV cache is filled. Then the model produces one token at a time until it is "
+      "done.",
+      "The text is cut into tokens, the model predicts the next token, and this is repeated until the answer is "
+      "complete."]),
     (["What does a scheduler do?", "What is the job of a scheduler?"],
      ["A scheduler chooses which requests run in the next step, so that the GPU is busy and nobody waits too long."]),
     (["What is the difference between prefill and decode?", "How are prefill and decode different?"],
@@ -339,10 +399,14 @@ JOKES = [
     ("Why did the tomato turn red?", "Because it saw the salad dressing."),
 ]
 HAIKU_FIVE = [
-    "Snow falls on the roof", "An old frog listens", "The moon is so near", "Rain on the window", "A leaf leaves the tree",
-    "The kettle sings low", "Cold wind on the hill", "A fox in the snow", "The garden is still", "First light on the sea",
-    "One bird and no sound", "The river moves on", "Green hills after rain", "A train in the night", "The engine is still",
-    "Tokens fall like rain", "The last boat comes home", "My tea has grown cold", "Stars over the barn", "The cat does not care",
+    "Snow falls on the roof", "An old frog listens", "The moon is so near", "Rain on the window",
+    "A leaf leaves the tree",
+    "The kettle sings low", "Cold wind on the hill", "A fox in the snow", "The garden is still",
+    "First light on the sea",
+    "One bird and no sound", "The river moves on", "Green hills after rain", "A train in the night",
+    "The engine is still",
+    "Tokens fall like rain", "The last boat comes home", "My tea has grown cold", "Stars over the barn",
+    "The cat does not care",
     "Spring comes without words", "A door in the wall", "Small steps in the sand", "The clouds drift away",
 ]  # fmt: skip
 HAIKU_SEVEN = [

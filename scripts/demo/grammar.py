@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 Words = str | Sequence[str]
 
@@ -74,7 +74,7 @@ def _parse(text: str, at: int, inside: bool) -> tuple[list[list[Node]], int]:
     return options, at
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> tuple[Node, ...]:
     return tuple(_parse(text, 0, inside=False)[0][0])
 

@@ -4,8 +4,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from .facts import CAPITALS, COLOURS, DAYS, DEFINITIONS, HAIKU_FIVE, HAIKU_SEVEN, JOKES, LEGS, MONTHS, NUMBER_WORDS
-from .facts import OPPOSITES, QUESTIONS
+from .facts import (
+    CAPITALS,
+    COLOURS,
+    DAYS,
+    DEFINITIONS,
+    HAIKU_FIVE,
+    HAIKU_SEVEN,
+    JOKES,
+    LEGS,
+    MONTHS,
+    NUMBER_WORDS,
+    OPPOSITES,
+    QUESTIONS,
+)
 from .grammar import Writer
 from .stories import new_writer
 from .words import BOYS, GIRLS
@@ -13,7 +25,10 @@ from .words import BOYS, GIRLS
 FAVOURITES = {
     "season": ("{season}", ["because the air smells {adj2}", "because {sky}", "for it is the best time for {hobby}"]),
     "colour": ("{colour}", ["because it makes me {mood}", "like the door of our house", "like {a:thing} I once had"]),
-    "food": ("{country_food}", ["because my {family} makes it so well", "and I could eat it every day", "on a cold day"]),
+    "food": (
+        "{country_food}",
+        ["because my {family} makes it so well", "and I could eat it every day", "on a cold day"],
+    ),
     "animal": ("the {critter}", ["because it is so {kind}", "although I have never seen one up close"]),
     "day": ("{day}", ["because I have time for {hobby}", "because then we all have {food} together"]),
     "fruit": ("the {fruit}", ["because it is sweet", "and there is one in my bag every day"]),
@@ -21,7 +36,10 @@ FAVOURITES = {
     "instrument": ("the {instrument}", ["because my {family} plays it", "and I practise every {day}"]),
     "place": ("{spot}", ["because it is so {adj3}", "where I go whenever I feel {mood}"]),
     "hobby": ("{hobby}", ["because it makes me {mood}", "and I have done it for {number} years"]),
-    "book": ("an old one about {a:job} who goes on a journey", ["because it makes me {mood}", "and I read it every {season}"]),
+    "book": (
+        "an old one about {a:job} who goes on a journey",
+        ["because it makes me {mood}", "and I read it every {season}"],
+    ),
     "person": ("my {family}", ["because nobody is more {kind}", "who taught me {hobby}"]),
 }
 ADJ2 = ["fresh", "sweet", "of rain", "of leaves", "of smoke", "new"]
@@ -32,7 +50,7 @@ ESSAY = [
     "I do not like {hobby}. I have tried it, and I was bored.",
     "I think that {virtue} is more important than money.",
     "I live {where}, and I would not like to live anywhere else.",
-    "I have a {family} who is {a:job}, and a dog called {petname}.",
+    "I have {a:family} who is {a:job}, and a dog called {petname}.",
     "I usually get up at {number} o'clock and have {food}.",
     "I want to be {a:job} one day.",
     "I always carry {a:thing} with me, and I cannot say why.",
@@ -88,7 +106,7 @@ NEWS = [
     "The people want to build a new bridge near {spot}.",
     "There will be music at {spot} on {day} evening. Everyone is welcome.",
 ]
-RECIPE = [
+BOIL = [
     "First, wash {a:vegetable} and cut it into small pieces.",
     "Heat a little butter in a large pot.",
     "Add {number} cups of water and some salt.",
@@ -96,18 +114,28 @@ RECIPE = [
     "Cook everything for {number} minutes.",
     "Add a handful of herbs and a little pepper.",
     "Taste it, and add more salt if you like.",
-    "Let it rest for {number} minutes before you serve it.",
-    "Mix {number} eggs with a cup of flour and a cup of milk.",
-    "Put it into the oven until it is golden.",
     "Cover the pot and wait.",
+    "Let it rest for {number} minutes before you serve it.",
+]
+BAKE = [
+    "First, mix {number} eggs with a cup of flour and a cup of milk.",
+    "Add a little salt and stir {slowly2}.",
+    "Let the dough rest for {timespan2}.",
+    "Cut {a:vegetable} into small pieces and add it.",
+    "Pour everything into a round form.",
+    "Put it into a hot oven until it is golden.",
+    "Let it cool for {number} minutes.",
 ]
 SERVE = [
-    "Serve it with {food}.", "It tastes best with friends.", "Enjoy it while it is hot.", "It is even better the next day.",
+    "Serve it with {food}.", "It tastes best with friends.", "Enjoy it while it is hot.",
+    "It is even better the next day.",
     "This is enough for {number} people.",
 ]  # fmt: skip
 LETTER = [
-    "I hope that you are well. Here {sky}.", "Thank you for the {thing}. It arrived on {day}.", "Greetings from {spot}!",
-    "We have been here for {timespan}, and I feel {mood}.", "Yesterday we went to {spot}. {Sight}", "I miss you very much.",
+    "I hope that you are well. Here {sky}.", "Thank you for the {thing}. It arrived on {day}.",
+    "Greetings from {spot}!",
+    "We have been here for {timespan}, and I feel {mood}.", "Yesterday we went to {spot}. {Sight}",
+    "I miss you very much.",
     "The food is good. Every evening we have {food}.", "Do you still like {hobby}?", "{F} sends you greetings.",
     "I have learned a lot about {hobby}.", "Please write to me soon and tell me about {season} at home.",
     "I am writing to you from {spot2}, and I have much to tell.", "Do you remember the {machine}? It is broken again.",
@@ -120,7 +148,8 @@ def _writer(rng: random.Random) -> Writer:
     bound = writer.bound
     del bound["hobby"]
     bound |= {"adj2": ADJ2, "adj3": ADJ3, "hobby2": "a quiet evening", "day2": rng.choice(DAYS)}
-    bound |= {"slowly2": ["slowly", "well", "gently"], "whence": "at " + str(bound["spot"])}
+    bound |= {"slowly2": ["slowly", "well", "gently"], "timespan2": ["ten minutes", "half an hour", "an hour"]}
+    bound |= {"whence": "at " + str(bound["spot"])}
     return writer
 
 
@@ -131,7 +160,9 @@ def favourite(rng: random.Random) -> str:
         what, reasons = FAVOURITES[noun]
         value, reason = writer.say(what), writer.pick(reasons)
         comma = "," if reason.startswith(("and", "for", "who", "although")) else ""
-        form = rng.choice(["My favourite {n} is {v}{c} {r}.", "My favourite {n} is {v}.", "Of all things, I like {v} best{c} {r}."])
+        form = rng.choice(
+            ["My favourite {n} is {v}{c} {r}.", "My favourite {n} is {v}.", "Of all things, I like {v} best{c} {r}."]
+        )
         if not parts:
             form = rng.choice(["My favourite {n} is {v}{c} {r}.", "My favourite {n} has always been {v}{c} {r}."])
         parts.append(form.format(n=noun, v=value, c=comma, r=reason))
@@ -148,7 +179,10 @@ def essay(rng: random.Random) -> str:
 def diary(rng: random.Random) -> str:
     writer = _writer(rng)
     start, count = rng.randrange(7), rng.randint(2, 7)
-    days = [f"{DAYS[(start + i) % 7]}. {writer.pick(DIARY)}" + (f" {writer.pick(DIARY)}" if writer.chance(0.3) else "") for i in range(count)]
+    days = [
+        f"{DAYS[(start + i) % 7]}. {writer.pick(DIARY)}" + (f" {writer.pick(DIARY)}" if writer.chance(0.3) else "")
+        for i in range(count)
+    ]
     return "\n".join([*(["Dear diary,"] if rng.random() < 0.3 else []), *days])
 
 
@@ -165,8 +199,9 @@ def news(rng: random.Random) -> str:
 
 def recipe_steps(rng: random.Random, writer: Writer | None = None) -> list[str]:
     writer = writer or _writer(rng)
-    steps = sorted(rng.sample(range(len(RECIPE)), rng.randint(4, 6)))
-    return [writer.say(RECIPE[step]) for step in steps] + [writer.pick(SERVE)]
+    course = rng.choice((BOIL, BOIL, BAKE))
+    later = sorted(rng.sample(range(1, len(course)), rng.randint(3, 5)))
+    return [writer.say(course[step]) for step in (0, *later)] + [writer.pick(SERVE)]
 
 
 def recipe(rng: random.Random) -> str:
@@ -232,14 +267,19 @@ def sequence(rng: random.Random) -> str:
 
 def question_answer(rng: random.Random) -> str:
     asks, answers = rng.choice(QUESTIONS)
-    return rng.choice(["Q: {q}\nA: {a}", "Question: {q}\nAnswer: {a}", "{q} {a}"]).format(q=rng.choice(asks), a=rng.choice(answers))
+    return rng.choice(["Q: {q}\nA: {a}", "Question: {q}\nAnswer: {a}", "{q} {a}"]).format(
+        q=rng.choice(asks), a=rng.choice(answers)
+    )
 
 
 def dialogue(rng: random.Random) -> str:
     """A short conversation in plain text, with speakers' names at the beginning of the lines."""
     writer = _writer(rng)
     first, second = rng.sample(GIRLS + BOYS, 2)
-    lines = [f"{first}: Hello, {second}. How are you?", f"{second}: {rng.choice(['I am fine, thank you.', 'Not bad. And you?', 'A little tired.'])}"]
+    lines = [
+        f"{first}: Hello, {second}. How are you?",
+        f"{second}: {rng.choice(['I am fine, thank you.', 'Not bad. And you?', 'A little tired.'])}",
+    ]
     for _ in range(rng.randint(1, 4)):
         lines.append(f"{first}: " + writer.say("{Question}?"))
         lines.append(f"{second}: " + writer.say("{Answer}. {Remark}."))

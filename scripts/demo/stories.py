@@ -100,7 +100,7 @@ MACHINE_OPENINGS = [
     "The {machine} ran day and night, and people {where} had stopped hearing it.",
     "{Moment}, the {machine} stopped.",
     "There was a loud bang, and the {machine} stood still.",
-    'Nobody {where} could remember a day without the {machine}.',
+    "Nobody {where} could remember a day without the {machine}.",
     "Clank, clank, clank went the {machine}, and then it went quiet.",
 ]
 MACHINE_HEROES = [
@@ -166,28 +166,79 @@ TALK = [
 ]
 REMARKS = {
     "remark": [
-        "We should not give up", "We will find a way", "Everything takes time", "It is not far now", "I have an idea",
-        "You are very {kind}", "I was just thinking the same", "Two are better than one", "It will be all right",
-        "Let us have some {country_food} first", "Slow is better than never", "I have never seen anything like it",
-        "My {family} told me about this", "There is always another way", "You worry too much", "Look at the sky",
-        "That is a very good question", "First we think, and then we act", "I am glad that you are here",
-        "I would not trade this day for a bag of gold", "Listen, something is moving over there", "It is only the wind",
-        "A little {virtue} goes a long way", "Nobody is born knowing everything", "I would like to help",
+        "We should not give up",
+        "We will find a way",
+        "Everything takes time",
+        "It is not far now",
+        "I have an idea",
+        "You are very {kind}",
+        "I was just thinking the same",
+        "Two are better than one",
+        "It will be all right",
+        "Let us have some {country_food} first",
+        "Slow is better than never",
+        "I have never seen anything like it",
+        "My {family} told me about this",
+        "There is always another way",
+        "You worry too much",
+        "Look at the sky",
+        "That is a very good question",
+        "First we think, and then we act",
+        "I am glad that you are here",
+        "I would not trade this day for a bag of gold",
+        "Listen, something is moving over there",
+        "It is only the wind",
+        "A little {virtue} goes a long way",
+        "Nobody is born knowing everything",
+        "I would like to help",
     ],
     "remark2": [
-        "Come with me", "You will see", "Trust me", "That is all I know", "We have until {later}", "Take my hand",
-        "It has always been like that", "I am sure of it", "Do not be afraid", "Tomorrow is another day",
-        "We can rest at {spot}", "I promise", "There is no hurry",
+        "Come with me",
+        "You will see",
+        "Trust me",
+        "That is all I know",
+        "We have until {later}",
+        "Take my hand",
+        "It has always been like that",
+        "I am sure of it",
+        "Do not be afraid",
+        "Tomorrow is another day",
+        "We can rest at {spot}",
+        "I promise",
+        "There is no hurry",
     ],
     "question": [
-        "Are you sure", "What shall we do now", "Have you been to {spot}", "Why are you so {mood}", "Did you hear that",
-        "Do you think it will work", "Can I come with you", "How long will it take", "Where did you learn that",
-        "What are you looking for", "Are you afraid", "Do you need help", "What would your {family} do", "Who told you that",
+        "Are you sure",
+        "What shall we do now",
+        "Have you been to {spot}",
+        "Why are you so {mood}",
+        "Did you hear that",
+        "Do you think it will work",
+        "Can I come with you",
+        "How long will it take",
+        "Where did you learn that",
+        "What are you looking for",
+        "Are you afraid",
+        "Do you need help",
+        "What would your {family} do",
+        "Who told you that",
     ],
     "answer": [
-        "I am not sure", "Not yet", "I think so", "Of course", "Only a little", "Let us find out", "I hope so",
-        "We have to try", "Yes, with all my heart", "No, but I will learn", "Ask me again tomorrow", "I cannot say",
-        "That is a long story", "A bird told me", "More than you know",
+        "I am not sure",
+        "Not yet",
+        "I think so",
+        "Of course",
+        "Only a little",
+        "Let us find out",
+        "I hope so",
+        "We have to try",
+        "Yes, with all my heart",
+        "No, but I will learn",
+        "Ask me again tomorrow",
+        "I cannot say",
+        "That is a long story",
+        "A bird told me",
+        "More than you know",
     ],
 }
 # An arc is five stages; each stage offers several ways to tell it. `{thing}` and `{machine}` are fixed in one story.
@@ -291,10 +342,10 @@ ARCS: dict[str, list[list[str]]] = {
         ],
         [
             "At last an old woman opened her door. When she saw the {thing}, her eyes filled with tears.",
-            "{Later}, {a:job} came running. \"My {thing}!\" he cried. \"I thought it was gone for ever.\"",
+            '{Later}, {a:job} came running. "My {thing}!" he cried. "I thought it was gone for ever."',
             "It turned out that the {thing} belonged to {owner}, who had lost it {number} years ago.",
             "A small boy stood at {spot2} and looked at the ground. The {thing} was his.",
-            "The {job2} looked at it for {timespan}. \"It was mine when I was young,\" she said.",
+            'The {job2} looked at it for {timespan}. "It was mine when I was young," she said.',
         ],
         [
             "{N} did not ask for anything, but from that day on {he} had one more friend.",
@@ -317,7 +368,7 @@ ARCS: dict[str, list[list[str]]] = {
             "The {critter} looked at {him} with big dark eyes.",
             "{N} did not know much about such animals, but {he} knew what it was like to be alone.",
             "{N} sat down in the grass and waited, so that it would not be scared.",
-            "At first it hid behind {a:adj} {box}.",
+            "At first it hid under a heap of leaves.",
         ],
         [
             "{N} gave it water and a warm blanket.",
@@ -345,7 +396,7 @@ ARCS: dict[str, list[list[str]]] = {
         [
             "{N} had always wanted to see {spot2}, which was very far away.",
             "{Moment}, {n} decided to go on a journey.",
-            "A letter came. It said only: \"Come to {spot2} before {season}.\"",
+            'A letter came. It said only: "Come to {spot2} before {season}."',
             "One day {n} packed a bag, took {his} {thing} and left.",
             '"I want to know what is behind the hills," {n} said.',
         ],
@@ -358,7 +409,8 @@ ARCS: dict[str, list[list[str]]] = {
         ],
         [
             "On the road {n} met {f}, {fdesc}, who was going the same way.",
-            "At a crossing sat {f}, {fdesc}. \"Left or right?\" {n} asked. \"It depends on what you are looking for,\" said {f}.",
+            'At a crossing sat {f}, {fdesc}. "Left or right?" {n} asked. "It depends on what you are looking for," '
+            "said {f}.",
             "{F} shared {food} with {him}, and they went on together.",
             "{Later}, a storm came, and {n} hid in an empty hut. {F} was already there.",
             "{N} was about to turn back when {f} appeared with a lamp.",
@@ -410,7 +462,7 @@ ARCS: dict[str, list[list[str]]] = {
         [
             "The prize was nice, but the day was better.",
             "That evening they all had {food} together, winners and losers at one table.",
-            "\"Next year again,\" said {f}. \"Next year again,\" said {n}.",
+            '"Next year again," said {f}. "Next year again," said {n}.',
             "{N} learned that {virtue} is worth more than a prize.",
             "{N} gave the prize to {his} {family}, who put it on the shelf.",
         ],
@@ -418,7 +470,7 @@ ARCS: dict[str, list[list[str]]] = {
     "storm": [
         [
             "{Moment}, the sky turned black, and the wind grew stronger and stronger.",
-            "The old {job2} looked at the sky. \"A storm is coming,\" he said.",
+            'The old {job2} looked at the sky. "A storm is coming," he said.',
             "{Later}, thunder rolled over {spot}.",
             "Nobody had expected the storm. It came in the middle of {month}.",
             "First the birds became quiet. Then the first drops fell.",
@@ -476,7 +528,7 @@ ARCS: dict[str, list[list[str]]] = {
         ],
         [
             "It was only a {critter} that had made its home there.",
-            "There sat {owner}, the old {job2}, playing the {instrument}. \"I did not want to wake anyone,\" he said.",
+            'There sat {owner}, the old {job2}, playing the {instrument}. "I did not want to wake anyone," he said.',
             "It was the wind, blowing through a hole in {a:adj} bottle.",
             "Behind the wall was a small room, and in the room lay everything that had been lost.",
             "It was {a:job} who worked at night because the days were too loud.",
@@ -515,7 +567,7 @@ ARCS: dict[str, list[list[str]]] = {
             "And then, {moment}, it worked. {N} could hardly believe it.",
             "{Later}, something had changed. It was not hard any more.",
             "In {month}, {n} showed everybody at {spot2} what {he} had learned.",
-            "One day {f} said: \"I have nothing left to teach you.\"",
+            'One day {f} said: "I have nothing left to teach you."',
             "{N} closed {his} eyes, took a breath and did it.",
         ],
         [
@@ -550,7 +602,7 @@ ARCS: dict[str, list[list[str]]] = {
         ],
         [
             "When {f} opened the {box}, {fhe} could not speak for a moment.",
-            "{F} looked at the present for {timespan}. \"Did you make this?\" {fhe} asked.",
+            '{F} looked at the present for {timespan}. "Did you make this?" {fhe} asked.',
             "The present was a little crooked, but {f} loved it.",
             '"It is the most beautiful thing I have ever had," said {f}.',
             "{F} laughed and cried at the same time.",
@@ -579,7 +631,7 @@ ARCS: dict[str, list[list[str]]] = {
             "{N} sat at {spot} and threw small stones.",
         ],
         [
-            "Then {his} {family} said: \"Who is right is not as important as who is there.\"",
+            'Then {his} {family} said: "Who is right is not as important as who is there."',
             "{N} began to write a letter. It took {timespan}, and it had only three words.",
             "{Later}, {n} saw {f} sitting alone at {spot2}.",
             "{N} thought of all the good days they had had.",
@@ -589,7 +641,7 @@ ARCS: dict[str, list[list[str]]] = {
             '"I am sorry," said {n}. "I am sorry too," said {f}. "I was waiting for you."',
             "{N} went to {spot2} with {food} and two spoons.",
             "They both began to speak at the same time, and then they both laughed.",
-            "{N} held out the {thing}. \"You can have it,\" {he} said. \"Let us share it,\" said {f}.",
+            '{N} held out the {thing}. "You can have it," {he} said. "Let us share it," said {f}.',
             "{F} opened the door before {n} could knock.",
         ],
         [
@@ -619,7 +671,7 @@ ARCS: dict[str, list[list[str]]] = {
             '"It needs something," said {f}, and {fhe} put in a handful of herbs.',
             "{F} brought {a:vegetable2}, the {job2} brought butter, and a neighbour brought bread.",
             "One after another, people came by and put something into the pot.",
-            "{F} tried a spoon of it. \"More pepper,\" {fhe} said, \"and a little {virtue}.\"",
+            '{F} tried a spoon of it. "More pepper," {fhe} said, "and a little {virtue}."',
             "{N} asked {his} {family}, who knew the missing line: cook it with a friend.",
         ],
         [
@@ -632,7 +684,7 @@ ARCS: dict[str, list[list[str]]] = {
         [
             "Since then, they have cooked together every {day}.",
             "{N} wrote the recipe on the wall, so that nobody would forget it.",
-            "\"What was the secret?\" they asked. \"All of you,\" said {n}.",
+            '"What was the secret?" they asked. "All of you," said {n}.',
             "{N} washed the dishes, and {f} dried them, and they sang.",
             "Good {country_food}, {n} always said, begins with good company.",
         ],
@@ -665,7 +717,19 @@ CHAPTER_LINKS = [
     "{Name} and {f} had become even better friends by then.",
     "Not everything was solved yet.",
 ]
-CRITTERS = ["kitten", "puppy", "little owl", "bird", "hedgehog", "fox cub", "squirrel", "goat", "seal", "rabbit", "mouse"]
+CRITTERS = [
+    "kitten",
+    "puppy",
+    "little owl",
+    "bird",
+    "hedgehog",
+    "fox cub",
+    "squirrel",
+    "goat",
+    "seal",
+    "rabbit",
+    "mouse",
+]
 
 
 def _person(rng: random.Random) -> tuple[str, str, str]:
@@ -683,7 +747,18 @@ def _person(rng: random.Random) -> tuple[str, str, str]:
 
 
 FORMS = {"he": ("him", "his", "himself"), "she": ("her", "her", "herself"), "it": ("it", "its", "itself")}
-ADJECTIVES = ["little ", "young ", "old ", "small ", "{kind} ", "{kind} young ", "very {kind} ", "{kind} little ", "", ""]
+ADJECTIVES = [
+    "little ",
+    "young ",
+    "old ",
+    "small ",
+    "{kind} ",
+    "{kind} young ",
+    "very {kind} ",
+    "{kind} little ",
+    "",
+    "",
+]
 
 
 def _cast(writer: Writer, name: str, he: str, noun: str, prefix: str) -> None:
@@ -702,7 +777,9 @@ def _cast(writer: Writer, name: str, he: str, noun: str, prefix: str) -> None:
     writer.bound[prefix + "name"] = name
 
 
-def new_writer(rng: random.Random, self_told: bool, world: str | None = None, hero: Mapping[str, str] | None = None) -> Writer:
+def new_writer(
+    rng: random.Random, self_told: bool, world: str | None = None, hero: Mapping[str, str] | None = None
+) -> Writer:
     """A writer with a world, a hero ("I" if `self_told`; `hero` fixes name, he, noun), a friend and their things."""
     place = WORLDS[world or rng.choice(list(WORLDS))]
     words: dict[str, Words] = {**GENERAL, **place, **REMARKS}

@@ -13,7 +13,8 @@ GIRLS = _list(
     "Helen; Iris; Jana; Kate; Leila; Mina; Nadia; Petra; Rita; Sofia; Tara; Una; Viola; Willa; Zara; Mei; Aiko; Priya"
 )
 BOYS = _list(
-    "Tom; Ben; Max; Leo; Paul; Oscar; Finn; Hugo; Jack; Sam; Tim; Adam; Bruno; Carl; David; Emil; Felix; George; Henry; "
+    "Tom; Ben; Max; Leo; Paul; Oscar; Finn; Hugo; Jack; Sam; Tim; Adam; Bruno; Carl; David; Emil; Felix; George; "
+    "Henry; "
     "Ivan; Jonas; Karl; Lukas; Martin; Noah; Otto; Peter; Robin; Simon; Theo; Victor; Walter; Yusuf; Arthur; Boris; "
     "Daniel; Erik; Frank; Gustav; Harry; Isaac; Jan; Kofi; Liam; Milo; Nils; Omar; Pedro; Ravi; Stefan; Kenji; Anton"
 )
@@ -21,7 +22,9 @@ ANIMAL_NAMES = _list(
     "Rusty; Pip; Clover; Bramble; Shadow; Pepper; Hazel; Biscuit; Moss; Ginger; Patch; Juniper; Snowy; Whisper; Acorn; "
     "Button; Thistle; Copper; Maple; Pebble; Willow; Sunny; Fern; Sparrow; Barley; Poppy"
 )
-ROBOT_NAMES = _list("Bolt; Sprocket; Tin; Cog; Widget; Rivet; Dot; Beep; Piston; Gizmo; Spark; Coil; Relay; Pixel; Axle")
+ROBOT_NAMES = _list(
+    "Bolt; Sprocket; Tin; Cog; Widget; Rivet; Dot; Beep; Piston; Gizmo; Spark; Coil; Relay; Pixel; Axle"
+)
 STORY_ANIMALS = _list(
     "fox; rabbit; hedgehog; badger; mouse; squirrel; owl; otter; bear; hare; goat; donkey; duck; cat; dog; beaver; "
     "frog; mole; deer; crow; goose; turtle; lamb; pony; dragon; penguin; elephant; lion; monkey; wolf; whale; unicorn"
@@ -47,7 +50,8 @@ GENERAL: dict[str, list[str]] = {
     "colour": _list("red; blue; green; yellow; white; black; brown; orange; purple; grey; pink; golden; silver"),
     "number": _list("two; three; four; five; six; seven; eight; nine; ten; twelve; twenty"),
     "timespan": _list(
-        "an hour; two hours; three days; a week; a whole day; half the night; a month; many years; a long time; a while; "
+        "an hour; two hours; three days; a week; a whole day; half the night; a month; many years; a long time; a "
+        "while; "
         "several days; most of the morning; the whole winter; ten minutes; a few minutes"
     ),
     "moment": _list(
@@ -62,20 +66,21 @@ GENERAL: dict[str, list[str]] = {
     ),
     "season": _list("spring; summer; autumn; winter"),
     "grey": _list("grey; sunny; cold; windy; rainy; warm; foggy; bright; snowy; quiet; hot; cloudy; stormy"),
-    "month": _list(
-        "January; February; March; April; May; June; July; August; September; October; November; December"
-    ),
+    "month": _list("January; February; March; April; May; June; July; August; September; October; November; December"),
     "day": _list("Monday; Tuesday; Wednesday; Thursday; Friday; Saturday; Sunday"),
     "food": _list(
         "bread and cheese; a bowl of soup; apple pie; hot chocolate; warm milk; pancakes; a plate of noodles; "
         "roasted potatoes; tea with honey; ginger biscuits; fresh bread; vegetable stew; rice with beans; plum cake; "
         "a boiled egg; tomato soup; cherry pie; a sandwich; baked apples; a slice of cake; mushroom soup; porridge"
     ),
-    "family": _list("mother; father; grandmother; grandfather; sister; brother; aunt; uncle; cousin; neighbour; teacher"),
+    "family": _list(
+        "mother; father; grandmother; grandfather; sister; brother; aunt; uncle; cousin; neighbour; teacher"
+    ),
     "box": _list("box; drawer; basket; cupboard; chest; bag; sack; jar; suitcase; tin; barrel; pocket"),
     "material": _list("wood; iron; glass; paper; stone; silver; copper; wool; leather; clay; brass; straw"),
     "virtue": _list(
-        "patience; kindness; courage; honesty; friendship; hard work; a good question; listening; sharing; trust; hope; "
+        "patience; kindness; courage; honesty; friendship; hard work; a good question; listening; sharing; trust; "
+        "hope; "
         "curiosity; a calm mind; a little help"
     ),
     "sky": _list(
@@ -84,8 +89,10 @@ GENERAL: dict[str, list[str]] = {
         "clouds hung low over the hills; a light rain had begun; the sun had just come up; it was getting dark"
     ),
     "hobby": _list(
-        "reading; painting; swimming; fishing; singing; cooking; gardening; dancing; running; drawing; writing letters; "
-        "playing the piano; playing chess; building models; walking in the rain; looking at the stars; baking; knitting; "
+        "reading; painting; swimming; fishing; singing; cooking; gardening; dancing; running; drawing; writing "
+        "letters; "
+        "playing the piano; playing chess; building models; walking in the rain; looking at the stars; baking; "
+        "knitting; "
         "collecting stones; repairing clocks; riding a bicycle; watching birds; climbing trees; telling stories"
     ),
     "fruit": _list(
@@ -105,11 +112,13 @@ _WORLDS: dict[str, dict[str, str]] = {
         "village; at the edge of a small village; in a village between two forests; in a village with one long street",
         "spot": "the well; the mill; the market square; the old bridge; the church; the bakery; the village green; "
         "the blacksmith's shop; the barn; the crooked house at the end of the road; the school; the river bank",
-        "thing": "lantern; silver coin; wooden flute; red scarf; brass key; old map; music box; clay pot; letter; ring; "
+        "thing": "lantern; silver coin; wooden flute; red scarf; brass key; old map; music box; clay pot; letter; "
+        "ring; "
         "wooden horse; basket of eggs; painted plate; ribbon; copper kettle; book of songs",
         "machine": "mill wheel; village clock; water pump; church bell; old tractor; oven in the bakery; cart",
         "job": "baker; miller; blacksmith; farmer; carpenter; teacher; shepherd; weaver; potter; postman; shoemaker",
-        "sight": "Smoke rose from the chimneys.; Hens walked across the road.; The smell of fresh bread filled the street.; "
+        "sight": "Smoke rose from the chimneys.; Hens walked across the road.; The smell of fresh bread filled the "
+        "street.; "
         "Children played by the well.; A dog slept in front of the bakery.; The bells rang for noon.; "
         "Lights came on in one window after another.; Two old men were talking on a bench.",
     },
@@ -132,7 +141,8 @@ _WORLDS: dict[str, dict[str, str]] = {
         "on the night train; in a signal house; at the last station on the line; in the engine shed",
         "spot": "the platform; the signal house; the engine shed; the tunnel; the ticket office; the last wagon; "
         "the iron bridge; the waiting room; the water tower; the dining car; the side track; the workshop",
-        "thing": "ticket; brown suitcase; whistle; oil lamp; pocket watch; umbrella; green flag; timetable; letter; hat; "
+        "thing": "ticket; brown suitcase; whistle; oil lamp; pocket watch; umbrella; green flag; timetable; letter; "
+        "hat; "
         "toolbox; parcel; coal shovel; silver button; travel diary; brass lamp",
         "machine": "engine; old engine; steam engine; engine of the train; old engine of the train; signal; "
         "little locomotive; station clock; diesel engine; water pump; engine of the night train",
@@ -150,16 +160,19 @@ _WORLDS: dict[str, dict[str, str]] = {
         "paint box; photograph; calculator; chess board; calendar; microscope",
         "machine": "school bell; old computer; printer; projector; school bus; radio; clock on the wall; lift",
         "job": "teacher; librarian; caretaker; music teacher; cook; bus driver; painter; pupil; science teacher",
-        "sight": "Chalk dust floated in the light.; The corridors were full of voices.; A ball rolled across the playground.; "
+        "sight": "Chalk dust floated in the light.; The corridors were full of voices.; A ball rolled across the "
+        "playground.; "
         "Rain ran down the classroom windows.; Somebody was playing the piano upstairs.; The bell rang twice.; "
         "Coats hung in a row beside the door.; The class became very quiet.",
     },
     "forest": {
-        "where": "in the middle of a deep forest; at the edge of the forest; under a tall oak tree; in a hut in the woods; "
+        "where": "in the middle of a deep forest; at the edge of the forest; under a tall oak tree; in a hut in the "
+        "woods; "
         "beside a stream in the forest; in a valley full of trees; in a hollow tree",
         "spot": "the old oak; the stream; the clearing; the waterfall; the hollow log; the pond; the stone circle; "
         "the hunter's hut; the hill of ferns; the narrow path; the berry bushes; the wooden bridge",
-        "thing": "acorn; feather; silver leaf; basket of berries; blue stone; nest; walking stick; golden egg; bell; rope; "
+        "thing": "acorn; feather; silver leaf; basket of berries; blue stone; nest; walking stick; golden egg; "
+        "bell; rope; "
         "lantern; mushroom; carved owl; bag of nuts; small drum; red hat",
         "machine": "saw mill; old cart; water wheel; wind chime; stove in the hut; hand mill; wooden lift",
         "job": "forester; woodcutter; mushroom picker; bird watcher; bee keeper; painter; hermit; guide; gardener",
@@ -174,7 +187,8 @@ _WORLDS: dict[str, dict[str, str]] = {
         "the corner shop; the fountain; the hospital; the post office",
         "thing": "umbrella; violin; photograph; bicycle; red balloon; parcel; notebook; camera; street map; glove; "
         "key; newspaper; flower pot; old coin; postcard; yellow raincoat",
-        "machine": "lift; tram; street lamp; coffee machine; washing machine; radio; bicycle; clock tower; delivery van",
+        "machine": "lift; tram; street lamp; coffee machine; washing machine; radio; bicycle; clock tower; delivery "
+        "van",
         "job": "taxi driver; street musician; shopkeeper; doctor; nurse; painter; cook; tailor; clockmaker; bookseller",
         "sight": "Trams rang their bells.; The streets were full of people.; Lights blinked in every window.; "
         "Pigeons walked around the fountain.; Somebody played a song on the corner.; Rain shone on the pavement.; "
@@ -187,14 +201,16 @@ _WORLDS: dict[str, dict[str, str]] = {
         "the hay loft; the pumpkin patch; the meadow; the tool shed",
         "thing": "pumpkin; basket of apples; milk can; horseshoe; straw hat; rope; bell; jar of honey; wooden bucket; "
         "blanket; egg; rake; sack of seeds; saddle; lamp; pie",
-        "machine": "tractor; water pump; windmill; milking machine; old truck; plough; engine of the tractor; generator",
+        "machine": "tractor; water pump; windmill; milking machine; old truck; plough; engine of the tractor; "
+        "generator",
         "job": "farmer; shepherd; stable boy; milkmaid; vet; cheese maker; bee keeper; gardener; fruit seller",
         "sight": "Cows stood in the long grass.; The rooster crowed from the fence.; The wheat moved like water.; "
         "A cat slept in the hay.; Bees hummed around the apple trees.; The smell of hay was everywhere.; "
         "Ducks crossed the pond in a line.; The horses lifted their heads.",
     },
     "mountain": {
-        "where": "high in the mountains; in a valley between two mountains; in a hut above the clouds; at the top of a hill; "
+        "where": "high in the mountains; in a valley between two mountains; in a hut above the clouds; at the top "
+        "of a hill; "
         "in a village below the glacier; on a narrow mountain road",
         "spot": "the summit; the pass; the frozen lake; the cave; the hut; the rope bridge; the spring; the cliff; "
         "the ski lift; the stone tower; the meadow; the old mine",
@@ -209,7 +225,8 @@ _WORLDS: dict[str, dict[str, str]] = {
     "kitchen": {
         "where": "in a warm kitchen; in a small restaurant; in the bakery on the corner; in a tea house; "
         "in a kitchen with blue tiles; behind the counter of an inn",
-        "spot": "the pantry; the cellar; the market; the herb garden; the oven; the dining room; the back door; the shop; "
+        "spot": "the pantry; the cellar; the market; the herb garden; the oven; the dining room; the back door; the "
+        "shop; "
         "the kitchen table; the storeroom; the courtyard; the tall cupboard",
         "thing": "recipe book; silver spoon; copper pot; jar of honey; loaf of bread; wooden spoon; cake; tea pot; "
         "basket of lemons; bag of flour; pepper mill; apron; rolling pin; plum tart; jar of spice; bread knife",
@@ -220,25 +237,32 @@ _WORLDS: dict[str, dict[str, str]] = {
         "Somebody was cutting onions.; A pie was cooling by the window.",
     },
     "space": {
-        "where": "on a small space station; on a ship between the stars; on the far side of the moon; on a distant planet; "
+        "where": "on a small space station; on a ship between the stars; on the far side of the moon; on a distant "
+        "planet; "
         "in a tower full of telescopes; in a silver dome on Mars",
-        "spot": "the control room; the airlock; the greenhouse; the engine room; the crater; the landing field; the lab; "
+        "spot": "the control room; the airlock; the greenhouse; the engine room; the crater; the landing field; the "
+        "lab; "
         "the observation deck; the cargo hold; the storage bay; the dark tunnel; the red hills",
-        "thing": "star map; helmet; glowing stone; small robot; seed; radio; silver box; message; battery; metal plate; "
+        "thing": "star map; helmet; glowing stone; small robot; seed; radio; silver box; message; battery; metal "
+        "plate; "
         "notebook; toolbox; photograph of Earth; memory chip; crystal; lamp",
-        "machine": "engine; main engine; radio; air pump; telescope; landing computer; water machine; engine of the ship; "
+        "machine": "engine; main engine; radio; air pump; telescope; landing computer; water machine; engine of the "
+        "ship; "
         "old computer; cooling pump",
         "job": "pilot; astronaut; engineer; scientist; captain; mechanic; gardener; star watcher; radio operator",
-        "sight": "The stars did not blink.; The Earth hung like a blue marble in the window.; Lights blinked on the panel.; "
+        "sight": "The stars did not blink.; The Earth hung like a blue marble in the window.; Lights blinked on the "
+        "panel.; "
         "Dust floated above the ground.; The station hummed softly.; A comet drew a thin line through the dark.; "
         "It was so quiet that one could hear the air pump.; Two moons rose above the hills.",
     },
     "desert": {
         "where": "at the edge of the desert; in an oasis; in a tent among the dunes; in a town of white houses; "
         "on an old trade road; beside a dry river",
-        "spot": "the well; the market; the dunes; the palm trees; the old gate; the ruins; the caravan camp; the tower; "
+        "spot": "the well; the market; the dunes; the palm trees; the old gate; the ruins; the caravan camp; the "
+        "tower; "
         "the salt lake; the rock arch; the spice shop; the blue door",
-        "thing": "carpet; water jar; silver bracelet; oil lamp; map; bag of dates; drum; blue stone; tea glass; saddle; "
+        "thing": "carpet; water jar; silver bracelet; oil lamp; map; bag of dates; drum; blue stone; tea glass; "
+        "saddle; "
         "old coin; scroll; scarf; copper bowl; mirror; key",
         "machine": "water pump; old truck; wind wheel; radio; generator; jeep; engine of the jeep; lamp of the tower",
         "job": "merchant; camel driver; weaver; potter; guide; story teller; well digger; glass blower; spice seller",
@@ -247,13 +271,15 @@ _WORLDS: dict[str, dict[str, str]] = {
         "A flute played behind the tents.; The wind drew lines in the sand.",
     },
     "workshop": {
-        "where": "in a workshop full of tools; in a clockmaker's shop; in a garage at the end of the street; in a toy shop; "
+        "where": "in a workshop full of tools; in a clockmaker's shop; in a garage at the end of the street; in a "
+        "toy shop; "
         "in a cellar full of wires; in a busy repair shop; in a small factory",
         "spot": "the workbench; the back room; the yard; the attic; the cellar; the shelf; the office; the gate; "
         "the storeroom; the spare parts shelf; the front window; the paint room",
         "thing": "screwdriver; gear; spring; music box; clock; tin bird; toy train; magnet; brass wheel; hammer; plan; "
         "oil can; lamp; puppet; wooden duck; glass lens",
-        "machine": "engine; small engine; clock; robot; radio; flying machine; printing machine; computer; steam engine; "
+        "machine": "engine; small engine; clock; robot; radio; flying machine; printing machine; computer; steam "
+        "engine; "
         "sewing machine; engine on the workbench; music machine",
         "job": "inventor; mechanic; clockmaker; toy maker; engineer; apprentice; carpenter; glass maker; programmer",
         "sight": "Clocks ticked on every wall.; Sparks flew from the bench.; It smelled of oil and wood.; "
@@ -261,14 +287,16 @@ _WORLDS: dict[str, dict[str, str]] = {
         "Shavings covered the floor.; A machine hummed in the corner.",
     },
     "castle": {
-        "where": "in a castle on a hill; in a kingdom far away; behind the walls of an old castle; in a tower of white stone; "
+        "where": "in a castle on a hill; in a kingdom far away; behind the walls of an old castle; in a tower of "
+        "white stone; "
         "at the court of an old king; in a land of lakes",
-        "spot": "the throne room; the garden; the tower; the stable; the gate; the dungeon; the library; the great hall; "
+        "spot": "the throne room; the garden; the tower; the stable; the gate; the dungeon; the library; the great "
+        "hall; "
         "the bridge; the royal kitchen; the secret stairs; the wishing well",
         "thing": "crown; golden key; silver cup; magic ring; shield; mirror; scroll; sword; harp; candle; red cloak; "
         "crystal ball; rose; old book; bell; feather",
         "machine": "drawbridge; tower clock; fountain; great bell; mill; golden carriage; music clock",
-        "job": "king; queen; knight; cook; gardener; wizard; guard; minstrel; stable boy; servant; painter",
+        "job": "messenger; knight; cook; gardener; wizard; guard; minstrel; stable boy; servant; painter",
         "sight": "Flags moved in the wind.; Torches burned along the walls.; A trumpet sounded from the gate.; "
         "The fountain sang in the courtyard.; Swans crossed the moat.; The guards were half asleep.; "
         "Music came from the great hall.; Roses climbed up the tower.",
@@ -278,7 +306,8 @@ _WORLDS: dict[str, dict[str, str]] = {
         "in a house with frozen windows; on the coldest street of the town",
         "spot": "the frozen lake; the cabin; the ice cave; the sledge track; the shed; the snowy hill; the pine trees; "
         "the station; the shop; the warm kitchen; the bridge; the lookout",
-        "thing": "sledge; woollen hat; pair of skates; lantern; red mitten; snow globe; blanket; candle; fishing rod; bell; "
+        "thing": "sledge; woollen hat; pair of skates; lantern; red mitten; snow globe; blanket; candle; fishing "
+        "rod; bell; "
         "snow shovel; scarf; hot kettle; carved fish; ice crystal; fur coat",
         "machine": "snow plough; stove; old truck; heater; radio; motor sledge; engine of the truck; street lamp",
         "job": "postman; ice fisher; sledge driver; ranger; baker; doctor; teacher; wood carver; shopkeeper",

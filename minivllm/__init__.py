@@ -1,0 +1,45 @@
+"""minivllm: a small, pluggable inference engine for large language models.
+
+Names are looked up when they are first used, so that ``import minivllm`` imports neither torch nor Hydra.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from minivllm.version import API_VERSION, __version__
+
+if TYPE_CHECKING:
+    from minivllm.core.engine import LLMEngine
+    from minivllm.core.outputs import CompletionOutput, RequestOutput
+    from minivllm.core.sampling_params import SamplingParams
+    from minivllm.llm import LLM
+
+_LAZY = {
+    "LLM": "minivllm.llm",
+    "LLMEngine": "minivllm.core.engine",
+    "SamplingParams": "minivllm.core.sampling_params",
+    "RequestOutput": "minivllm.core.outputs",
+    "CompletionOutput": "minivllm.core.outputs",
+}
+
+__all__ = [
+    "API_VERSION",
+    "LLM",
+    "CompletionOutput",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,83 @@
+"""From a frozen config to a running engine: the one place where names become classes and parts meet."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from minivllm.core.block_manager import PagedBlockManager
+from minivllm.core.engine import LLMEngine
+from minivllm.core.model_config import ModelConfig
+from minivllm.errors import ConfigError
+from minivllm.models.checkpoint import fetch, read_model_config
+from minivllm.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.plugins.registry import Registry
+
+logger = logging.getLogger("minivllm")
+
+
+def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLMEngine:
+    """Load weights, size the cache, capture graphs; returns when the first request can be taken.
+
+    Raises:
+        ConfigError, CheckpointError, PluginError: as early as it can be known, before weights are read.
+    """
+    if registry is None:
+        from minivllm.plugins.manager import default_registry
+
+        registry = default_registry()
+    path, model_config = find_model(config)
+    max_model_len = model_length(config, model_config)
+    tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)
+    executor_name = "single" if config.executor.name == "auto" else config.executor.name
+    executor = registry.resolve("executor", executor_name)(config, model_config, max_model_len, registry)
+    try:
+        num_blocks = executor.start()
+        sampler_class = registry.resolve("sampler", config.sampler.name)
+        blocks = PagedBlockManager(
+            num_blocks,
+            config.cache.block_size,
+            config.scheduler.max_num_seqs,
+            -(-max_model_len // config.cache.block_size),
+            prefix_caching=config.cache.enable_prefix_caching,
+        )
+        scheduler_class = registry.resolve("scheduler", config.scheduler.name)
+        scheduler = scheduler_class(config.scheduler, blocks, max_model_len, sampler_class.row)
+        return LLMEngine(
+            config,
+            model_config,
+            max_model_len,
+            tokenizer=tokenizer,
+            scheduler=scheduler,
+            sampler_class=sampler_class,
+            executor=executor,
+            num_blocks=num_blocks,
+        )
+    except BaseException:
+        executor.shutdown()
+        raise
+
+
+def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
+    """The checkpoint's folder and shape; with dummy weights the published shape is enough, and there is no folder."""
+    options = config.model
+    if config.load_format == "dummy" and options.path is None and options.hf_config:
+        return None, ModelConfig.from_hf(options.hf_config, where=f"conf/model/{options.name}.yaml")
+    path = fetch(options)
+    return path, read_model_config(path)
+
+
+def model_length(config: EngineConfig, model_config: ModelConfig) -> int:
+    """``max_model_len``, or the model's own limit. Raises ConfigError for more than the model can tell apart."""
+    wanted = config.max_model_len
+    if wanted is not None and wanted > model_config.max_position:
+        raise ConfigError(
+            f"max_model_len={wanted} is more than the {model_config.max_position} positions that the model was made "
+            "for; lower it"
+        )
+    return wanted or model_config.max_position

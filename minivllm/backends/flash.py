@@ -1,0 +1,227 @@
+"""FlashAttention, whichever of its generations and packages is installed, best first.
+
+All read the paged cache through the block table and take what varies (lengths, tables) from the device, so that a
+decode step can be captured. None of them is imported before the backend is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+
+logger = logging.getLogger("minivllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sequences of one step that attend in one call: all its decodes, or all its prompt chunks."""
+
+    query_start: torch.Tensor  # (n + 1,) int32, from 0
+    seq_lens: torch.Tensor  # (n,) int32
+    key_start: torch.Tensor | None  # (n + 1,) int32: sums of seq_lens, for prompts
+    block_tables: torch.Tensor  # (n, width) int32
+    max_query_len: int
+    max_seq_len: int  # an upper bound; of decodes: what the block table can hold, so that a graph has one value
+
+
+class Attend(Protocol):
+    def __call__(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: Rows, out: torch.Tensor
+    ) -> None: ...
+
+
+def _window(spec: AttentionSpec) -> tuple[int, int]:
+    """FlashAttention's (left, right): how many keys besides its own a query sees on each side; -1: all."""
+    return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+
+
+def _first(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def _fa3(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
+    attend = import_module(module).flash_attn_with_kvcache
+    usual = {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
+    takes_out = "out" in inspect.signature(attend).parameters
+
+    def call(q: torch.Tensor, out: torch.Tensor, *caches: torch.Tensor, **options: Any) -> None:
+        if takes_out:
+            attend(q, *caches, out=out, **options, **usual)
+        else:
+            out.copy_(_first(attend(q, *caches, **options, **usual)))
+
+    def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        call(q[:, None], out[:, None], k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables)
+
+    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        call(
+            q, out, k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables,
+            cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len,
+        )  # fmt: skip
+
+    return decode, prefill
+
+
+def _fa4(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
+    attend = import_module(module).flash_attn_varlen_func
+    window = (None, None) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+
+    def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        result = attend(
+            q, k, v, cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len, max_seqlen_k=rows.max_seq_len,
+            seqused_k=rows.seq_lens, page_table=rows.block_tables, softmax_scale=spec.scale, causal=True,
+            window_size=window,
+        )  # fmt: skip
+        out.copy_(_first(result))
+
+    return both, both
+
+
+def _fa2(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
+    package = import_module(module)
+    usual = {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
+
+    def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        result = package.flash_attn_with_kvcache(
+            q[:, None], k, v, cache_seqlens=rows.seq_lens, block_table=rows.block_tables, **usual
+        )
+        out.copy_(_first(result)[:, 0])
+
+    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        result = package.flash_attn_varlen_func(
+            q, k, v, rows.query_start, rows.key_start, rows.max_query_len, rows.max_seq_len,
+            block_table=rows.block_tables, **usual,
+        )  # fmt: skip
+        out.copy_(_first(result))
+
+    return decode, prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One generation of FlashAttention in one package, and its limits."""
+
+    label: str
+    module: str
+    build: Callable[[str, AttentionSpec], tuple[Attend, Attend]]
+    generations: tuple[int, ...]  # major compute capabilities
+    max_head_dim: int = 256
+    block_multiple: int = 1
+
+    def limits(self, spec: AttentionSpec) -> list[str]:
+        why = []
+        if spec.dtype not in ("bfloat16", "float16"):
+            why.append(f"it takes bfloat16 and float16, not {spec.dtype}")
+        if spec.head_dim > self.max_head_dim or spec.head_dim % 8:
+            why.append(f"it takes head sizes in multiples of 8 up to {self.max_head_dim}, not {spec.head_dim}")
+        if spec.block_size % self.block_multiple:
+            why.append(f"it takes cache.block_size in multiples of {self.block_multiple}, not {spec.block_size}")
+        if torch.cuda.is_available() and (has := torch.cuda.get_device_capability())[0] not in self.generations:
+            need = " or ".join(f"{major}.x" for major in self.generations)
+            why.append(f"it needs compute capability {need}, this GPU has {has[0]}.{has[1]}")
+        return why
+
+
+VARIANTS = (  # best first
+    Variant("FlashAttention-3", "flash_attn_interface", _fa3, (9,)),
+    Variant("FlashAttention-3", "sgl_kernel.flash_attn", _fa3, (9,)),
+    Variant("FlashAttention-4", "flash_attn.cute", _fa4, (9, 10, 11), max_head_dim=128),
+    Variant("FlashAttention-2", "flash_attn", _fa2, (8, 9, 10, 12), block_multiple=256),
+)
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be found, without importing it or its package."""
+    top, _, rest = module.partition(".")
+    try:
+        found = find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    if found is None:
+        return False
+    if not rest:  # flash-attn-4 brings a flash_attn without an __init__.py, which is not FlashAttention-2
+        return found.origin is not None
+    folders = [Path(p) for p in found.submodule_search_locations or ()]
+    return any((f / f"{rest}.py").is_file() or (f / rest / "__init__.py").is_file() for f in folders)
+
+
+def choose(spec: AttentionSpec) -> tuple[Variant | None, list[str]]:
+    """The best variant that can run ``spec``, and why not each one before it (all, if none can)."""
+    why = []
+    for variant in VARIANTS:
+        name = f"{variant.label} ({variant.module})"
+        reasons = variant.limits(spec) if installed(variant.module) else ["it is not installed"]
+        if not reasons:
+            return variant, why
+        why.append(f"{name}: {', '.join(reasons)}")
+    return None, why
+
+
+class FlashBackend(AttentionBackend):
+    capabilities = Capabilities(
+        devices=("cuda",), dtypes=("bfloat16", "float16"), sliding_window=True, cuda_graphs=CudaGraphs.DECODE
+    )
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        variant, self._passed = choose(spec)
+        if variant is None:
+            raise ValueError("no FlashAttention can run this: " + "; ".join(self._passed))
+        self.variant = variant
+        self._decode, self._prefill = variant.build(variant.module, spec)
+        self._decode_rows: Rows | None = None
+        self._prompt_rows: Rows | None = None
+        logger.info(self.describe())
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        if not any(installed(v.module) for v in VARIANTS):
+            names = ", ".join(v.module for v in VARIANTS)
+            return [*super().unsupported(spec), f"none of the packages {names} is installed"]
+        return super().unsupported(spec) or (choose(spec)[1] if choose(spec)[0] is None else [])
+
+    def describe(self) -> str:
+        """Which FlashAttention runs, and why not a better one."""
+        why = f" (not {'; not '.join(self._passed)})" if self._passed else ""
+        return f"attention=flash is {self.variant.label} from {self.variant.module}{why}"
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.batch, d = batch, batch.num_decodes
+        width = batch.block_tables.shape[1] * self.spec.block_size
+        self._decode_rows = self._prompt_rows = None
+        if d:
+            self._decode_rows = Rows(
+                batch.query_start[: d + 1], batch.seq_lens[:d], None, batch.block_tables[:d], 1, width
+            )
+        if d < batch.num_seqs:
+            seq_lens = batch.seq_lens[d:]
+            self._prompt_rows = Rows(
+                batch.query_start[d:] - d if d else batch.query_start,
+                seq_lens,
+                torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                batch.block_tables[d:],
+                int(np.max(batch.host_query_lens[d:])),
+                int(np.max(batch.host_seq_lens[d:])),
+            )
+
+    def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        assert self._decode_rows is not None
+        k_cache, v_cache = self.kv_cache[layer.index]
+        self._decode(q, k_cache, v_cache, self._decode_rows, out)
+
+    def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        assert self._prompt_rows is not None
+        k_cache, v_cache = self.kv_cache[layer.index]
+        self._prefill(q, k_cache, v_cache, self._prompt_rows, out)

@@ -1,0 +1,259 @@
+"""FlashInfer's paged prefill and decode wrappers.
+
+It plans on the host: how to cut the contexts among the GPU's blocks. A plan is written into a pinned staging buffer and
+copied to the device on the stream; that buffer may be written again only when the copy is done (an event says so).
+One prefill wrapper, one decode wrapper for eager steps, and one for each captured batch size, all on one float
+workspace. The page tables of a decode step travel as one packed copy:
+
+# packed (int32, device, static): | indptr (rows + 1) | last page's length (rows) | page ids |, each 16-byte aligned
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+
+KNOWN = ("0.6.12",)  # versions whose inner plan function is called directly: the wrapper's costs ~1 ms at 256 rows
+TURNS = 2  # staging buffers: a plan need not wait for the copy of the one before
+
+
+def _aligned(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+class _Pages:
+    """Rows of block tables as FlashInfer wants them: page ids one row after another, on the host."""
+
+    def __init__(self, seq_lens: np.ndarray, tables: np.ndarray, block_size: int) -> None:
+        self.seq_lens = np.maximum(seq_lens, 1).astype(np.int32)  # padding rows: one token of block 0
+        counts = -(-self.seq_lens // block_size)
+        self.indptr = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=self.indptr[1:])
+        self.last_len = (self.seq_lens - (counts - 1) * block_size).astype(np.int32)
+        width = int(counts.max())
+        self.indices = tables[:, :width][np.arange(width) < counts[:, None]]
+
+    def pack(self) -> tuple[torch.Tensor, int, int]:
+        """The three arrays in one pinned tensor, and where the second and third begin."""
+        second = _aligned(len(self.indptr))
+        third = second + _aligned(len(self.last_len))
+        packed = torch.empty(third + len(self.indices), dtype=torch.int32, pin_memory=True)
+        to = packed.numpy()
+        to[: len(self.indptr)] = self.indptr
+        to[second : second + len(self.last_len)] = self.last_len
+        to[third:] = self.indices
+        return packed, second, third
+
+
+class _Staging:
+    """The device buffer that plans are copied to, and the pinned buffers that they are written to, in turn."""
+
+    def __init__(self, device: torch.device, size: int = 8 << 20) -> None:
+        self.device_buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(TURNS)]
+        self._copied = [torch.cuda.Event() for _ in range(TURNS)]
+        self._turn = 0
+
+    def begin(self, wrapper: Any) -> torch.Tensor:
+        """Wait until the next pinned buffer is free, and give it to the wrapper."""
+        self._turn = (self._turn + 1) % TURNS
+        self._copied[self._turn].synchronize()
+        wrapper._int_workspace_buffer = self.device_buffer
+        wrapper._pin_memory_int_workspace_buffer = self._pinned[self._turn]
+        return self._pinned[self._turn]
+
+    def end(self) -> None:
+        self._copied[self._turn].record()
+
+
+class FlashInferBackend(AttentionBackend):
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_dims=(64, 128, 256),
+        min_compute_capability=(8, 0),
+        sliding_window=True,
+        cuda_graphs=CudaGraphs.DECODE,
+        packages=("flashinfer",),
+    )
+    plans_on_host = True
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        import flashinfer
+
+        self._flashinfer = flashinfer
+        self.direct = flashinfer.__version__.split("+")[0] in KNOWN
+        self.group = spec.num_heads // spec.num_kv_heads
+        self.tensor_cores = self.group > 1  # else there is one row to multiply: the CUDA cores' kernel is as fast
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        self.prefill_kernels = "fa3" if hopper and spec.head_dim >= 128 else "fa2"
+        self.dtype = getattr(torch, spec.dtype)
+        self.window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+        self._graph_decode: dict[int, Any] = {}
+        self._float_workspace: torch.Tensor | None = None
+        self._wrapper: Any = None  # the decode wrapper that was planned last
+
+    def describe(self) -> str:
+        cores = "tensor cores" if self.tensor_cores else "CUDA cores"
+        return (
+            f"attention=flashinfer {self._flashinfer.__version__}: prefill by {self.prefill_kernels}, decode by {cores}"
+        )
+
+    # ------------------------------------------------------------------ buffers
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        super().bind(kv_cache)
+        if self._float_workspace is not None:
+            return
+        s, device = self.spec, kv_cache.device
+        self._float_workspace = torch.zeros(self._workspace_bytes(device), dtype=torch.uint8, device=device)
+        self._rows = -(-s.max_num_seqs // 16) * 16
+        pages = self._rows * -(-s.max_model_len // s.block_size)
+        self._packed = torch.zeros(2 * _aligned(self._rows + 1) + pages, dtype=torch.int32, device=device)
+        self._query_start = torch.arange(self._rows + 1, dtype=torch.int32)  # on the host, as plans want it
+        self._graph_staging, self._decode_staging, self._prefill_staging = (_Staging(device) for _ in range(3))
+        self._eager_decode = self._decode_wrapper()
+        self._prefill_wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._float_workspace, "NHD", backend=self.prefill_kernels
+        )
+
+    def _workspace_bytes(self, device: torch.device) -> int:
+        """Room for partial results: of decodes (tiles of 16 query rows, one a sequence or more) and of prompts that
+        are cut (tiles of 128 query rows, two a multiprocessor)."""
+        s, blocks = self.spec, 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        tile = 16 if self.group <= 16 else 64 if self.group <= 64 else 128
+        rows = s.max_num_seqs + 16
+        tiles = max(blocks // s.num_kv_heads, math.ceil(rows * self.group / tile) + rows)
+        decode = s.num_heads * tiles * tile
+        prefill = self.group * blocks * 128
+        return max(128 << 20, (max(decode, prefill) * (s.head_dim + 1) * 4 * 17) // 16)
+
+    def _decode_wrapper(self, graph_size: int = 0) -> Any:
+        buffers: dict[str, Any] = {}
+        if graph_size:
+            second = _aligned(graph_size + 1)
+            third = second + _aligned(graph_size)
+            buffers = {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": self._packed[: graph_size + 1],
+                "paged_kv_last_page_len_buffer": self._packed[second : second + graph_size],
+                "paged_kv_indices_buffer": self._packed[third:],
+            }
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._float_workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="auto", **buffers
+        )
+
+    # ------------------------------------------------------------------ planning: once a step, on the host
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.batch, d = batch, batch.num_decodes
+        if d:
+            pages = _Pages(batch.host_seq_lens[:d], batch.host_block_tables[:d], self.spec.block_size)
+            if batch.graph_size:
+                if batch.graph_size not in self._graph_decode:
+                    self._graph_decode[batch.graph_size] = self._decode_wrapper(batch.graph_size)
+                self._plan_decode(self._graph_decode[batch.graph_size], self._graph_staging, pages, self._packed)
+            else:
+                self._plan_decode(self._eager_decode, self._decode_staging, pages, None)
+        if d < batch.num_seqs:
+            self._plan_prefill(batch)
+
+    def _plan_decode(self, wrapper: Any, staging: _Staging, pages: _Pages, static: torch.Tensor | None) -> None:
+        s, rows = self.spec, len(pages.seq_lens)
+        device = staging.device_buffer.device
+        packed, second, third = pages.pack()
+        if static is None:
+            on_device = packed.to(device, non_blocking=True)
+        else:
+            on_device = static[: len(packed)]
+            on_device.copy_(packed, non_blocking=True)
+        indptr = torch.from_numpy(pages.indptr)
+        self._wrapper = wrapper
+        pinned = staging.begin(wrapper)
+        if self.direct and self.tensor_cores and getattr(wrapper, "_planned", False):
+            if static is None:
+                wrapper._paged_kv_indptr_buf = on_device[: rows + 1]
+                wrapper._paged_kv_last_page_len_buf = on_device[second : second + rows]
+                wrapper._paged_kv_indices_buf = on_device[third:]
+                wrapper._qo_indptr_buf = self._query_start[: rows + 1].to(device, non_blocking=True)
+                wrapper._batch_size = rows
+            wrapper._plan_info = wrapper._cached_module.plan(
+                self._float_workspace,
+                staging.device_buffer,
+                pinned,
+                self._query_start[: rows + 1],
+                indptr,
+                torch.from_numpy(pages.seq_lens),
+                rows,  # query rows
+                rows,
+                s.num_heads,
+                s.num_kv_heads,
+                s.block_size,
+                static is not None,
+                s.head_dim,
+                s.head_dim,
+                False,  # causal: the one query is the last token
+                self.window_left,
+                -1,  # no fixed split size
+                False,  # splitting allowed
+                0,  # no other kernel beside it
+            )
+        else:
+            wrapper.plan(
+                indptr,
+                on_device[third:],
+                torch.from_numpy(pages.last_len),
+                s.num_heads,
+                s.num_kv_heads,
+                s.head_dim,
+                s.block_size,
+                window_left=self.window_left,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+                sm_scale=s.scale,
+                seq_lens=torch.from_numpy(pages.seq_lens),
+            )
+            wrapper._planned = True
+        staging.end()
+
+    def _plan_prefill(self, batch: AttentionBatch) -> None:
+        s, d = self.spec, batch.num_decodes
+        pages = _Pages(batch.host_seq_lens[d:], batch.host_block_tables[d:], s.block_size)
+        start = np.zeros(len(pages.seq_lens) + 1, dtype=np.int32)
+        np.cumsum(batch.host_query_lens[d:], out=start[1:])
+        packed, _, third = pages.pack()
+        on_device = packed.to(self._prefill_staging.device_buffer.device, non_blocking=True)
+        self._prefill_staging.begin(self._prefill_wrapper)
+        self._prefill_wrapper.plan(
+            torch.from_numpy(start),
+            torch.from_numpy(pages.indptr),
+            on_device[third:],
+            torch.from_numpy(pages.last_len),
+            s.num_heads,
+            s.num_kv_heads,
+            s.head_dim,
+            s.block_size,
+            causal=True,
+            sm_scale=s.scale,
+            window_left=self.window_left,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+            seq_lens=torch.from_numpy(pages.seq_lens),
+            max_token_per_sequence=int(np.max(batch.host_query_lens[d:])),
+        )
+        self._prefill_staging.end()
+
+    # ------------------------------------------------------------------ attending: once a layer
+
+    def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self._wrapper.run(q, (self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1]), out=out)
+
+    def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self._prefill_wrapper.run(q, (self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1]), out=out)

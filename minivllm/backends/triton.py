@@ -1,0 +1,97 @@
+"""Attention by minivllm's own Triton kernels: no other package, any GPU that Triton knows."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+from minivllm.kernels.paged_decode import DecodeWorkspace, paged_decode_triton, schedule_decode
+from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
+
+
+class TritonBackend(AttentionBackend):
+    capabilities = Capabilities(
+        devices=("cuda",),
+        min_compute_capability=(8, 0),
+        sliding_window=True,
+        cuda_graphs=CudaGraphs.DECODE,
+        packages=("triton",),
+    )
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.group = spec.num_heads // spec.num_kv_heads
+        self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))
+        self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
+        self._workspace: DecodeWorkspace | None = None
+        self._scheduled = False
+        self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        why = super().unsupported(spec)
+        if spec.device == "cpu":
+            why = [reason for reason in why if not reason.startswith("it runs on")]
+            if os.environ.get("TRITON_INTERPRET") != "1":
+                why.insert(0, "on a CPU it runs only under TRITON_INTERPRET=1, for tests")
+            elif spec.dtype != "float32":
+                why.append(f"under TRITON_INTERPRET=1 it takes float32, not {spec.dtype}")
+        if not 16 <= spec.head_dim <= 256:
+            why.append(f"it takes head sizes from 16 to 256, not {spec.head_dim}")
+        return why
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        super().bind(kv_cache)
+        if self._workspace is None:
+            s = self.spec
+            self._workspace = DecodeWorkspace(
+                self.max_rows,
+                s.num_heads,
+                s.num_kv_heads,
+                s.head_dim,
+                kv_cache.dtype,
+                kv_cache.device,
+                s.sliding_window,
+            )
+
+    def plan(self, batch: AttentionBatch) -> None:
+        if batch.num_decodes > self.max_rows:
+            raise ValueError(f"{batch.num_decodes} decode rows, planned for {self.max_rows} (max_num_seqs)")
+        self.batch, self._scheduled, self._tiles = batch, False, None
+        d = batch.num_decodes
+        if d < batch.num_seqs:
+            block_q = self.prefill_config.block_m // self.group
+            tiles = torch.from_numpy(query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:], block_q))
+            device = batch.seq_lens.device
+            self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
+
+    def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        batch, workspace = self.batch, self._workspace
+        assert batch is not None and workspace is not None
+        if layer.index == 0 or not self._scheduled:  # a graph is captured after an eager step of the same plan
+            schedule_decode(workspace, batch.seq_lens, q.shape[0])
+            self._scheduled = True
+        k_cache, v_cache = self.kv_cache[layer.index]
+        paged_decode_triton(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace)
+
+    def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        batch = self.batch
+        assert batch is not None and self._tiles is not None
+        k_cache, v_cache = self.kv_cache[layer.index]
+        paged_prefill_triton(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_tables,
+            batch.query_start,
+            batch.seq_lens,
+            self._tiles,
+            self.spec.scale,
+            out,
+            self.prefill_config,
+            batch.num_decodes,
+            self.spec.sliding_window,
+        )

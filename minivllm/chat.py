@@ -1,0 +1,89 @@
+"""``minivllm chat``: a conversation in the terminal, each reply streamed as it is made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from minivllm.config.modes import ChatOptions
+from minivllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from minivllm.config.compose import Composed
+    from minivllm.core.sampling_params import SamplingParams
+    from minivllm.llm import LLM
+
+_HELP = "/clear forgets the conversation, /exit (or Ctrl-D) leaves; Ctrl-C stops a reply."
+Message = dict[str, str]
+
+
+def run(composed: Composed) -> int:
+    """Read a line, stream the reply, until the input ends."""
+    options = composed.options
+    assert isinstance(options, ChatOptions)
+    params = options.sampling_params()
+    from minivllm.llm import LLM
+
+    with LLM.from_config(composed.engine) as llm:
+        about, terminal = llm.engine.describe(), sys.stdin.isatty()
+        if terminal:
+            print(f"{about['model']} on {about['device']}, attention {about['attention']}. {_HELP}")
+        start: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
+        messages = list(start)
+        for turn, line in enumerate(_lines(terminal)):
+            if line == "/exit":
+                break
+            if line == "/clear":
+                messages = list(start)
+            elif line.startswith("/"):
+                print(_HELP)
+            else:
+                asked: Message = {"role": "user", "content": line}
+                try:
+                    reply = _reply(llm, [*messages, asked], params, f"chat-{turn}")
+                except RequestError as e:
+                    print(f"minivllm: {e} (/clear starts anew)", file=sys.stderr)
+                else:
+                    messages += [asked, {"role": "assistant", "content": reply}]
+    return 0
+
+
+def _lines(terminal: bool) -> Iterator[str]:
+    """What the user types, without blank lines. Ctrl-C at an empty prompt is the caller's KeyboardInterrupt."""
+    if terminal:
+        import contextlib
+
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  input() has history and editing with it
+    while True:
+        try:
+            line = input("> " if terminal else "").strip()
+        except EOFError:
+            if terminal:
+                print()
+            return
+        if line:
+            yield line
+
+
+def _reply(llm: LLM, messages: list[Message], params: SamplingParams, request_id: str) -> str:
+    """Stream one reply to standard output. Ctrl-C ends it early; what was said so far stays in the conversation."""
+    engine = llm.engine
+    tokens = llm.get_tokenizer().apply_chat_template(messages)
+    engine.add_request(request_id, tokens, params)
+    text = ""
+    try:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.request_id == request_id:
+                    new = output.outputs[0].text
+                    print(new[len(text) :], end="", flush=True)
+                    text = new
+    except KeyboardInterrupt:
+        engine.abort(request_id)
+    except BaseException:
+        engine.abort(request_id)
+        raise
+    print()
+    return text

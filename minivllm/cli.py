@@ -1,0 +1,159 @@
+"""The command line: which mode, which overrides, and how errors look. Imports nothing heavy until a mode runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from minivllm.errors import ConfigError, MinivllmError
+
+if TYPE_CHECKING:
+    from minivllm.config.compose import Composed
+
+_WORDS = ("generate", "chat", "serve", "bench", "plugins")
+_FLAGS = ("-h", "--help", "-V", "--version", "--cfg", "--json", "-m", "--multirun")
+
+
+@dataclass(slots=True)
+class Arguments:
+    """A command line in its parts, whatever order they were typed in."""
+
+    word: str | None = None  # the mode, or plugins
+    rest: list[str] = field(default_factory=list)  # further words: `plugins list`
+    overrides: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+
+    def has(self, *names: str) -> bool:
+        return any(name in self.flags for name in names)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code: 0, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C."""
+    try:
+        return _run(parse(sys.argv[1:] if argv is None else argv))
+    except MinivllmError as e:
+        if os.environ.get("MINIVLLM_DEBUG", "0") not in ("", "0"):
+            traceback.print_exc()
+        else:
+            _say(f"minivllm: {' '.join(str(e).split())}")
+        return 2 if isinstance(e, ConfigError) else 1
+    except KeyboardInterrupt:
+        _say("\nminivllm: interrupted")
+        return 130
+    except BrokenPipeError:  # `minivllm ... | head`
+        # What is still buffered has nowhere to go; a later flush must not raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Sort the words. Raises ConfigError for a flag or a word that nobody knows."""
+    from minivllm.plugins.naming import did_you_mean
+
+    args, waiting = Arguments(), list(argv)
+    while waiting:
+        token = waiting.pop(0)
+        if token.startswith("-"):
+            flag, _, value = token.partition("=")
+            if flag not in _FLAGS:
+                raise ConfigError(
+                    f"{token}: there is no such flag.{did_you_mean(flag, _FLAGS)} Settings are typed as key=value; "
+                    "`minivllm --help` lists them"
+                )
+            if flag == "--cfg":
+                value = value or (waiting.pop(0) if waiting[:1] in (["job"], ["hydra"], ["all"]) else "job")
+                if value != "job":
+                    raise ConfigError(f"--cfg {value}: only --cfg job is shown, the config that a mode runs with")
+            elif value:
+                raise ConfigError(f"{token}: {flag} takes no value")
+            args.flags.append(flag)
+        elif "=" in token or token.startswith("~"):
+            args.overrides.append(token)
+        elif args.word is None:
+            if token not in _WORDS:
+                raise ConfigError(
+                    f"{token!r} is neither a mode nor key=value.{did_you_mean(token, _WORDS)} "
+                    f"Modes: {', '.join(_WORDS)}. A prompt is typed as prompts='...'"
+                )
+            args.word = token
+        else:
+            args.rest.append(token)
+    if args.rest and args.word != "plugins":
+        raise ConfigError(f"{args.rest[0]!r} after {args.word}: one mode at a time; settings are typed as key=value")
+    return args
+
+
+def _run(args: Arguments) -> int:
+    if args.has("-V", "--version"):
+        from minivllm.version import API_VERSION, __version__
+
+        print(f"minivllm {__version__} (plugin API {API_VERSION})")
+        return 0
+    if args.has("-h", "--help"):
+        from minivllm.help import help_text
+        from minivllm.plugins import load_plugins
+
+        print(help_text(args.word, load_plugins()))
+        return 0
+    if args.word == "plugins":
+        return _plugins(args)
+    if args.has("--json"):
+        raise ConfigError("--json belongs to `minivllm plugins list --json`")
+    if args.has("-m", "--multirun"):
+        if args.word == "bench" or "mode=bench" in args.overrides:
+            raise ConfigError("-m: sweeps come with bench, which is not built yet")
+        raise ConfigError("-m: only bench sweeps over several values: `minivllm bench -m attention=torch,triton`")
+    return _run_mode(args)
+
+
+def _run_mode(args: Arguments) -> int:
+    from minivllm.config.compose import compose
+    from minivllm.config.modes import MODES
+    from minivllm.plugins import default_registry
+
+    typed = [o for o in args.overrides if o.startswith("mode=")]
+    if args.word is not None and any(o != f"mode={args.word}" for o in typed):
+        raise ConfigError(f"{args.word} and {typed[0]} name two modes; leave one out")
+    composed = compose(args.overrides, default_registry(), mode=args.word)
+    if args.has("--cfg"):
+        print(composed.to_yaml(), end="")
+        return 0
+    return _load(composed.mode, MODES[composed.mode].target)(composed)
+
+
+def _load(mode: str, target: str) -> Callable[[Composed], int]:
+    module, _, function = target.partition(":")
+    try:
+        return getattr(import_module(module), function)
+    except ModuleNotFoundError as e:
+        if e.name is None or not (module + ".").startswith(e.name + "."):
+            raise MinivllmError(
+                f"mode={mode} needs the package {e.name!r}, which is not installed; "
+                f"install it with: pip install 'minivllm[{mode}]'"
+            ) from e
+        raise MinivllmError(f"mode={mode} is not built yet; generate and chat are") from e
+
+
+# --------------------------------------------------------------------------- plugins
+
+
+def _plugins(args: Arguments) -> int:
+    if args.rest not in ([], ["list"]):
+        raise ConfigError(f"plugins {' '.join(args.rest)}: there is only `plugins list` (with --json)")
+    if args.overrides:
+        raise ConfigError(f"{args.overrides[0]}: plugins takes no settings")
+    from minivllm.plugins import load_plugins
+    from minivllm.plugins.show import as_json, as_table
+
+    registry = load_plugins()
+    print(as_json(registry) if args.has("--json") else as_table(registry))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

@@ -1,0 +1,333 @@
+"""Requests in, outputs out: the loop that keeps two steps under way. It is handed all its parts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.outputs import RequestOutput
+from minivllm.core.requests import Completion, Request
+from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.core.sequence import FinishReason, Sequence
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.batch import Batch
+    from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle
+    from minivllm.core.model_config import ModelConfig
+    from minivllm.models.tokenizer import Tokenizer
+
+Prompt = str | list[int] | dict[str, Any]
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since the engine started. Times in seconds."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    max_batch_size: int = 0
+    host_time: float = 0.0  # in step(), less the time it waited for the device
+    wait_time: float = 0.0
+
+
+class LLMEngine:
+    """Takes requests, runs steps, returns outputs. Not thread-safe: one thread calls it.
+
+    Make one with ``LLMEngine.from_config``; use it as a context manager, or call ``shutdown``.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        max_model_len: int,
+        *,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        sampler_class: type[Sampler],
+        executor: Executor,
+        num_blocks: int,
+    ) -> None:
+        self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
+        self.tokenizer, self.scheduler, self.executor, self.num_blocks = tokenizer, scheduler, executor, num_blocks
+        self.stats = EngineStats()
+        self._sampler_class = sampler_class
+        self._depth = 2 if config.scheduler.async_scheduling else 1
+        self._under_way: deque[tuple[Batch, StepHandle]] = deque()
+        self._requests: dict[str, Request] = {}
+        self._by_sequence: dict[str, tuple[Request, Completion]] = {}
+        self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
+        self._arrivals = 0
+        self._eos = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
+        self._dead: BaseException | None = None
+        self._closed = False
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLMEngine:
+        """Load and start everything that ``config`` names."""
+        from minivllm.assemble import build_engine
+
+        return build_engine(config)
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request.
+
+        ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
+        Requests with different ``cache_salt`` share no cached prefix.
+
+        Raises:
+            RequestError: it can never run; the engine is as before.
+        """
+        self._check_alive()
+        params = params if params is not None else SamplingParams()
+        params.verify()
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
+        text, ids = self._tokens(prompt)
+        if isinstance(prompt, dict):
+            cache_salt = prompt.get("cache_salt", cache_salt)
+        request = Request(request_id, text, ids, params)
+        stop_ids = self._stop_ids(params)
+        max_len = self._max_len(len(ids), params)
+        added: list[Sequence] = []
+        try:
+            for index in range(params.n):
+                name = request_id if params.n == 1 else f"{index}_{request_id}"
+                seq = Sequence(name, ids, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt)
+                base = params.seed if params.seed is not None else self._seed_of(self._arrivals)
+                seq.sampler_row = self._sampler_class.encode(seq, base + index)
+                self.scheduler.add(seq)
+                added.append(seq)
+                completion = Completion(index, seq, self.tokenizer, self._eos)
+                request.completions.append(completion)
+                self._by_sequence[name] = request, completion
+        except BaseException:
+            for seq in added:
+                self.scheduler.abort(seq.request_id)
+                self._by_sequence.pop(seq.request_id, None)
+            raise
+        self._arrivals += 1
+        self._requests[request_id] = request
+        self.stats.prompt_tokens += len(ids)
+
+    def abort(self, request_id: str | list[str]) -> None:
+        """End requests wherever they are; ids that are not known (any more) are passed over."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            request = self._requests.pop(name, None)
+            for completion in request.completions if request is not None else []:
+                self.scheduler.abort(completion.seq.request_id)
+                self._by_sequence.pop(completion.seq.request_id, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self) -> list[RequestOutput]:
+        """Launch the next step, take in the oldest under way; returns the requests that have something to say.
+
+        Raises:
+            EngineDeadError: a rank failed; every request of this engine is lost.
+        """
+        self._check_alive()
+        began = time.perf_counter()
+        try:
+            while len(self._under_way) < self._depth:
+                batch = self.scheduler.schedule()
+                if batch is None:
+                    break
+                self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+                self._under_way.append((batch, self.executor.launch(batch)))
+            if not self._under_way:
+                return []
+            batch, handle = self._under_way.popleft()
+            waited = time.perf_counter()
+            result = handle.result()
+            done = time.perf_counter()
+        except MinivllmError as error:
+            self._dead = error
+            raise
+        except Exception as error:
+            self._dead = error
+            raise EngineDeadError(f"a step failed: {type(error).__name__}: {error}") from error
+        outputs = self._take_in(batch, self.scheduler.commit(batch, result.token_ids), result.logprobs)
+        self.stats.steps += 1
+        self.stats.wait_time += done - waited
+        self.stats.host_time += time.perf_counter() - began - (done - waited)
+        return outputs
+
+    def _take_in(self, batch: Batch, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
+        self.stats.output_tokens += len(committed.slots)
+        for slot in batch.admitted_slots.tolist():
+            self._watch(slot)
+        touched: dict[str, Request] = {}
+        finished = {seq.request_id: reason for seq, reason in committed.finished}
+        if self._watched.any():
+            self._read_tokens(committed, logprobs, touched, finished)
+        for seq, reason in committed.finished:
+            request, completion = self._by_sequence.pop(seq.request_id)
+            if not request.needs_tokens:
+                completion.add_all(seq.output_token_ids)
+            completion.end(reason)
+            self._account(completion)
+            touched[request.request_id] = request
+        outputs = []
+        for request in touched.values():
+            if request.finished:
+                self._requests.pop(request.request_id, None)
+            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
+                outputs.append(request.output())
+        return outputs
+
+    def _read_tokens(
+        self, committed: Committed, logprobs: Logprobs | None, touched: dict[str, Request],
+        finished: dict[str, FinishReason],
+    ) -> None:  # fmt: skip
+        """Hand each watched slot's new token to its completion, and end those whose stop string is complete."""
+        lp_row = {} if logprobs is None else {int(row): i for i, row in enumerate(logprobs.rows)}
+        ended = {seq.slot: seq for seq, _ in committed.finished}
+        for i in np.nonzero(self._watched[committed.slots])[0].tolist():
+            slot, token = int(committed.slots[i]), int(committed.token_ids[i])
+            seq = ended.get(slot) or self.scheduler.sequences[slot]
+            if seq is None:
+                continue
+            request, completion = self._by_sequence[seq.request_id]
+            touched[request.request_id] = request
+            at = lp_row.get(int(committed.rows[i]))
+            if completion.logprobs is not None and logprobs is not None and at is not None:
+                completion.add_logprobs(logprobs, at, token)
+            if completion.add([token]) and seq.request_id not in finished:
+                self.scheduler.finish(seq)
+                del self._by_sequence[seq.request_id]
+                self._account(completion)
+
+    def _watch(self, slot: int) -> None:
+        seq = self.scheduler.sequences[slot]
+        pair = self._by_sequence.get(seq.request_id) if seq is not None else None
+        self._watched[slot] = pair is not None and pair[0].needs_tokens
+
+    def _account(self, completion: Completion) -> None:
+        self.stats.cached_tokens += completion.seq.num_cached_tokens
+        self.stats.preemptions += completion.seq.num_preemptions
+
+    # ------------------------------------------------------------------ what a prompt is
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        ids: Any = prompt
+        if isinstance(prompt, dict):
+            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+                raise RequestError(
+                    f"a prompt's mapping has prompt, prompt_token_ids and cache_salt, not {', '.join(sorted(unknown))}"
+                )
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            ids = text if ids is None else ids
+        if isinstance(ids, str):
+            text, ids = ids, self.tokenizer.encode(ids)
+        if not isinstance(ids, list | tuple | np.ndarray):
+            raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
+        try:
+            tokens = np.asarray(ids, dtype=np.int64) if len(ids) else np.empty(0, dtype=np.int64)
+        except (TypeError, ValueError, OverflowError):
+            tokens = np.zeros((0, 0), dtype=np.int64)
+        if tokens.ndim != 1 or any(isinstance(i, float | bool | str) for i in ids):
+            raise RequestError("a prompt given as token ids is one flat list of whole numbers")
+        if not len(tokens):
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab = self.model_config.vocab_size
+        wrong = np.nonzero((tokens < 0) | (tokens >= vocab))[0]
+        if len(wrong):
+            raise RequestError(
+                f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
+            )
+        return text, tokens.tolist()
+
+    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
+        if prompt_len >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt_len} tokens, and max_model_len={self.max_model_len} leaves no room for an "
+                "answer; shorten the prompt or raise max_model_len"
+            )
+        if params.max_tokens is not None:
+            return prompt_len + params.max_tokens
+        whole_cache = self.num_blocks * self.config.cache.block_size + 1
+        return max(min(self.max_model_len, whole_cache), prompt_len + 1)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        vocab = self.model_config.vocab_size
+        for token in params.stop_token_ids or ():
+            if token >= vocab:
+                raise RequestError(f"stop_token_ids: {token} is outside the vocabulary: 0 to {vocab - 1}")
+        own = () if params.ignore_eos else self._eos
+        return tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
+
+    def _seed_of(self, number: int) -> int:
+        """A seed for a request that names none: the engine's seed and the request's number, mixed (splitmix64)."""
+        x = (self.config.seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+        return (x ^ (x >> 31)) >> 1
+
+    # ------------------------------------------------------------------ life and death
+
+    def describe(self) -> dict[str, Any]:
+        """What runs where: ``model``, ``device``, ``attention``, ``dtype``, ``num_blocks``, ``block_size`` …"""
+        about = {
+            "model": self.config.model.path or self.config.model.name,
+            "num_blocks": self.num_blocks,
+            "block_size": self.config.cache.block_size,
+            "max_model_len": self.max_model_len,
+            "scheduler": self.config.scheduler.name,
+            "tp": self.config.tp,
+        }
+        return about | self.executor.describe()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes; running requests keep what they hold."""
+        self.scheduler.blocks.reset_prefix_cache()
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine stopped earlier: {self._dead}") from self._dead
+        self.executor.check_health()
+
+    def shutdown(self) -> None:
+        """Drop all requests and give back processes and memory; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._under_way.clear()
+        self._requests.clear()
+        self._by_sequence.clear()
+        self.executor.shutdown()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()

@@ -1,0 +1,159 @@
+"""A request as its caller sees it: one prompt, n completions, their text, and when they end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.core.sequence import FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces import Logprobs
+
+
+class Completion:
+    """One of a request's completions: its tokens as text, stop strings, log-probabilities."""
+
+    def __init__(self, index: int, seq: Sequence, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+        params = seq.params
+        self.index, self.seq = index, seq
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
+        self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._eos = eos_token_ids
+        self._pieces = (
+            tokenizer.detokenizer(seq.known[-8:].tolist(), skip_special_tokens=params.skip_special_tokens)
+            if params.detokenize
+            else None
+        )
+        self._stop: list[str] = list(params.stop or [])
+        # text that might be the beginning of a stop string is held back until it is known not to be
+        self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in self._stop), default=1) - 1
+        self._said_text = self._said_tokens = 0
+
+    def add(self, tokens: list[int]) -> bool:
+        """Take in new tokens; returns whether a stop string ended the completion."""
+        start = len(self.token_ids)
+        self.token_ids += tokens
+        if self._pieces is None:
+            return False
+        if not self._stop:
+            self.text += self._pieces.add(tokens)
+            return False
+        for done, token in enumerate(tokens, start + 1):
+            before = len(self.text)
+            self.text += self._pieces.add([token])
+            if done > self.seq.params.min_tokens and self._cut(before):
+                del self.token_ids[done:]
+                return True
+        return False
+
+    def add_all(self, tokens: list[int]) -> None:
+        """Take in a whole answer at once (nobody watched it grow, so it has no stop strings)."""
+        self.token_ids = tokens
+        if self._pieces is not None:
+            self.text = self._pieces.add(tokens)
+
+    def end(self, reason: FinishReason) -> None:
+        """The last token has been added."""
+        if self.finish_reason is not None:
+            return  # a stop string came first
+        self.finish_reason = reason
+        stopped_by = self.token_ids[-1] if reason is FinishReason.STOP and self.token_ids[-1] not in self._eos else None
+        if self._pieces is not None:
+            before = len(self.text)
+            self.text += self._pieces.finish()
+            if stopped_by is not None:
+                self._drop_stop_token(stopped_by)
+            if self._stop and len(self.token_ids) > self.seq.params.min_tokens and self._cut(before):
+                return
+        self.stop_reason = stopped_by
+
+    def _drop_stop_token(self, token: int) -> None:
+        """A stop token's own text is not part of the answer (``include_stop_str_in_output`` keeps it), as in vLLM."""
+        if self.seq.params.include_stop_str_in_output or self._tokenizer is None:
+            return
+        own = self._tokenizer.decode([token], skip_special_tokens=self.seq.params.skip_special_tokens)
+        if own and self.text.endswith(own):
+            self.text = self.text[: -len(own)]
+
+    def _cut(self, before: int) -> bool:
+        """Look for stop strings that end in the text after ``before``; cut the text at the first."""
+        found = [
+            (at, stop)
+            for stop in self._stop
+            if (at := self.text.find(stop, max(before - len(stop) + 1, 0))) >= 0
+        ]
+        if not found:
+            return False
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) if self.seq.params.include_stop_str_in_output else at]
+        self.stop_reason = stop
+        self.finish_reason = FinishReason.STOP
+        return True
+
+    def add_logprobs(self, values: Logprobs, row: int, token: int) -> None:
+        assert self.logprobs is not None and self.cumulative_logprob is not None
+        k = self.seq.params.logprobs or 0
+        entry = {
+            int(t): self._logprob(int(t), float(lp), rank)
+            for rank, (t, lp) in enumerate(zip(values.top_ids[row][:k], values.top[row][:k], strict=True), 1)
+        }
+        if token not in entry:
+            entry[token] = self._logprob(token, float(values.sampled[row]), int(values.rank[row]))
+        self.logprobs.append(entry)
+        self.cumulative_logprob += float(values.sampled[row])
+
+    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
+        text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else None
+        return Logprob(value, rank, text)
+
+    def output(self, kind: RequestOutputKind) -> CompletionOutput:
+        over = self.finish_reason is not None
+        shown = len(self.text) if over else max(len(self.text) - self._hold, self._said_text)
+        first_text = self._said_text if kind is RequestOutputKind.DELTA else 0
+        first_token = self._said_tokens if kind is RequestOutputKind.DELTA else 0
+        self._said_text, self._said_tokens = max(shown, 0), len(self.token_ids)
+        return CompletionOutput(
+            index=self.index,
+            text=self.text[first_text:shown],
+            token_ids=self.token_ids[first_token:],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[first_token : len(self.token_ids)],
+            finish_reason=self.finish_reason.value if self.finish_reason else None,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Request:
+    """A prompt with its ``n`` completions."""
+
+    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.completions: list[Completion] = []
+
+    @property
+    def finished(self) -> bool:
+        return all(c.finish_reason is not None for c in self.completions)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether each token is looked at as it comes, or all at the end."""
+        p = self.params
+        return p.output_kind is not RequestOutputKind.FINAL_ONLY or bool(p.stop) or p.logprobs is not None
+
+    def output(self) -> RequestOutput:
+        kind = self.params.output_kind
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[c.output(kind) for c in self.completions],
+            finished=self.finished,
+            num_cached_tokens=max((c.seq.num_cached_tokens for c in self.completions), default=0),
+        )

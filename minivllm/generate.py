@@ -1,0 +1,188 @@
+"""``minivllm generate``: prompts in, completions out, and a last line that says how fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from minivllm.config.modes import GenerateOptions
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.config.compose import Composed
+    from minivllm.core.outputs import RequestOutput
+
+SAMPLES = ("Once upon a time", "The engine", "In a small village")
+_PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before the samples are used instead
+_PROMPT_KEYS = ("prompt_token_ids", "prompt")
+_REFUSED_KEYS = ("messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "sampling_params")
+
+Prompt = str | list[int]
+
+
+def run(composed: Composed) -> int:
+    """Complete the prompts; prints them, or writes them to ``output``."""
+    options = composed.options
+    assert isinstance(options, GenerateOptions)
+    params = options.sampling_params(logprobs=options.logprobs)  # refused before anything is loaded
+    prompts = read_prompts(options, sys.stdin)
+    if options.output is not None:
+        _check_writable(options.output)
+    from minivllm.llm import LLM
+
+    with LLM.from_config(composed.engine) as llm:
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        seconds = time.perf_counter() - started
+        about = llm.engine.describe()
+    if options.output is None:
+        for output in outputs:
+            print(_shown(output, sys.stdout.isatty()), end="\n\n")
+    else:
+        _write(options.output, outputs)
+    print(_summary(outputs, seconds, min(len(outputs), composed.engine.scheduler.max_num_seqs), about))
+    return 0
+
+
+# --------------------------------------------------------------------------- prompts
+
+
+def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Prompt]:
+    """The prompts that were typed, else those of the file, else those that are piped in, else samples."""
+    if options.prompts:
+        return [p if isinstance(p, str) else list(p) for p in options.prompts]
+    if options.prompts_file == "-":
+        if stdin is None or stdin.closed:
+            raise ConfigError("prompts_file=-: standard input is closed")
+        return _found(parse_prompts(stdin.read(), "standard input"), "standard input")
+    if options.prompts_file is not None:
+        path = Path(options.prompts_file).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"prompts_file={options.prompts_file} cannot be read: {e}") from e
+        return _found(parse_prompts(text, str(path), jsonl=path.suffix in (".jsonl", ".json")), str(path))
+    return parse_prompts(_piped(stdin), "standard input") or list(SAMPLES)
+
+
+def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Prompt]:
+    """One prompt a line, blank lines left out. JSONL (by default if every line looks like an object): objects with
+    ``prompt`` or ``prompt_token_ids``, or plain strings."""
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if jsonl is None:
+        jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
+    return [_json_prompt(line, f"{where}, line {n}") if jsonl else line for n, line in lines]
+
+
+def _json_prompt(line: str, where: str) -> Prompt:
+    try:
+        item: Any = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{where} is not JSON: {e}") from e
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, dict):
+        raise ConfigError(f"{where} is neither a string nor an object with prompt or prompt_token_ids")
+    if refused := [k for k in _REFUSED_KEYS if k in item]:
+        raise ConfigError(
+            f"{where} has {', '.join(refused)}, which a prompts file cannot set; type max_tokens=... once"
+        )
+    key = next((k for k in _PROMPT_KEYS if item.get(k) is not None), None)
+    if key is None:
+        raise ConfigError(f"{where} has neither prompt nor prompt_token_ids, only {', '.join(item) or 'nothing'}")
+    value = item[key]
+    if key == "prompt" and isinstance(value, str):
+        return value
+    if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
+        return value
+    raise ConfigError(f"{where}: {key}={value!r} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
+
+
+def _found(prompts: list[Prompt], where: str) -> list[Prompt]:
+    if not prompts:
+        raise ConfigError(f"{where} holds no prompt: one a line, or JSONL objects with prompt")
+    return prompts
+
+
+def _piped(stdin: TextIO | None) -> str:
+    """What a pipe or a redirected file holds; nothing for a terminal, /dev/null or a closed input."""
+    try:
+        if stdin is None or stdin.closed or stdin.isatty():
+            return ""
+        fd = stdin.fileno()
+        mode = os.fstat(fd).st_mode
+    except (OSError, ValueError):  # a stand-in without a descriptor, or one that is closed beneath
+        return ""
+    if stat.S_ISCHR(mode):
+        return ""
+    if not stat.S_ISREG(mode) and not _speaks(fd):
+        return ""
+    return stdin.read()
+
+
+def _speaks(fd: int) -> bool:
+    """Whether anything (or the end) comes down a pipe. One that its other side merely left open must not hang us."""
+    for wait, note in (
+        (1.0, "minivllm: waiting for prompts on standard input"),
+        (_PATIENCE - 1.0, "minivllm: nothing came; using samples (prompts_file=- waits without limit)"),
+    ):
+        if select.select([fd], [], [], wait)[0]:
+            return True
+        print(note, file=sys.stderr)
+    return False
+
+
+# --------------------------------------------------------------------------- results
+
+
+def _shown(output: RequestOutput, terminal: bool) -> str:
+    prompt = output.prompt if output.prompt is not None else f"{output.prompt_token_ids}"
+    if terminal:
+        prompt = f"\x1b[1m{prompt}\x1b[0m"
+    return prompt + "".join(completion.text for completion in output.outputs)
+
+
+def _summary(outputs: Sequence[RequestOutput], seconds: float, batch: int, about: dict[str, Any]) -> str:
+    tokens = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    return (
+        f"{tokens} tokens in {seconds:.2f} s: {tokens / max(seconds, 1e-9):.1f} tokens/s, batch size {batch}, "
+        f"device {about['device']}, attention {about['attention']}"
+    )
+
+
+def _check_writable(name: str) -> None:
+    path = Path(name).expanduser()
+    try:
+        path.open("a").close()
+    except OSError as e:
+        raise ConfigError(f"output={name} cannot be written: {e.strerror}") from e
+
+
+def _write(name: str, outputs: Sequence[RequestOutput]) -> None:
+    """One object a request, in the order of the prompts."""
+    with Path(name).expanduser().open("w", encoding="utf-8") as file:
+        for output in outputs:
+            file.write(json.dumps(_record(output), ensure_ascii=False) + "\n")
+
+
+def _record(output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    record: dict[str, Any] = {
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+    if completion.logprobs is not None:
+        record["logprobs"] = [{str(t): lp.logprob for t, lp in at.items()} for at in completion.logprobs]
+    return record

@@ -1,0 +1,76 @@
+"""The text of ``--help``: modes, groups, and every key with its type and default, read from the schema."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from enum import Enum
+
+from minivllm.config.modes import MODES
+from minivllm.config.schema import EngineSchema, Key, keys_of
+from minivllm.plugins.registry import Registry
+
+_EXAMPLES = """\
+Examples
+  minivllm                                             the demo model completes three sample prompts
+  minivllm 'prompts=["Once upon a time","The engine"]' max_tokens=40 temperature=0.7 seed=1
+  minivllm prompts='What is a cache?' model=qwen3
+  minivllm prompts_file=in.jsonl output=out.jsonl      also: cat in.txt | minivllm
+  minivllm model.path=DIR attention=torch              a checkpoint folder in Hugging Face's layout
+  minivllm model=qwen3-8b load_format=dummy            random weights from the published shape; no download
+  minivllm chat                                        talk with the demo model
+  minivllm plugins list                                what is installed, usable here or why not
+"""
+_ENVIRONMENT = """\
+Environment
+  MINIVLLM_DEBUG=1             a traceback with each error
+  MINIVLLM_DISABLE_PLUGINS=a,b leave out these plugins (or packages); all: every one but the built-in
+  MINIVLLM_STRICT_PLUGINS=1    a plugin with a problem is an error
+"""
+
+
+def help_text(word: str | None, registry: Registry) -> str:
+    """For one mode its own keys; without one, those of generate."""
+    if word == "plugins":
+        return (
+            "usage: minivllm plugins [list] [--json]\n\nLists every model, attention backend, scheduler, sampler and "
+            "executor, the package it comes from, and\nwhether it is usable here or why not. Then every problem with "
+            "a plugin.\n\n" + _ENVIRONMENT
+        )
+    from minivllm.config.compose import group_options
+
+    mode = word or "generate"
+    engine, own = keys_of(EngineSchema), keys_of(MODES[mode].schema)
+    extra = [k for name, k in own.items() if name not in engine]
+    shared = [k for name, k in engine.items() if name != "mode" and not name.endswith(".name")]
+    groups = [g for g in EngineSchema.__dataclass_fields__ if registry.config_options(g)]
+    parts = [
+        "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
+        "A small, pluggable inference engine for large language models.",
+        _block("Modes", ((name, spec.help) for name, spec in MODES.items()), [("plugins", "list what is installed")]),
+        _block("Groups (group=option)", ((g, ", ".join(group_options(g, registry))) for g in groups)),
+        _block(f"Keys of {mode}", map(_line, extra)) if extra else "",
+        _block("Keys of every mode", map(_line, shared)),
+        _block("Flags", [("--cfg job", "print the config instead of running it"), ("--version", "print the version")]),
+        _EXAMPLES + "\n" + _ENVIRONMENT,
+    ]
+    return "\n\n".join(part for part in parts if part).rstrip()
+
+
+def _line(key: Key) -> tuple[str, str]:
+    default = key.default.name if isinstance(key.default, Enum) else key.default
+    if isinstance(default, bool) or default is None:
+        default = {True: "true", False: "false", None: "null"}[default]
+    shown = f"{key.name}.KEY=VALUE" if key.mapping else f"{key.name}={default}"
+    one_of = f" ({key.type.removeprefix('one of ')})" if key.type.startswith("one of") else ""
+    return shown, key.help + one_of
+
+
+def _block(title: str, *rows: Iterable[tuple[str, str]]) -> str:
+    lines = [title]
+    for name, text in (row for part in rows for row in part):
+        wrapped = textwrap.wrap(text, 72) or [""]
+        head = f"  {name:<41} "
+        lines.append((head if len(head) <= 44 else f"  {name}\n{' ' * 44}") + wrapped[0])
+        lines += [" " * 44 + line for line in wrapped[1:]]
+    return "\n".join(lines)

@@ -1,0 +1,180 @@
+"""``LLM``: offline inference in one object, with vLLM's interface."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.engine import LLMEngine, Prompt
+from minivllm.core.outputs import RequestOutput
+from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.models.tokenizer import Tokenizer
+
+
+class LLM:
+    """Load a model, then ``generate`` or ``chat``; ``with LLM(...) as llm`` gives everything back at the end.
+
+    Args:
+        model: an option of conf/model (demo, qwen3, llama …), a checkpoint's folder, or a Hub repository.
+        attention: auto, torch, triton, flash, flashinfer, or what a plugin brings.
+        tp: tensor-parallel ranks.
+        device: auto, cuda or cpu.
+        dtype: auto, float32, bfloat16 or float16.
+        overrides: any configuration, as on the command line: ``["cache.num_blocks=64"]``.
+        **options: vLLM's names for some of them (``max_model_len``, ``gpu_memory_utilization``, ``seed`` …).
+
+    Raises:
+        ConfigError, CheckpointError, PluginError: what cannot run, with what to change.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        attention: str = "auto",
+        tp: int = 1,
+        device: str = "auto",
+        dtype: str = "auto",
+        overrides: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        from minivllm.config.compose import compose_engine_config
+
+        config = compose_engine_config(
+            model=model, attention=attention, tp=tp, device=device, dtype=dtype, overrides=overrides, **options
+        )
+        self.engine = LLMEngine.from_config(config)
+        self._number = 0
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """An LLM from a composed configuration."""
+        llm = cls.__new__(cls)
+        llm.engine = LLMEngine.from_config(config)
+        llm._number = 0
+        return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs come in the order of the prompts.
+
+        ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
+        these. ``sampling_params``: one for all, or one a prompt.
+
+        Raises:
+            RequestError: a prompt that can never run; none of the prompts is run, and the engine goes on.
+        """
+        many = _prompts(prompts)
+        params = self._params(sampling_params, len(many))
+        ids: list[str] = []
+        try:
+            for number, (prompt, one) in enumerate(zip(many, params, strict=True)):
+                name = str(self._number)
+                self._number += 1
+                try:
+                    self.engine.add_request(name, prompt, one)
+                except RequestError as error:
+                    raise RequestError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
+                ids.append(name)
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            self.engine.abort(ids)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of ``{"role", "content"}``), or each of a list of conversations."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        for conversation in conversations:
+            _check_messages(conversation)
+        prompts: list[Prompt] = [
+            self.engine.tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            for conversation in conversations
+        ]
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
+        for output in outputs:
+            output.prompt = self.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        return outputs
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Give back processes and memory; safe to call twice."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ inside
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [(given or SamplingParams()).clone(output_kind=RequestOutputKind.FINAL_ONLY)] * count
+        if len(given) != count:
+            raise RequestError(f"{count} prompts with {len(given)} sampling_params; give one for all, or one a prompt")
+        return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
+
+    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        ours = set(ids)
+        done: dict[str, RequestOutput] = {}
+        with _progress(len(ids), use_tqdm) as bar:
+            began, tokens = time.perf_counter(), 0
+            while len(done) < len(ids):
+                for output in self.engine.step():
+                    if output.request_id not in ours:
+                        continue  # of somebody who uses the engine beneath
+                    done[output.request_id] = output
+                    tokens += sum(len(c.token_ids) for c in output.outputs)
+                    bar.update(1)
+                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tok/s")
+        return [done[name] for name in ids]
+
+
+def _prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    many = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+    if many and all(isinstance(p, int) or hasattr(p, "__index__") for p in many):
+        return [many]
+    return many
+
+
+def _check_messages(conversation: Any) -> None:
+    if not isinstance(conversation, Sequence) or not conversation:
+        raise RequestError("a conversation is a list of at least one message")
+    for message in conversation:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            raise RequestError(f'a message is {{"role": …, "content": …}}, not {message!r}')
+
+
+def _progress(total: int, show: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="requests", disable=not show or total == 0, dynamic_ncols=True, unit="req")

@@ -1,0 +1,187 @@
+"""Layers: this rank's slice and its place, rank by rank; the rotary table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from minivllm.core.model_config import FrozenDict, ModelConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import CheckpointError
+from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from minivllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from minivllm.layers.parameter import pieces_of
+from minivllm.layers.rotary import RotaryTable
+
+
+@dataclass(frozen=True, slots=True)
+class Silent(TensorParallel):
+    """A rank that hands back its own part; the test adds parts up."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def load(layer: nn.Module, **tensors: dict[object, torch.Tensor]) -> None:
+    for name, shards in tensors.items():
+        param = getattr(layer, name)
+        for shard_id, tensor in shards.items():
+            param.weight_loader(param, tensor, shard_id)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(5, 12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_parts_side_by_side_are_the_whole(x: torch.Tensor, size: int) -> None:
+    weight, bias = torch.randn(8, 12), torch.randn(8)
+    parts = []
+    for rank in range(size):
+        layer = ColumnParallelLinear(12, 8, Silent(rank, size), bias=True)
+        load(layer, weight={None: weight}, bias={None: bias})
+        parts.append(layer(x))
+    torch.testing.assert_close(torch.cat(parts, 1), F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_merged_columns_keep_each_weights_rows_together(x: torch.Tensor, size: int) -> None:
+    first, second = torch.randn(8, 12), torch.randn(4, 12)
+    parts = []
+    for rank in range(size):
+        layer = MergedColumnParallelLinear(12, [8, 4], Silent(rank, size))
+        load(layer, weight={0: first, 1: second})
+        parts.append(layer(x).split([8 // size, 4 // size], dim=1))
+    torch.testing.assert_close(torch.cat([p[0] for p in parts], 1), x @ first.T)
+    torch.testing.assert_close(torch.cat([p[1] for p in parts], 1), x @ second.T)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_row_parts_add_up_to_the_whole_with_one_bias(x: torch.Tensor, size: int) -> None:
+    weight, bias = torch.randn(7, 12), torch.randn(7)
+    total = torch.zeros(5, 7)
+    for rank in range(size):
+        layer = RowParallelLinear(12, 7, Silent(rank, size), bias=True)
+        load(layer, weight={None: weight}, bias={None: bias})
+        total += layer(x[:, rank * 12 // size : (rank + 1) * 12 // size])
+    torch.testing.assert_close(total, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("heads,kv_heads", [(8, 8), (8, 4), (8, 2), (8, 1)])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_each_rank_has_its_heads_and_the_kv_heads_they_read(
+    x: torch.Tensor, heads: int, kv_heads: int, size: int
+) -> None:
+    dim = 3
+    q, k, v = (torch.randn(n * dim, 12) for n in (heads, kv_heads, kv_heads))
+    for rank in range(size):
+        layer = QKVParallelLinear(12, heads, kv_heads, dim, Silent(rank, size))
+        load(layer, weight={"q": q, "k": k, "v": v})
+        mine, group = heads // size, heads // kv_heads
+        own = range(rank * mine, (rank + 1) * mine)  # query heads
+        read = sorted({head // group for head in own})  # kv heads that they attend to
+        assert (layer.num_heads, layer.num_kv_heads) == (mine, len(read))
+        rows = [w.view(-1, dim, 12)[list(idx)].flatten(0, 1) for w, idx in ((q, own), (k, read), (v, read))]
+        torch.testing.assert_close(layer(x), x @ torch.cat(rows).T)
+
+
+@pytest.mark.parametrize("vocab", [8, 10, 3, 1])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros(vocab: int, size: int) -> None:
+    weight, ids = torch.randn(vocab, 6), torch.arange(vocab)
+    embedded, logits = torch.zeros(vocab, 6), []
+    hidden = torch.randn(2, 6)
+    for rank in range(size):
+        tokens = VocabParallelEmbedding(vocab, 6, Silent(rank, size))
+        head = ParallelLMHead(vocab, 6, Silent(rank, size))
+        for layer in (tokens, head):
+            load(layer, weight={None: weight})
+        embedded += tokens(ids)
+        logits.append(F.linear(hidden, head.weight))
+        assert torch.equal(
+            head.weight[max(vocab - head.first, 0) :], torch.zeros_like(head.weight)[max(vocab - head.first, 0) :]
+        )
+    torch.testing.assert_close(embedded, weight)
+    torch.testing.assert_close(torch.cat(logits, 1)[:, :vocab], hidden @ weight.T)
+
+
+def test_a_tensor_of_another_shape_is_not_sliced() -> None:
+    layer = RowParallelLinear(8, 4, Silent(0, 2))
+    with pytest.raises(ValueError, match=r"\(4, 9\) where \(4, 8\)"):
+        load(layer, weight={None: torch.zeros(4, 9)})
+
+
+def test_a_plain_parameter_is_one_whole_piece() -> None:
+    assert pieces_of(nn.Parameter(torch.zeros(2, 3)))[None].shape == (2, 3)
+
+
+def test_replicated(x: torch.Tensor) -> None:
+    layer, weight = ReplicatedLinear(12, 3), torch.randn(3, 12)
+    load(layer, weight={None: weight})
+    torch.testing.assert_close(layer(x), x @ weight.T)
+
+
+# --------------------------------------------------------------------------- rotary
+
+
+def config_with(**rope: object) -> ModelConfig:
+    hf = {
+        "architectures": ["X"],
+        "vocab_size": 8,
+        "hidden_size": 64,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "rope_parameters": FrozenDict(rope),
+    }
+    return ModelConfig.from_hf(hf)
+
+
+def table(positions: int = 300, **rope: object) -> torch.Tensor:
+    rotary = RotaryTable(config_with(**rope))
+    rotary.build(positions, "cpu")
+    return rotary.cos_sin
+
+
+def test_the_table_holds_cosines_then_sines_in_float32() -> None:
+    cos_sin = table(rope_theta=100.0)
+    assert cos_sin.shape == (300, 16) and cos_sin.dtype == torch.float32
+    angles = torch.arange(300.0)[:, None] / 100.0 ** (torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(cos_sin, torch.cat((angles.cos(), angles.sin()), 1), rtol=1e-4, atol=1e-4)
+
+
+def test_linear_scaling_is_the_table_of_squeezed_positions() -> None:
+    torch.testing.assert_close(table(rope_type="linear", factor=4.0)[::4], table(75), rtol=1e-4, atol=1e-4)
+
+
+def test_yarn_and_llama3_keep_fast_dimensions_and_squeeze_slow_ones() -> None:
+    plain, squeezed = table(300), table(300, rope_type="linear", factor=4.0)
+    numbers = {"factor": 4.0, "original_max_position_embeddings": 32}
+    llama3 = table(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **numbers)
+    yarn = table(rope_type="yarn", attention_factor=1.0, **numbers)
+    for scaled in (llama3, yarn):
+        torch.testing.assert_close(scaled[:, 0], plain[:, 0])  # the fastest cosine
+        torch.testing.assert_close(scaled[:, 7], squeezed[:, 7], rtol=1e-3, atol=1e-4)  # the slowest
+        assert not torch.allclose(scaled, plain) and not torch.allclose(scaled, squeezed)
+
+
+def test_part_of_a_head_can_turn() -> None:
+    assert table(partial_rotary_factor=0.5).shape == (300, 8)
+    with pytest.raises(CheckpointError, match="rotary dimension 9 must be even"):
+        table(partial_rotary_factor=9 / 16)

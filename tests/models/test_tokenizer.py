@@ -1,0 +1,199 @@
+"""Text in, text out: tokenizers of checkpoints, bytes for dummy weights, and text as it grows."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers import ASSISTANT, END, USER, byte_level_tokenizer
+
+from minivllm.config.engine_config import ModelOptions
+from minivllm.errors import CheckpointError, RequestError
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer, load_tokenizer
+
+TEXTS = [
+    "Once upon a time there was a quick brown fox.",
+    "Größe, naïve café, Zürich — “quoted” … 10 €",
+    "日本語のテキストと漢字、한국어 문장, 中文句子。",
+    "Привет, мир! Καλημέρα κόσμε. שלום עולם. مرحبا بالعالم. नमस्ते दुनिया",
+    "emoji: 😀 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 👍🏽, math: ∑∞ 𝔸𝔹, combining: e\u0301 n\u0303",
+    "  leading, \t tabs\n\n\nlines   and trailing  ",
+    "a\ufffdb\ufffd",  # the replacement character itself
+    "",
+]
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
+    """Like Qwen's and Llama 3's: tokens are byte strings."""
+    folder = tmp_path_factory.mktemp("byte_level")
+    byte_level_tokenizer().save_pretrained(folder)
+    return CheckpointTokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
+    """Like Llama 2's: ▁ for spaces, bytes only where the vocabulary ends, the first space stripped."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁time", "▁▁", "é", "日"]
+    pieces += [chr(c) for c in range(0x21, 0x7F)]
+    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, fuse_unk=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    folder = tmp_path_factory.mktemp("metaspace")
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    return CheckpointTokenizer(folder)
+
+
+def grown(detokenizer: Detokenizer, ids: list[int], at_once: int = 1) -> str:
+    pieces = [detokenizer.add(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
+    return "".join(pieces) + detokenizer.finish()
+
+
+def kinds(tokenizer: Tokenizer) -> list[Detokenizer]:
+    return [tokenizer.detokenizer(), WindowDetokenizer(tokenizer.decode)]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_grown_text_is_the_text(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer, text: str, at_once: int
+) -> None:
+    assert isinstance(byte_level.detokenizer(), ByteDetokenizer)
+    assert isinstance(metaspace.detokenizer(), WindowDetokenizer)
+    for tokenizer in (byte_level, metaspace, ByteTokenizer(300)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        for detokenizer in kinds(tokenizer):
+            assert grown(detokenizer, ids, at_once) == text
+        assert tokenizer.detokenizer().finish(ids) == text
+
+
+@pytest.mark.parametrize("text", TEXTS[:-2])
+def test_no_piece_holds_half_a_character(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer, text: str
+) -> None:
+    for tokenizer in (byte_level, metaspace, ByteTokenizer(256)):
+        for detokenizer in kinds(tokenizer):
+            pieces = [detokenizer.add([i]) for i in tokenizer.encode(text)]
+            assert "\ufffd" not in "".join(pieces)
+            assert "".join(pieces) == text  # and nothing is left for finish
+
+
+def test_random_ids_grow_to_what_decoding_them_at_once_gives(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer
+) -> None:
+    generator = random.Random(0)
+    # a byte of the metaspace tokenizer changes the bytes before it, if together they are no text: left out
+    for tokenizer, first in ((byte_level, 0), (metaspace, 259)):
+        for _ in range(200):
+            ids = [generator.randrange(first, tokenizer.vocab_size + 20) for _ in range(generator.randrange(60))]
+            for detokenizer in kinds(tokenizer):
+                assert grown(detokenizer, ids) == tokenizer.decode(ids)
+
+
+def test_text_goes_on_from_the_prompt(byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer) -> None:
+    ids = metaspace.encode("Once a time")
+    cut = len(metaspace.encode("Once"))
+    assert metaspace.decode(ids[cut:]) == "a time"  # alone it loses its space
+    assert grown(metaspace.detokenizer(ids[:cut]), ids[cut:]) == " a time"
+    ids = byte_level.encode("日本")
+    for detokenizer in (byte_level.detokenizer(ids[:1]), WindowDetokenizer(byte_level.decode, ids[:1])):
+        assert grown(detokenizer, ids[1:]) == "日本"  # the prompt ended within a character
+
+
+def test_special_tokens_are_skipped_or_shown(byte_level: CheckpointTokenizer) -> None:
+    ids = byte_level.encode(f"one{END}two{USER}")
+    assert byte_level.decode(ids) == "onetwo"
+    assert byte_level.decode(ids, skip_special_tokens=False) == f"one{END}two{USER}"
+    for skip, text in ((True, "onetwo"), (False, f"one{END}two{USER}")):
+        assert grown(byte_level.detokenizer(skip_special_tokens=skip), ids) == text
+
+
+def test_a_window_stays_short_whatever_comes(byte_level: CheckpointTokenizer) -> None:
+    longest = 0
+
+    def decode(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return byte_level.decode(ids)
+
+    broken = byte_level.encode("é")[:1]  # never completed
+    special = byte_level.encode(END)  # no text at all
+    for ids in (broken * 500, special * 500, byte_level.encode("a time " * 100)):
+        longest = 0
+        assert grown(WindowDetokenizer(decode), ids) == byte_level.decode(ids)
+        assert longest <= 2 * WindowDetokenizer.WINDOW
+
+
+def test_chat_template(byte_level: CheckpointTokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a time"}]
+    ids = byte_level.apply_chat_template(messages)
+    assert byte_level.decode(ids, skip_special_tokens=False) == f"{USER}hi{END}{ASSISTANT}a time{END}{ASSISTANT}"
+    ids = byte_level.apply_chat_template(messages, add_generation_prompt=False)
+    assert byte_level.decode(ids, skip_special_tokens=False) == f"{USER}hi{END}{ASSISTANT}a time{END}"
+
+
+def test_a_checkpoint_without_chat_template_says_so(metaspace: CheckpointTokenizer) -> None:
+    with pytest.raises(RequestError, match="has no chat template; use generate"):
+        metaspace.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_end_of_sequence_ids_are_the_configs_and_the_tokenizers(tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint("qwen3", eos_token_id=[3, 7])
+    config = read_model_config(folder)
+    tokenizer = load_tokenizer(ModelOptions(path=str(folder)), folder, config)
+    own = tokenizer.encode(END)[0]
+    assert tokenizer.eos_token_ids == (3, 7, own)
+    assert tokenizer.eos_token_id == 3
+
+
+def test_which_tokenizer(tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tiny_checkpoint("qwen3")
+    config = read_model_config(folder)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    with pytest.raises(CheckpointError, match=r"has no tokenizer .*set model.tokenizer"):
+        load_tokenizer(ModelOptions(path=str(bare)), bare, config)
+    assert isinstance(load_tokenizer(ModelOptions(path=str(bare)), bare, config, "dummy"), ByteTokenizer)
+    assert isinstance(
+        load_tokenizer(ModelOptions(path=str(bare), tokenizer=str(folder)), bare, config), CheckpointTokenizer
+    )
+    published = ModelOptions(name="qwen3", repo="nobody/nothing")
+    assert isinstance(load_tokenizer(published, None, config, "dummy"), ByteTokenizer)
+    with pytest.raises(CheckpointError, match="hf download nobody/nothing"):
+        load_tokenizer(published, None, config)
+    (bare / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"the tokenizer in .*bare cannot be read"):
+        load_tokenizer(ModelOptions(path=str(bare)), bare, config)
+
+
+def test_bytes_stay_inside_a_small_vocabulary() -> None:
+    tokenizer = ByteTokenizer(100, (3,))
+    ids = tokenizer.encode("héllo 😀")
+    assert ids and all(0 <= i < 100 for i in ids)
+    assert isinstance(tokenizer.decode([*ids, 3, 99]), str)
+    chat = ByteTokenizer(300).apply_chat_template([{"role": "user", "content": "hi"}])
+    assert ByteTokenizer(300).decode(chat) == "user: hi\nassistant: "
+
+
+def test_reading_a_tokenizer_needs_no_torch(tiny_checkpoint: Callable[..., Path]) -> None:
+    code = (
+        "import sys; from pathlib import Path; from minivllm.models.tokenizer import CheckpointTokenizer as T;"
+        f"t = T(Path({str(tiny_checkpoint('qwen3'))!r})); assert t.decode(t.encode('a é')) == 'a é';"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
