@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,10 +36,7 @@ class Rows:
     max_seq_len: int  # an upper bound; of decodes: what the block table can hold, so that a graph has one value
 
 
-class Attend(Protocol):
-    def __call__(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: Rows, out: torch.Tensor
-    ) -> None: ...
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, torch.Tensor], None]  # q, k, v caches, rows, out
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
@@ -159,7 +156,7 @@ def installed(module: str) -> bool:
 
 def choose(spec: AttentionSpec) -> tuple[Variant | None, list[str]]:
     """The best variant that can run ``spec``, and why not each one before it (all, if none can)."""
-    why = []
+    why: list[str] = []
     for variant in VARIANTS:
         name = f"{variant.label} ({variant.module})"
         reasons = variant.limits(spec) if installed(variant.module) else ["it is not installed"]

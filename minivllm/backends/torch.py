@@ -50,6 +50,7 @@ class TorchBackend(AttentionBackend):
         self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32  # of the arithmetic
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
+        self._scratch = torch.empty(2, 0)  # fresh memory costs a CPU more, in page faults, than the copy into it
 
     # ------------------------------------------------------------------ planning: once a step
 
@@ -146,8 +147,15 @@ class TorchBackend(AttentionBackend):
             out[plan.first : plan.last] = attended.permute(2, 0, 1, 3).reshape(-1, heads, dim).to(out.dtype)
 
     def _gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self.kv_cache[layer.index].flatten(1, 2)  # each (num_blocks * block_size, kv, dim)
-        return k.index_select(0, slots), v.index_select(0, slots)
+        """The keys and values at ``slots``, in scratch memory that the next call overwrites. (n, kv, dim) each."""
+        cache = self.kv_cache[layer.index].flatten(1, 2)  # (2, num_blocks * block_size, kv, dim)
+        n = len(slots)
+        if self._scratch.shape[1] < n:
+            with torch.inference_mode(False):  # usable inside and outside of it
+                self._scratch = cache.new_empty((2, n + n // 4, *cache.shape[2:]))
+        for part, out in zip(cache, self._scratch, strict=True):
+            torch.index_select(part, 0, slots, out=out[:n])
+        return self._scratch[0, :n], self._scratch[1, :n]
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool = False

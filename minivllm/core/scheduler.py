@@ -302,6 +302,10 @@ class SlotScheduler(Scheduler):
             seq = self.sequences[slot]
             assert seq is not None
             self.blocks.register(slot, seq, self.tokens[slot], end)
+        params = np.zeros(len(self._admitted), dtype=self._row)
+        for i, seq in enumerate(self._admitted):
+            if seq.sampler_row is not None:
+                params[i] = seq.sampler_row
         block_slots, block_indices, block_ids = self.blocks.take_updates()
         batch = Batch(
             step=self._steps,
@@ -316,7 +320,7 @@ class SlotScheduler(Scheduler):
             block_indices=block_indices,
             block_ids=block_ids,
             admitted_slots=np.array([seq.slot for seq in self._admitted], dtype=np.int32),
-            admitted_params=np.array([seq.sampler_row for seq in self._admitted], dtype=self._row),
+            admitted_params=params,
         )
         self.computed[slots] = after
         self.length[slots] += samples

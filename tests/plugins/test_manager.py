@@ -66,7 +66,7 @@ def test_an_installed_plugin_is_found_with_its_package_and_version(fake_plugin: 
         ),
         (
             "from minivllm.plugins import hookimpl\n@hookimpl\ndef minivllm_model(): yield",
-            "implements minivllm_model, which is no hook. Did you mean minivllm_models?",
+            "implements minivllm_model, which is no hook. Did you mean minivllm_models",
         ),
         ("def minivllm_models(): yield", "has minivllm_models without @hookimpl"),
         ("x = 1", "implements no hook"),

@@ -1,0 +1,249 @@
+"""Times the attention backends alone: ``python -m minivllm.bench.attention [--sweep] [--backends triton,flash]``.
+
+Decode steps are captured in a CUDA graph that runs several layers, each with a cache of its own, so that no layer finds
+its keys in L2; the time is that of a replay divided by the layers (the plan on the host is timed apart). Prompt steps
+run eagerly over the layers between two events. TB/s counts the keys and values of the contexts once, TFLOP/s four
+operations a (query, visible key) pair, head and dimension.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.interfaces import AttentionBackend, AttentionSpec
+
+BACKENDS = {"triton": "TritonBackend", "flash": "FlashBackend", "flashinfer": "FlashInferBackend"}
+CACHE_BYTES = 6 << 30  # of all layers together, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    name: str
+    query_lens: list[int]
+    seq_lens: list[int]
+
+    @property
+    def decode(self) -> bool:
+        return max(self.query_lens) == 1
+
+    def read_bytes(self, spec: AttentionSpec) -> float:
+        return 2.0 * sum(self.seq_lens) * spec.num_kv_heads * spec.head_dim * getattr(torch, spec.dtype).itemsize
+
+    def operations(self, spec: AttentionSpec) -> float:
+        pairs = sum(q * s - q * (q - 1) / 2 for q, s in zip(self.query_lens, self.seq_lens, strict=True))
+        return 4.0 * pairs * spec.num_heads * spec.head_dim
+
+
+def workloads() -> list[Workload]:
+    lens = np.random.default_rng(0).integers(128, 1025, 256).tolist()
+    decodes = {
+        "decode 1 x 128": [128],
+        "decode 1 x 1024": [1024],
+        "decode 1 x 8192": [8192],
+        "decode 8 x 8192": [8192] * 8,
+        "decode 64 x 128-1024": lens[:64],
+        "decode 256 x 128-1024": lens,
+        "decode 256 x 1024": [1024] * 256,
+    }
+    prompts = {
+        "prefill 8 x 1024": ([1024] * 8, [1024] * 8),
+        "prefill 1 x 8192": ([8192], [8192]),
+        "chunk 512 on 4096, 2048 on 2048": ([512, 2048], [4608, 4096]),
+        "prompts 16 x 100-1024": (lens[:16], lens[:16]),
+    }
+    return [
+        *(Workload(name, [1] * len(s), s) for name, s in decodes.items()),
+        *(Workload(name, q, s) for name, (q, s) in prompts.items()),
+    ]
+
+
+class Bench:
+    """One workload's tensors. cache: (layers, 2, blocks, block_size, kv heads, head_dim)."""
+
+    def __init__(self, spec: AttentionSpec, work: Workload) -> None:
+        device, dtype = torch.device("cuda"), getattr(torch, spec.dtype)
+        self.spec, self.work = spec, work
+        query, seq = np.array(work.query_lens, np.int32), np.array(work.seq_lens, np.int32)
+        counts = -(-seq // spec.block_size)
+        blocks = int(counts.sum()) + 1
+        per_layer = 2 * blocks * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+        self.layers = int(min(max(CACHE_BYTES // per_layer, 2), 28))
+        shape = (self.layers, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.cache = torch.randn(shape, device=device, dtype=dtype)
+        ids = np.random.default_rng(0).permutation(np.arange(1, blocks)).astype(np.int32)
+        width = -(-spec.max_model_len // spec.block_size) if work.decode else int(counts.max())
+        tables = np.zeros((len(seq), width), np.int32)
+        tables[np.arange(width) < counts[:, None]] = ids
+        start = np.concatenate(([0], np.cumsum(query))).astype(np.int32)
+        self.q = torch.randn((int(query.sum()), spec.num_heads, spec.head_dim), device=device, dtype=dtype)
+        self.out = torch.empty_like(self.q)
+        self.batch = AttentionBatch(
+            num_decodes=len(seq) if work.decode else 0,
+            query_start=torch.from_numpy(start).to(device),
+            seq_lens=torch.from_numpy(seq).to(device),
+            block_tables=torch.from_numpy(tables).to(device),
+            slot_mapping=torch.zeros(len(self.q), dtype=torch.int64, device=device),
+            host_query_lens=query,
+            host_seq_lens=seq,
+            host_block_tables=tables[:, : int(counts.max())],
+            graph_size=len(seq) if work.decode else 0,
+        )
+        self.ids = [SimpleNamespace(index=i) for i in range(self.layers)]
+
+    def run_layers(self, backend: AttentionBackend) -> None:
+        attend = backend.decode if self.work.decode else backend.prefill
+        for layer in self.ids:
+            attend(self.q, layer, self.out)
+
+    def measure(self, backend: AttentionBackend, repeats: int = 10) -> tuple[float, float, float]:
+        """(device seconds a layer, host seconds a layer, host seconds a plan); the device's is the median."""
+        backend.bind(self.cache)
+        plans = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            t = time.perf_counter()
+            backend.plan(self.batch)
+            plans.append(time.perf_counter() - t)
+        self.run_layers(backend)
+        torch.cuda.synchronize()
+        t = time.perf_counter()
+        self.run_layers(backend)
+        host = (time.perf_counter() - t) / self.layers
+        step: Callable[[], None] = lambda: self.run_layers(backend)  # noqa: E731
+        if self.work.decode:
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                self.run_layers(backend)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.run_layers(backend)
+            step = graph.replay
+        for _ in range(3):
+            step()
+        times = []
+        for _ in range(repeats):
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            step()
+            after.record()
+            after.synchronize()
+            times.append(before.elapsed_time(after) / 1e3 / self.layers)
+        return sorted(times)[len(times) // 2], host, min(plans)
+
+    def rate(self, seconds: float) -> str:
+        if self.work.decode:
+            return f"{self.work.read_bytes(self.spec) / seconds / 1e12:6.2f} TB/s"
+        return f"{self.work.operations(self.spec) / seconds / 1e12:6.0f} TFLOP/s"
+
+
+# --------------------------------------------------------------------------- what to try in a sweep
+
+
+def variants(backend: AttentionBackend, work: Workload) -> Iterator[tuple[str, AttentionBackend]]:
+    """The triton backend with every configuration worth a try."""
+    from minivllm.backends.triton import TritonBackend
+    from minivllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace
+    from minivllm.kernels.paged_prefill import PrefillConfig
+
+    assert isinstance(backend, TritonBackend)
+    s, sms = backend.spec, torch.cuda.get_device_properties(0).multi_processor_count
+    if not work.decode:
+        for block_m, block_n, warps, stages in [
+            (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2),
+            (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 4), (256, 64, 8, 2),
+        ]:  # fmt: skip
+            backend.prefill_config = PrefillConfig(block_m, block_n, warps, stages)
+            yield f"m{block_m} n{block_n} w{warps} s{stages}", backend
+        return
+    blocks = [(32, 2, 4), (32, 4, 4), (32, 4, 6), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2),
+              (128, 8, 3)]  # fmt: skip
+    cuts = [(4, 1), (1, 1), (2, 1), (8, 1), (16, 1), (4, 4)]
+    pairs = [*((b, cuts[0]) for b in blocks), *itertools.product([(64, 4, 3)], cuts[1:])]
+    for (block_n, warps, stages), (waves, tiles) in pairs:
+        config = DecodeConfig(block_n, warps, stages, waves * sms, tiles)
+        dtype = getattr(torch, s.dtype)
+        backend._workspace = DecodeWorkspace(
+            backend.max_rows, s.num_heads, s.num_kv_heads, s.head_dim, dtype, "cuda", s.sliding_window, config
+        )
+        yield f"n{block_n} w{warps} s{stages} programs {waves}/SM min {tiles}", backend
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def main() -> None:
+    args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args.add_argument("--backends", default=",".join(BACKENDS))
+    args.add_argument("--heads", type=int, default=16)
+    args.add_argument("--kv-heads", type=int, default=8)
+    args.add_argument("--head-dim", type=int, default=128)
+    args.add_argument("--block-size", type=int, default=16)
+    args.add_argument("--only", default="", help="workloads whose name has this in it")
+    args.add_argument("--sweep", action="store_true", help="the triton backend's configurations, best first")
+    opt = args.parse_args()
+    spec = AttentionSpec(
+        device="cuda",
+        dtype="bfloat16",
+        num_heads=opt.heads,
+        num_kv_heads=opt.kv_heads,
+        head_dim=opt.head_dim,
+        block_size=opt.block_size,
+        num_layers=28,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=16384,
+        scale=opt.head_dim**-0.5,
+    )
+    print(f"{torch.cuda.get_device_name()}, {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, "
+          f"blocks of {spec.block_size}, {spec.dtype}")  # fmt: skip
+    for work in workloads():
+        if opt.only in work.name:
+            with torch.inference_mode():
+                sweep(spec, work) if opt.sweep else compare(spec, work, opt.backends.split(","))
+
+
+def compare(spec: AttentionSpec, work: Workload, names: list[str]) -> None:
+    bench = Bench(spec, work)
+    print(f"{work.name} ({bench.layers} layers)")
+    for name in names:
+        try:
+            backend_class = getattr(import_module(f"minivllm.backends.{name}"), BACKENDS[name])
+            if reasons := backend_class.unsupported(spec):
+                print(f"  {name:<11}{'; '.join(reasons)}")
+                continue
+            seconds, host, plan = bench.measure(backend_class(spec))
+            print(f"  {name:<11}{seconds * 1e6:9.1f} µs  {bench.rate(seconds)}   host {host * 1e6:5.0f} µs a call, "
+                  f"{plan * 1e6:6.0f} µs a plan", flush=True)  # fmt: skip
+        except Exception as error:  # one backend's failure is a row of the table
+            print(f"  {name:<11}{type(error).__name__}: {error}", flush=True)
+
+
+def sweep(spec: AttentionSpec, work: Workload) -> None:
+    from minivllm.backends.triton import TritonBackend
+
+    bench, rows = Bench(spec, work), []
+    print(f"{work.name} ({bench.layers} layers)")
+    backend = TritonBackend(replace(spec))
+    backend.bind(bench.cache)
+    for label, variant in variants(backend, work):
+        try:
+            rows.append((bench.measure(variant, 5)[0], label))
+        except Exception as error:  # too much shared memory, say
+            print(f"  {label}: {type(error).__name__}: {str(error)[:120]}")
+    for seconds, label in sorted(rows):
+        print(f"  {seconds * 1e6:9.1f} µs  {bench.rate(seconds)}   {label}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
