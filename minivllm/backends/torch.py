@@ -48,6 +48,7 @@ class TorchBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self.dtype = torch.float64 if spec.dtype == "float64" else torch.float32  # of the arithmetic
+        self._attend = attend_fused if spec.device == "cpu" else attend_plainly
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
         self._scratch = torch.empty(2, 0)  # fresh memory costs a CPU more, in page faults, than the copy into it
@@ -121,10 +122,12 @@ class TorchBackend(AttentionBackend):
             k, v = self._gather(layer, plan.slots)  # (r * length, kv, dim)
             # The heads that share a kv head stand where queries do, so that k and v are not repeated.
             attended = self._attend(
-                rows.view(-1, kv, heads // kv, dim),
+                rows.view(-1, kv, heads // kv, dim).to(self.dtype),
                 k.view(-1, plan.length, kv, dim).transpose(1, 2),
                 v.view(-1, plan.length, kv, dim).transpose(1, 2),
                 plan.mask,
+                False,
+                self.spec.scale,
             ).reshape(-1, heads, dim)
             if plan.rows is None:
                 out.copy_(attended)
@@ -138,11 +141,12 @@ class TorchBackend(AttentionBackend):
             k, v = self._gather(layer, plan.slots)  # (length, kv, dim)
             shape = (kv, group, len(plan.slots), dim)
             attended = self._attend(
-                q[plan.first : plan.last].view(-1, kv, group, dim).permute(1, 2, 0, 3),
+                q[plan.first : plan.last].view(-1, kv, group, dim).permute(1, 2, 0, 3).to(self.dtype),
                 k.transpose(0, 1).unsqueeze(1).expand(shape),
                 v.transpose(0, 1).unsqueeze(1).expand(shape),
                 plan.mask,
-                causal=plan.mask is None,
+                plan.mask is None,
+                self.spec.scale,
             )  # (kv, group, rows, dim)
             out[plan.first : plan.last] = attended.permute(2, 0, 1, 3).reshape(-1, heads, dim).to(out.dtype)
 
@@ -155,21 +159,26 @@ class TorchBackend(AttentionBackend):
                 self._scratch = cache.new_empty((2, n + n // 4, *cache.shape[2:]))
         for part, out in zip(cache, self._scratch, strict=True):
             torch.index_select(part, 0, slots, out=out[:n])
-        return self._scratch[0, :n], self._scratch[1, :n]
+        return self._scratch[0, :n].to(self.dtype), self._scratch[1, :n].to(self.dtype)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool = False
-    ) -> torch.Tensor:
-        """q (a, b, queries, dim), k and v (a, b, tokens, dim), mask broadcast to (a, b, queries, tokens)."""
-        q, k, v = q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
-        if not q.is_cuda:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.spec.scale)
-        scores = q @ k.transpose(-1, -2) * self.spec.scale  # a fused float32 kernel on a GPU may round to TF32
-        if causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
-        if mask is not None:
-            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
-        return scores.softmax(-1) @ v
+
+def attend_fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    """q (a, b, queries, dim), k and v (a, b, tokens, dim), mask broadcast to (a, b, queries, tokens)."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def attend_plainly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
+) -> torch.Tensor:
+    """The same in three operations: a GPU's fused float32 kernels may round to TF32."""
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
+    return scores.softmax(-1) @ v
 
 
 def _group(lengths: np.ndarray, budget: int) -> list[np.ndarray]:

@@ -166,8 +166,10 @@ def variants(backend: AttentionBackend, work: Workload) -> Iterator[tuple[str, A
             backend.prefill_config = PrefillConfig(block_m, block_n, warps, stages)
             yield f"m{block_m} n{block_n} w{warps} s{stages}", backend
         return
-    blocks = [(32, 2, 4), (32, 4, 4), (32, 4, 6), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2),
-              (128, 8, 3)]  # fmt: skip
+    blocks = [
+        (32, 2, 4), (32, 4, 4), (32, 4, 6), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2),
+        (128, 8, 3),
+    ]  # fmt: skip
     cuts = [(4, 1), (1, 1), (2, 1), (8, 1), (16, 1), (4, 4)]
     pairs = [*((b, cuts[0]) for b in blocks), *itertools.product([(64, 4, 3)], cuts[1:])]
     for (block_n, warps, stages), (waves, tiles) in pairs:

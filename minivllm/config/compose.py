@@ -275,14 +275,13 @@ def _node(entry: OptionEntry, schema: type[EngineSchema]) -> Any:
 
     option = entry.option
     try:
-        node: Any = OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
-        if "name" not in node:
-            node = OmegaConf.merge(node, {"name": option.name})
-        OmegaConf.merge(getattr(OmegaConf.structured(schema), option.group), node)
+        node = OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
+        plain = {"name": option.name, **OmegaConf.to_container(node, enum_to_str=True)}  # type: ignore[dict-item]
+        OmegaConf.merge(getattr(OmegaConf.structured(schema), option.group), plain)
     except Exception as e:
         what = f"the option {option.group}={option.name} of {entry.provider}"
         raise PluginError(f"{what} does not fit the schema: {_first_sentence(e)}") from e
-    return OmegaConf.to_container(node)
+    return plain
 
 
 def _first_sentence(e: Exception) -> str:

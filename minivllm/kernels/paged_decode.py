@@ -119,7 +119,7 @@ def _decode_kernel(
     v_head = v_cache + head * v_stride_head
     n = tl.arange(0, BLOCK_N)
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # summed over its columns at the end: no reduction a tile
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     if WINDOW > 0:
         oldest = tl.load(seq_lens + row) - WINDOW
@@ -145,11 +145,12 @@ def _decode_kernel(
             new_m = tl.maximum(m, tl.max(score, 1))
             p = tl.exp2(score - new_m[:, None])
             fade = tl.exp2(m - new_m)
-            total = total * fade + tl.sum(p, 1)
+            total = total * fade[:, None] + p
             acc = acc * fade[:, None]
             acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
             m = new_m
 
+    total = tl.sum(total, 1)
     normed = acc / tl.where(total > 0, total, 1.0)[:, None]
     if count == 1:
         to = out + row.to(tl.int64) * out_stride + (head * G + g)[:, None] * D + d[None, :]

@@ -78,10 +78,12 @@ def check(spec: AttentionSpec, query_lens: list[int], seq_lens: list[int], decod
     first = batch.slot_mapping // spec.block_size, batch.slot_mapping % spec.block_size
     backend.kv_cache[layer.index, :, first[0], first[1]] = float("nan")  # forward has to write them
     backend.plan(batch)
-    got = backend.forward(q, k, v, layer)
     want = attend_naively(q, [c[0] for c in contexts], [c[1] for c in contexts], query_lens, seq_lens, spec)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    for attend in (backend._attend, reference.attend_plainly):  # this device's, and that of a GPU
+        backend._attend = attend
+        got = backend.forward(q, k, v, layer)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(backend.kv_cache, cache, rtol=0, atol=0, equal_nan=True)  # nothing else was touched
 
 

@@ -1,0 +1,132 @@
+"""The whole engine on a GPU: every backend, graphs on and off, says what the CPU says in float32."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core.interfaces import AttentionSpec
+from minivllm.plugins.manager import load_plugins
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+PROMPTS = ["Once upon a time", "The engine", "In a small village", "The sea was", "My favourite animal is", "Hello"]
+GREEDY = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
+
+
+def usable(dtype: str = "bfloat16") -> list[str]:
+    """The attention backends that can run the demo model here."""
+    spec = AttentionSpec("cuda", dtype, 4, 2, 64, 16, 6, 256, 8192, 2048, 0.125)
+    registry = load_plugins()
+    found = []
+    for component in registry.by_priority("attention"):
+        if not registry.why_not(component) and not registry.resolve("attention", component.name).unsupported(spec):
+            found.append(component.name)
+    return found
+
+
+BACKENDS = usable() if torch.cuda.is_available() else ["triton"]
+
+
+def assert_close(ours: RequestOutput, reference: RequestOutput) -> None:
+    """The same tokens; or where they first differ, each side has the other's token among its best five."""
+    a, b = ours.outputs[0], reference.outputs[0]
+    for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
+        if x != y:
+            assert a.logprobs is not None and b.logprobs is not None
+            assert x in b.logprobs[i] and y in a.logprobs[i], (i, x, y, a.text, b.text)
+            assert abs(b.logprobs[i][x].logprob - b.logprobs[i][y].logprob) < 0.25, (i, x, y, a.text, b.text)
+            return
+    assert len(a.token_ids) == len(b.token_ids)
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> Iterator[list[RequestOutput]]:
+    with LLM("demo", device="cpu") as llm:
+        yield llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_every_backend_says_what_the_cpu_says(attention: str, eager: bool, on_cpu: list[RequestOutput]) -> None:
+    with LLM("demo", attention=attention, enforce_eager=eager, max_num_seqs=16) as llm:
+        about = llm.engine.describe()
+        assert about["attention"] == attention
+        assert about["cuda_graphs"] == (not eager and attention != "torch")
+        for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), on_cpu, strict=True):
+            assert_close(ours, reference)
+
+
+def test_graphs_change_no_token_in_float32() -> None:
+    params = [SamplingParams(temperature=t, seed=i, max_tokens=48) for i, t in enumerate([0, 0, 0.8, 0.8, 1.0, 0.5])]
+    texts = []
+    for eager in (True, False):
+        with LLM("demo", attention="triton", dtype="float32", enforce_eager=eager, max_num_seqs=11) as llm:
+            texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_random_requests_with_aborts_preemption_and_prefixes_equal_their_lone_runs(attention: str) -> None:
+    rng = random.Random(0)
+    prefix = [rng.randrange(1000) for _ in range(70)]
+    requests = []
+    for i in range(200):
+        own = [rng.randrange(1000) for _ in range(rng.randint(1, 60))]
+        prompt = (prefix[: rng.choice([16, 40, 70])] if rng.random() < 0.5 else []) + own
+        params = SamplingParams(
+            temperature=rng.choice([0, 0, 0.7]), seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True, logprobs=5,
+            top_k=rng.choice([0, 0, 20]), top_p=rng.choice([1.0, 0.9]),
+        )  # fmt: skip
+        requests.append((prompt, params))
+    options = {"attention": attention, "max_num_seqs": 48, "overrides": ["scheduler.max_num_batched_tokens=512"]}
+    with LLM("demo", **options, num_gpu_blocks_override=180) as llm:
+        engine, done = llm.engine, {}
+        for i, (prompt, params) in enumerate(requests):
+            engine.add_request(str(i), prompt, params)
+        aborted = set()
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    done[int(output.request_id)] = output
+            if rng.random() < 0.05:
+                victim = rng.randrange(200)
+                if victim not in done:
+                    engine.abort(str(victim))
+                    aborted.add(victim)
+        engine.scheduler.check()
+        assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
+        assert engine.scheduler.blocks.num_free == 180
+        assert set(done) | aborted == set(range(200))
+        engine.reset_prefix_cache()
+        different = 0
+        for i in rng.sample(sorted(done), 40):
+            alone = llm.generate([requests[i][0]], requests[i][1], use_tqdm=False)[0]
+            engine.reset_prefix_cache()
+            if requests[i][1].greedy:
+                assert_close(done[i], alone)
+            different += alone.outputs[0].token_ids != done[i].outputs[0].token_ids
+        assert different <= 10, f"{different} of 40 differ from their lone runs: more than ties in bfloat16 explain"
+
+
+def test_shutdown_gives_the_memory_back() -> None:
+    free = []
+    for _ in range(3):
+        with LLM("demo", attention="triton", max_num_seqs=32, gpu_memory_utilization=0.5) as llm:
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        free.append(torch.cuda.mem_get_info()[0])
+    assert abs(free[2] - free[0]) <= 64 << 20, [f >> 20 for f in free]
+
+
+def test_padding_rows_leave_the_cache_alone() -> None:
+    """A batch of 3 runs in the graph of 4: its fourth row may write to block 0 only."""
+    with LLM("demo", attention="triton", max_num_seqs=8, num_gpu_blocks_override=64) as llm:
+        cache = llm.engine.executor._worker.runner.attention.kv_cache  # type: ignore[attr-defined]
+        llm.generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+        written = (cache[:, :, 1:] != 0).flatten(3).any(-1).any(0).any(0)
+        used = sum(-(-(len(llm.get_tokenizer().encode(p)) + 19) // 16) for p in PROMPTS[:3])
+        assert int(written.sum()) <= used + 3  # the pipeline writes one row past an answer that ended
