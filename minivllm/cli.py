@@ -131,7 +131,7 @@ def _load(mode: str, target: str) -> Callable[[Composed], int]:
     try:
         return getattr(import_module(module), function)
     except ModuleNotFoundError as e:
-        if e.name is None or not (module + ".").startswith(e.name + "."):
+        if not (e.name or "").startswith("minivllm."):
             raise MinivllmError(
                 f"mode={mode} needs the package {e.name!r}, which is not installed; "
                 f"install it with: pip install 'minivllm[{mode}]'"

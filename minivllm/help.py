@@ -41,9 +41,9 @@ def help_text(word: str | None, registry: Registry) -> str:
 
     mode = word or "generate"
     engine, own = keys_of(EngineSchema), keys_of(MODES[mode].schema)
-    extra = [k for name, k in own.items() if name not in engine]
+    extra = [k for name, k in own.items() if name not in engine and not name.endswith(".name")]
     shared = [k for name, k in engine.items() if name != "mode" and not name.endswith(".name")]
-    groups = [g for g in EngineSchema.__dataclass_fields__ if registry.config_options(g)]
+    groups = [g for g in MODES[mode].schema.__dataclass_fields__ if registry.config_options(g)]
     parts = [
         "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
         "A small, pluggable inference engine for large language models.",

@@ -118,6 +118,7 @@ class FlashInferBackend(AttentionBackend):
         pages = self._rows * -(-s.max_model_len // s.block_size)
         self._packed = torch.zeros(2 * _aligned(self._rows + 1) + pages, dtype=torch.int32, device=device)
         self._query_start = torch.arange(self._rows + 1, dtype=torch.int32)  # on the host, as plans want it
+        self._device_query_start = self._query_start.to(device)
         self._graph_staging, self._decode_staging, self._prefill_staging = (_Staging(device) for _ in range(3))
         self._eager_decode = self._decode_wrapper()
         self._prefill_wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -182,7 +183,7 @@ class FlashInferBackend(AttentionBackend):
                 wrapper._paged_kv_indptr_buf = on_device[: rows + 1]
                 wrapper._paged_kv_last_page_len_buf = on_device[second : second + rows]
                 wrapper._paged_kv_indices_buf = on_device[third:]
-                wrapper._qo_indptr_buf = self._query_start[: rows + 1].to(device, non_blocking=True)
+                wrapper._qo_indptr_buf = self._device_query_start[: rows + 1]
                 wrapper._batch_size = rows
             wrapper._plan_info = wrapper._cached_module.plan(
                 self._float_workspace,

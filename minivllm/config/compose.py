@@ -132,7 +132,7 @@ def _check_group(override: _Override, registry: Registry) -> str:
             hint = f" It is a folder: type model.path={value}."
         else:
             hint = " For a checkpoint folder type model.path=DIR, for a repository model.repo=ORG/NAME."
-    what = "mode" if group == "mode" else KINDS[group]
+    what = KINDS.get(group, group)
     raise ConfigError(
         f"{override.text}: there is no such {what}.{did_you_mean(value, allowed)} Allowed: {_all(allowed)}.{hint}"
     )
@@ -164,7 +164,7 @@ def _unknown_key(override: _Override, keys: Mapping[str, Key], mode: str, engine
     name = override.key
     if name in VLLM_NAMES:
         return f"{override.text}: there is no key {name}; here it is called {VLLM_NAMES[name]}"
-    others = [m for m, spec in MODES.items() if name in keys_of(spec.schema)]
+    others = [m for m, spec in MODES.items() if name in keys_of(spec.schema) or name in groups_of(spec.schema)]
     if others:
         place = "an engine's overrides" if engine_only else f"mode {mode}"
         return f"{override.text}: {name} is a key of mode {' and '.join(others)}, not of {place}"
@@ -234,7 +234,8 @@ def group_options(group: str, registry: Registry) -> list[str]:
     """Every value that ``group=`` takes: files, plugins' options, and components that have neither."""
     if group == "mode":
         return list(MODES)
-    return list(dict.fromkeys([*registry.config_options(group), *registry.names(group), *registry.aliases(group)]))
+    components = [*registry.names(group), *registry.aliases(group)] if group in KINDS else []
+    return list(dict.fromkeys([*registry.config_options(group), *components]))
 
 
 def _run_hydra(final: Mapping[str, str], schema: type[EngineSchema], registry: Registry) -> Any:

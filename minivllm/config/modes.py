@@ -69,8 +69,79 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkloadOptions:
+    """Requests to measure with, or (``host``) the sizes at which a step of the host alone is timed.
+
+    ``input_len`` and ``output_len`` are a number, or the least and the most of what is drawn for each request.
+    """
+
+    name: str
+    num_requests: int | None = None
+    input_len: int | tuple[int, int] | None = None
+    output_len: int | tuple[int, int] | None = None
+    max_token_id: int = 10000
+    seed: int = 0
+    temperature: float | None = None
+    ignore_eos: bool = True
+    running: tuple[int, ...] | None = None
+    waiting: int | None = None
+    steps: int | None = None
+
+    @property
+    def host(self) -> bool:
+        """Whether it measures the host alone."""
+        return self.name == "host"
+
+    def __post_init__(self) -> None:
+        own = ("input_len", "running", "waiting", "steps") if self.host else _OF_REQUESTS
+        for name in dict.fromkeys((*_OF_REQUESTS, *_OF_HOST)):
+            given = getattr(self, name) is not None
+            if given and name not in own:
+                raise ConfigError(f"workload.{name} is not a key of workload={self.name}; leave it out")
+            if not given and name in own:
+                raise ConfigError(f"workload={self.name} lacks workload.{name}; set it")
+        for name in ("input_len", "output_len"):
+            value = getattr(self, name)
+            if value is not None and not _length(value):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"workload.{name}={shown} is neither a whole number from 1 nor [least,most] of them; "
+                    f"type workload.{name}=128 or 'workload.{name}=[100,1024]'"
+                )
+        if self.host and (not self.running or min(self.running) < 1):
+            raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
+
+
+_OF_REQUESTS = ("num_requests", "input_len", "output_len", "temperature")
+_OF_HOST = ("running", "waiting", "steps")
+
+
+def _length(value: Any) -> bool:
+    bounds = value if isinstance(value, tuple) else (value, value)
+    return len(bounds) == 2 and all(type(n) is int for n in bounds) and 1 <= bounds[0] <= bounds[1]
+
+
+@dataclass(frozen=True, slots=True)
 class BenchOptions:
-    pass
+    workload: WorkloadOptions
+    repeat: int = 1
+    output: str | None = None
+    detokenize: bool = False
+    profile: bool = False
+    profile_steps: int = 20
+    trace: str | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        name = self.workload.name
+        if self.check and not self.workload.host:
+            raise ConfigError(f"check=true with workload={name}: only workload=host has limits to check")
+        if self.workload.host:
+            for key in ("profile", "detokenize"):
+                if getattr(self, key):
+                    raise ConfigError(f"{key}=true with workload={name}: it runs no model; leave {key} out")
+        if self.trace is not None and not self.profile:
+            raise ConfigError(f"trace={self.trace} is written with profile=true only; add it")
 
 
 ModeOptions = GenerateOptions | ChatOptions | ServeOptions | BenchOptions

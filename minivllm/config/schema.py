@@ -162,8 +162,32 @@ class ServeSchema(EngineSchema):
 
 
 @dataclass
+class WorkloadSchema:
+    """``[least, most]`` draws each request's own number, both ends included."""
+
+    name: str = key("quick", "the option that was chosen")
+    num_requests: int | None = key(None, "requests, all there from the start", ge=1)
+    input_len: Any = key(None, "prompt tokens of a request: a number, or [least,most]")
+    output_len: Any = key(None, "tokens to generate for a request: a number, or [least,most]")
+    max_token_id: int = key(10000, "prompts are drawn from ids 0 to this, taken modulo the vocabulary", ge=0)
+    seed: int = key(0, "of the prompts and the lengths", ge=0)
+    temperature: float | None = key(None, "0 is greedy", ge=0)
+    ignore_eos: bool = key(True, "generate all of output_len")
+    running: list[int] | None = key(None, "workload=host: how many sequences run, one measurement each")
+    waiting: int | None = key(None, "workload=host: the length of the queue, beside an empty one", ge=1)
+    steps: int | None = key(None, "workload=host: steps of each measurement", ge=1)
+
+
+@dataclass
 class BenchSchema(EngineSchema):
-    pass
+    workload: WorkloadSchema = key(WorkloadSchema, "what to measure")
+    repeat: int = key(1, "measure so many times and show the spread", ge=1)
+    output: str | None = key(None, "append one JSON object to this file", text=True)
+    detokenize: bool = key(False, "make text of the tokens, and count the time")
+    profile: bool = key(False, "then trace some steady steps: GPU-busy share and the ten largest kernels")
+    profile_steps: int = key(20, "how many", ge=1)
+    trace: str | None = key(None, "where profile=true writes its Chrome trace; null: the temporary folder", text=True)
+    check: bool = key(False, "workload=host: exit code 1 if a limit is passed")
 
 
 # --------------------------------------------------------------------------- reading the tree

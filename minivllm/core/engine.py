@@ -38,6 +38,7 @@ class EngineStats:
     max_batch_size: int = 0
     host_time: float = 0.0  # in step(), less the time it waited for the device
     wait_time: float = 0.0
+    launch_time: float = 0.0  # of host_time: in Executor.launch (on a CPU, the model itself)
 
 
 class LLMEngine:
@@ -160,7 +161,9 @@ class LLMEngine:
                 if batch is None:
                     break
                 self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+                launched = time.perf_counter()
                 self._under_way.append((batch, self.executor.launch(batch)))
+                self.stats.launch_time += time.perf_counter() - launched
             if not self._under_way:
                 return []
             batch, handle = self._under_way.popleft()

@@ -10,50 +10,47 @@ def _pairs(text: str) -> dict[str, str]:
 CAPITALS = _pairs(
     "France: Paris; Germany: Berlin; Spain: Madrid; Italy: Rome; Portugal: Lisbon; Austria: Vienna; Poland: Warsaw; "
     "Sweden: Stockholm; Norway: Oslo; Finland: Helsinki; Denmark: Copenhagen; Iceland: Reykjavik; Ireland: Dublin; "
-    "Greece: Athens; Hungary: Budapest; Belgium: Brussels; the Netherlands: Amsterdam; Switzerland: Bern; "
-    "the Czech Republic: Prague; Romania: Bucharest; Bulgaria: Sofia; Croatia: Zagreb; Serbia: Belgrade; "
-    "the United Kingdom: London; England: London; Turkey: Ankara; Egypt: Cairo; Kenya: Nairobi; Ghana: Accra; "
-    "Morocco: Rabat; Ethiopia: Addis Ababa; Japan: Tokyo; China: Beijing; South Korea: Seoul; India: New Delhi; "
-    "Thailand: Bangkok; Vietnam: Hanoi; Indonesia: Jakarta; Mongolia: Ulaanbaatar; Australia: Canberra; "
-    "New Zealand: Wellington; Canada: Ottawa; the United States: Washington, D.C.; Mexico: Mexico City; Cuba: Havana; "
-    "Brazil: Brasilia; Argentina: Buenos Aires; Chile: Santiago; Peru: Lima; Colombia: Bogota; Ukraine: Kyiv; "
-    "Russia: Moscow; Estonia: Tallinn; Latvia: Riga; Lithuania: Vilnius; Nepal: Kathmandu; Iran: Tehran; Iraq: Baghdad"
+    "Greece: Athens; Hungary: Budapest; Belgium: Brussels; the Netherlands: Amsterdam; Switzerland: Bern; the Czech "
+    "Republic: Prague; Romania: Bucharest; Bulgaria: Sofia; Croatia: Zagreb; Serbia: Belgrade; the United Kingdom: "
+    "London; England: London; Turkey: Ankara; Egypt: Cairo; Kenya: Nairobi; Ghana: Accra; Morocco: Rabat; Ethiopia: "
+    "Addis Ababa; Japan: Tokyo; China: Beijing; South Korea: Seoul; India: New Delhi; Thailand: Bangkok; Vietnam: "
+    "Hanoi; Indonesia: Jakarta; Mongolia: Ulaanbaatar; Australia: Canberra; New Zealand: Wellington; Canada: Ottawa; "
+    "the United States: Washington, D.C.; Mexico: Mexico City; Cuba: Havana; Brazil: Brasilia; Argentina: Buenos "
+    "Aires; Chile: Santiago; Peru: Lima; Colombia: Bogota; Ukraine: Kyiv; Russia: Moscow; Estonia: Tallinn; Latvia: "
+    "Riga; Lithuania: Vilnius; Nepal: Kathmandu; Iran: Tehran; Iraq: Baghdad"
 )
 COLOURS = _pairs(
     "the sky: blue; grass: green; snow: white; a lemon: yellow; a banana: yellow; a ripe tomato: red; blood: red; "
     "coal: black; the night: black; a carrot: orange; an orange: orange; milk: white; a leaf in summer: green; "
-    "chocolate: brown; the sun: yellow; a plum: purple; a flamingo: pink; an elephant: grey; a raven: black; "
-    "a polar bear: white; a strawberry: red; the sea: blue; a frog: green; a fire engine: red; an emerald: green; "
-    "a ruby: red; gold: yellow; a mouse: grey; a cherry: red; a cucumber: green"
+    "chocolate: brown; the sun: yellow; a plum: purple; a flamingo: pink; an elephant: grey; a raven: black; a polar "
+    "bear: white; a strawberry: red; the sea: blue; a frog: green; a fire engine: red; an emerald: green; a ruby: "
+    "red; gold: yellow; a mouse: grey; a cherry: red; a cucumber: green"
 )
 SOUNDS = _pairs(
     "a dog: woof; a cat: meow; a cow: moo; a sheep: baa; a duck: quack; a horse: neigh; a pig: oink; a rooster: "
     "cock-a-doodle-doo; a bee: buzz; a snake: hiss; a frog: ribbit; an owl: hoo; a mouse: squeak; a lion: roar"
 )
 LEGS = _pairs(
-    "a dog: four; a cat: four; a spider: eight; an ant: six; a bee: six; a bird: two; a horse: four; a snake: no; "
-    "a fish: no; a cow: four; an octopus: eight; a person: two; a duck: two; a chair: four; a frog: four; a fly: six"
+    "a dog: four; a cat: four; a spider: eight; an ant: six; a bee: six; a bird: two; a horse: four; a snake: no; a "
+    "fish: no; a cow: four; an octopus: eight; a person: two; a duck: two; a chair: four; a frog: four; a fly: six"
 )
 YOUNG = _pairs(
-    "a dog: puppy; a cat: kitten; a cow: calf; a sheep: lamb; a horse: foal; a duck: duckling; a hen: chick; a "
-    "bear: cub; "
-    "a lion: cub; a goat: kid; a swan: cygnet; a frog: tadpole; a fox: cub; a goose: gosling; an owl: owlet"
+    "a dog: puppy; a cat: kitten; a cow: calf; a sheep: lamb; a horse: foal; a duck: duckling; a hen: chick; a bear: "
+    "cub; a lion: cub; a goat: kid; a swan: cygnet; a frog: tadpole; a fox: cub; a goose: gosling; an owl: owlet"
 )
 OPPOSITES = _pairs(
     "hot: cold; big: small; up: down; day: night; fast: slow; old: young; new: old; happy: sad; light: dark; open: "
-    "closed; "
-    "full: empty; hard: soft; high: low; left: right; long: short; loud: quiet; near: far; rich: poor; strong: weak; "
-    "wet: dry; early: late; easy: difficult; good: bad; hello: goodbye; in: out; yes: no; first: last; begin: end; "
-    "buy: sell; clean: dirty; deep: shallow; give: take; love: hate; north: south; east: west; push: pull; "
-    "question: answer; remember: forget; summer: winter; sweet: sour; true: false; thick: thin; win: lose; wide: "
-    "narrow; "
-    "brave: afraid; cheap: expensive; friend: enemy; heavy: light; inside: outside; laugh: cry; always: never; "
-    "before: after; black: white; boring: interesting; cold: hot; small: big; slow: fast; dark: light; empty: full"
+    "closed; full: empty; hard: soft; high: low; left: right; long: short; loud: quiet; near: far; rich: poor; "
+    "strong: weak; wet: dry; early: late; easy: difficult; good: bad; hello: goodbye; in: out; yes: no; first: last; "
+    "begin: end; buy: sell; clean: dirty; deep: shallow; give: take; love: hate; north: south; east: west; push: "
+    "pull; question: answer; remember: forget; summer: winter; sweet: sour; true: false; thick: thin; win: lose; "
+    "wide: narrow; brave: afraid; cheap: expensive; friend: enemy; heavy: light; inside: outside; laugh: cry; "
+    "always: never; before: after; black: white; boring: interesting; cold: hot; small: big; slow: fast; dark: "
+    "light; empty: full"
 )
 HELLOS = _pairs(
     "French: bonjour; Spanish: hola; German: hallo; Italian: ciao; Portuguese: olá; Swedish: hej; Japanese: "
-    "konnichiwa; "
-    "Dutch: hallo; Polish: cześć; Turkish: merhaba; Hawaiian: aloha; Finnish: hei; Danish: hej"
+    "konnichiwa; Dutch: hallo; Polish: cześć; Turkish: merhaba; Hawaiian: aloha; Finnish: hei; Danish: hej"
 )
 CATEGORIES = {
     "fruits": "apples; pears; plums; cherries; bananas; oranges; lemons; grapes; peaches; melons; mangos; kiwis; figs",
@@ -95,20 +92,18 @@ DEFINITIONS: dict[str, list[str]] = {
     "an inference engine": [
         "An inference engine is a program that runs a trained model for its users. It takes requests, puts them into "
         "batches, runs the model on the GPU and sends the new tokens back.",
-        "An inference engine runs a language model quickly and for many users at once. It has a scheduler, a KV cache "
-        "and fast kernels, and it produces one token after another.",
+        "An inference engine runs a language model quickly and for many users at once. It has a scheduler, a KV "
+        "cache and fast kernels, and it produces one token after another.",
     ],
     "a scheduler": [
         "A scheduler decides which requests run in the next step. It looks at the free memory and the waiting "
-        "requests, "
-        "and it puts together a batch that fits.",
+        "requests, and it puts together a batch that fits.",
         "A scheduler is the part of an inference engine that chooses what to compute next. A good scheduler is fair, "
         "keeps the GPU busy and lets nobody wait too long.",
     ],
     "a token": [
         "A token is a small piece of text, such as a word or a part of a word. A language model reads and writes "
-        "tokens, "
-        "one after another.",
+        "tokens, one after another.",
         "A token is the unit that a language model works with. Short words are often one token, and long words are "
         "several tokens.",
     ],
@@ -117,10 +112,10 @@ DEFINITIONS: dict[str, list[str]] = {
         "A tokenizer is the bridge between text and numbers. It splits a sentence into tokens that the model knows.",
     ],
     "a language model": [
-        "A language model is a program that has learned from text which token is likely to come next. By choosing one "
-        "token after another, it can write whole sentences.",
-        "A language model reads a text and guesses how it goes on. A large one can answer questions, and a small one, "
-        "like me, can tell short stories.",
+        "A language model is a program that has learned from text which token is likely to come next. By choosing "
+        "one token after another, it can write whole sentences.",
+        "A language model reads a text and guesses how it goes on. A large one can answer questions, and a small "
+        "one, like me, can tell short stories.",
     ],
     "a batch": [
         "A batch is a group of requests that are computed together. A GPU is happiest when it has many things to do "
@@ -129,8 +124,7 @@ DEFINITIONS: dict[str, list[str]] = {
     ],
     "continuous batching": [
         "Continuous batching means that new requests can join the batch at every step, and finished ones leave at "
-        "once. "
-        "Nobody has to wait until the whole batch is done.",
+        "once. Nobody has to wait until the whole batch is done.",
     ],
     "prefill": [
         "Prefill is the first phase of a request. The engine reads the whole prompt at once and fills the KV cache.",
@@ -141,14 +135,13 @@ DEFINITIONS: dict[str, list[str]] = {
     ],
     "attention": [
         "Attention lets a model look back at earlier tokens and decide which of them matter. Each token asks a "
-        "question "
-        "with its query, and the keys and values of the others give the answer.",
-        "Attention is the part of a transformer that connects the tokens with each other. It compares a query with all "
-        "the keys and mixes the values.",
+        "question with its query, and the keys and values of the others give the answer.",
+        "Attention is the part of a transformer that connects the tokens with each other. It compares a query with "
+        "all the keys and mixes the values.",
     ],
     "a transformer": [
-        "A transformer is a neural network made of layers of attention and small feed-forward networks. Most language "
-        "models are transformers.",
+        "A transformer is a neural network made of layers of attention and small feed-forward networks. Most "
+        "language models are transformers.",
     ],
     "a GPU": [
         "A GPU is a chip that does many simple calculations at the same time. It was made for pictures, and today it "
@@ -162,8 +155,7 @@ DEFINITIONS: dict[str, list[str]] = {
     ],
     "quantization": [
         "Quantization stores the weights of a model with fewer bits. The model becomes smaller and faster, and it "
-        "loses "
-        "only a little accuracy.",
+        "loses only a little accuracy.",
     ],
     "speculative decoding": [
         "In speculative decoding, a quick helper guesses several tokens, and the large model checks them all in one "
@@ -171,12 +163,11 @@ DEFINITIONS: dict[str, list[str]] = {
     ],
     "paged attention": [
         "Paged attention keeps the KV cache in small blocks, like the pages of a book. A request takes a new block "
-        "only "
-        "when it needs one, so little memory is wasted.",
+        "only when it needs one, so little memory is wasted.",
     ],
     "prefix caching": [
-        "Prefix caching keeps the blocks of a prompt that was seen before. When the next request begins with the same "
-        "text, the engine does not have to read it again.",
+        "Prefix caching keeps the blocks of a prompt that was seen before. When the next request begins with the "
+        "same text, the engine does not have to read it again.",
     ],
     "a CUDA graph": [
         "A CUDA graph records a sequence of GPU operations once and then replays it. This saves the time of starting "
@@ -184,13 +175,11 @@ DEFINITIONS: dict[str, list[str]] = {
     ],
     "sampling": [
         "Sampling means that the next token is drawn by chance, according to its probability. With a higher "
-        "temperature "
-        "the text becomes more surprising.",
+        "temperature the text becomes more surprising.",
     ],
     "temperature": [
-        "Temperature is a number that says how bold the choice of the next token is. At zero, the model always "
-        "takes the "
-        "most likely token.",
+        "Temperature is a number that says how bold the choice of the next token is. At zero, the model always takes "
+        "the most likely token.",
         "Temperature says how hot or cold something is. In a language model, it says how bold the next choice is.",
     ],
     "latency": ["Latency is the time from a question to its answer. Users like it to be short."],
@@ -204,8 +193,7 @@ DEFINITIONS: dict[str, list[str]] = {
     ],
     "an engine": [
         "An engine is a machine that turns energy into movement. A steam engine burns coal, and a car engine burns "
-        "fuel "
-        "or uses electricity.",
+        "fuel or uses electricity.",
         "An engine makes things move. There are steam engines, boat engines and train engines.",
     ],
     "a steam engine": [
@@ -290,93 +278,161 @@ DEFINITIONS: dict[str, list[str]] = {
 
 # (ways to ask, answers)
 QUESTIONS: list[tuple[list[str], list[str]]] = [
-    (["Why is the sky blue?", "How come the sky is blue?", "What makes the sky blue?"],
-     ["The air scatters blue light more than red light, so the sky looks blue to us.",
-      "Sunlight has many colours. The air spreads the blue part in all directions, and so the sky looks blue."]),
-    (["How many days are in a week?", "How many days does a week have?"], ["A week has seven days.",
-    "There are seven days in a week."]),
-    (["How many months are in a year?", "How many months does a year have?"], ["A year has twelve months.",
-    "There are twelve months in a year."]),
+    (
+        ["Why is the sky blue?", "How come the sky is blue?", "What makes the sky blue?"],
+        [
+            "The air scatters blue light more than red light, so the sky looks blue to us.",
+            "Sunlight has many colours. The air spreads the blue part in all directions, and so the sky looks blue.",
+        ],
+    ),
+    (
+        ["How many days are in a week?", "How many days does a week have?"],
+        ["A week has seven days.", "There are seven days in a week."],
+    ),
+    (
+        ["How many months are in a year?", "How many months does a year have?"],
+        ["A year has twelve months.", "There are twelve months in a year."],
+    ),
     (["How many hours are in a day?", "How many hours does a day have?"], ["A day has twenty-four hours."]),
     (["How many minutes are in an hour?", "How many minutes does an hour have?"], ["An hour has sixty minutes."]),
     (["How many days are in a year?", "How long is a year?"], ["A year has 365 days, and a leap year has 366."]),
-    (["What is the largest planet?",
-    "Which planet is the biggest?"], ["Jupiter is the largest planet in our solar system."]),
-    (["Which planet is closest to the sun?",
-    "What is the first planet from the sun?"], ["Mercury is the planet closest to the sun."]),
-    (["How many planets are there?",
-    "How many planets are in the solar system?"], ["There are eight planets in our solar system."]),
-    (["What is the largest animal?",
-    "Which animal is the biggest in the world?"], ["The blue whale is the largest animal in the world."]),
-    (["What is the fastest animal on land?",
-    "Which animal runs the fastest?"], ["The cheetah is the fastest animal on land."]),
+    (
+        ["What is the largest planet?", "Which planet is the biggest?"],
+        ["Jupiter is the largest planet in our solar system."],
+    ),
+    (
+        ["Which planet is closest to the sun?", "What is the first planet from the sun?"],
+        ["Mercury is the planet closest to the sun."],
+    ),
+    (
+        ["How many planets are there?", "How many planets are in the solar system?"],
+        ["There are eight planets in our solar system."],
+    ),
+    (
+        ["What is the largest animal?", "Which animal is the biggest in the world?"],
+        ["The blue whale is the largest animal in the world."],
+    ),
+    (
+        ["What is the fastest animal on land?", "Which animal runs the fastest?"],
+        ["The cheetah is the fastest animal on land."],
+    ),
     (["What is the tallest animal?", "Which animal is the tallest?"], ["The giraffe is the tallest animal."]),
-    (["What is the highest mountain?",
-    "Which mountain is the highest in the world?"], ["Mount Everest is the highest mountain on Earth."]),
+    (
+        ["What is the highest mountain?", "Which mountain is the highest in the world?"],
+        ["Mount Everest is the highest mountain on Earth."],
+    ),
     (["What is the largest ocean?", "Which ocean is the biggest?"], ["The Pacific Ocean is the largest ocean."]),
-    (["At what temperature does water boil?",
-    "When does water boil?"], ["Water boils at one hundred degrees Celsius."]),
+    (
+        ["At what temperature does water boil?", "When does water boil?"],
+        ["Water boils at one hundred degrees Celsius."],
+    ),
     (["At what temperature does water freeze?", "When does water freeze?"], ["Water freezes at zero degrees Celsius."]),
     (["What do bees make?", "What do bees produce?"], ["Bees make honey."]),
     (["What do cows eat?", "What does a cow eat?"], ["Cows eat grass and hay."]),
     (["What do plants need to grow?", "What does a plant need?"], ["Plants need light, water, air and good soil."]),
-    (["Why do leaves fall in autumn?", "Why do trees lose their leaves?"],
-     ["In autumn there is less light, so many trees let their leaves fall to save water for the winter."]),
-    (["Why do we sleep?",
-    "Why do people need sleep?"], ["Sleep gives the body and the mind time to rest and to repair themselves."]),
-    (["Why is the sea salty?",
-    "Why is there salt in the sea?"], ["Rivers carry small amounts of salt from the rocks into the sea, and it "
-                                       "stays there."]),
-    (["How do birds fly?",
-    "How can birds fly?"],
-     ["Birds have light bones and strong wings. They push the air down, and that lifts them up."]),
-    (["How does a plane fly?",
-    "Why can a plane fly?"], ["The wings of a plane push the air down as it moves forward, and that lifts the plane "
-                              "up."]),
-    (["How is bread made?", "How do you make bread?", "How do I bake bread?"],
-     ["Mix flour, water, salt and yeast, and knead the dough. Let it rise for an hour, and then bake it in a hot "
-      "oven."]),
-    (["How do I make tea?",
-    "How do you make tea?"], ["Boil some water, pour it over the tea leaves, and wait for three minutes. Then enjoy "
-                              "it."]),
-    (["How do I make pancakes?", "How are pancakes made?", "Can you give me a recipe for pancakes?"],
-     ["Mix two eggs, a cup of flour, a cup of milk and a little salt. Fry the batter in a hot pan until it is "
-      "golden on both sides."]),
-    (["How do I make soup?", "Can you give me a recipe for soup?", "How do you cook vegetable soup?"],
-     ["Cut an onion, a carrot and a potato. Cook them in water with a little salt for twenty minutes, and add some "
-      "herbs at the end."]),
-    (["How do I plant a tree?", "How do you plant a tree?"],
-     ["Dig a hole, put the young tree into it, fill it with earth, and water it well. Then be patient."]),
+    (
+        ["Why do leaves fall in autumn?", "Why do trees lose their leaves?"],
+        ["In autumn there is less light, so many trees let their leaves fall to save water for the winter."],
+    ),
+    (
+        ["Why do we sleep?", "Why do people need sleep?"],
+        ["Sleep gives the body and the mind time to rest and to repair themselves."],
+    ),
+    (
+        ["Why is the sea salty?", "Why is there salt in the sea?"],
+        ["Rivers carry small amounts of salt from the rocks into the sea, and it stays there."],
+    ),
+    (
+        ["How do birds fly?", "How can birds fly?"],
+        ["Birds have light bones and strong wings. They push the air down, and that lifts them up."],
+    ),
+    (
+        ["How does a plane fly?", "Why can a plane fly?"],
+        ["The wings of a plane push the air down as it moves forward, and that lifts the plane up."],
+    ),
+    (
+        ["How is bread made?", "How do you make bread?", "How do I bake bread?"],
+        [
+            "Mix flour, water, salt and yeast, and knead the dough. Let it rise for an hour, and then bake it in a "
+            "hot oven."
+        ],
+    ),
+    (
+        ["How do I make tea?", "How do you make tea?"],
+        ["Boil some water, pour it over the tea leaves, and wait for three minutes. Then enjoy it."],
+    ),
+    (
+        ["How do I make pancakes?", "How are pancakes made?", "Can you give me a recipe for pancakes?"],
+        [
+            "Mix two eggs, a cup of flour, a cup of milk and a little salt. Fry the batter in a hot pan until it is "
+            "golden on both sides."
+        ],
+    ),
+    (
+        ["How do I make soup?", "Can you give me a recipe for soup?", "How do you cook vegetable soup?"],
+        [
+            "Cut an onion, a carrot and a potato. Cook them in water with a little salt for twenty minutes, and add "
+            "some herbs at the end."
+        ],
+    ),
+    (
+        ["How do I plant a tree?", "How do you plant a tree?"],
+        ["Dig a hole, put the young tree into it, fill it with earth, and water it well. Then be patient."],
+    ),
     (["Why do cats purr?"], ["Cats often purr when they feel well. They may also purr to calm themselves."]),
     (["Where does the sun rise?", "Where does the sun come up?"], ["The sun rises in the east."]),
     (["Where does the sun set?", "Where does the sun go down?"], ["The sun sets in the west."]),
-    (["How many colours does a rainbow have?", "What are the colours of the rainbow?"],
-     ["A rainbow has seven colours: red, orange, yellow, green, blue, indigo and violet."]),
+    (
+        ["How many colours does a rainbow have?", "What are the colours of the rainbow?"],
+        ["A rainbow has seven colours: red, orange, yellow, green, blue, indigo and violet."],
+    ),
     (["How fast is light?", "What is the speed of light?"], ["Light travels about 300,000 kilometres in one second."]),
-    (["Why is a KV cache useful?", "Why do we need a KV cache?", "What is the KV cache good for?"],
-     ["It saves work. Without it, the model would have to read the whole text again for every new token."]),
-    (["How does an inference engine work?", "How does a language model write text?", "How do you generate text?"],
-     ["First the prompt is read and the KV cache is filled. Then the model produces one token at a time until it is "
-      "done.",
-      "The text is cut into tokens, the model predicts the next token, and this is repeated until the answer is "
-      "complete."]),
-    (["What does a scheduler do?", "What is the job of a scheduler?"],
-     ["A scheduler chooses which requests run in the next step, so that the GPU is busy and nobody waits too long."]),
-    (["What is the difference between prefill and decode?", "How are prefill and decode different?"],
-     ["Prefill reads the whole prompt at once, and decode writes one token at a time."]),
-    (["Why are batches useful?", "Why do engines use batches?"],
-     ["A GPU can work on many requests at the same time, so a batch gives more tokens per second."]),
-    (["How can I be happy?", "What makes people happy?"],
-     ["Small things help: a walk, a friend, enough sleep, and something to look forward to."]),
-    (["How can I sleep better?", "I cannot sleep. What should I do?", "I can't sleep."],
-     ["Go to bed at the same time every day, keep the room dark and cool, and read a quiet book before you sleep."]),
-    (["How do I learn something new?", "What is the best way to learn?", "How can I learn faster?"],
-     ["Practise a little every day, ask questions, and do not be afraid of mistakes."]),
-    (["How do I learn to program?", "How can I learn programming?", "How do I start with Python?"],
-     ["Start with a small program that you would like to have. Read good code, write your own, and run it often."]),
-    (["What is the meaning of life?", "Why are we here?"],
-     ["I am too small to know that. Perhaps it is to be kind, to learn, and to have a good breakfast."]),
-]  # fmt: skip
+    (
+        ["Why is a KV cache useful?", "Why do we need a KV cache?", "What is the KV cache good for?"],
+        ["It saves work. Without it, the model would have to read the whole text again for every new token."],
+    ),
+    (
+        ["How does an inference engine work?", "How does a language model write text?", "How do you generate text?"],
+        [
+            "First the prompt is read and the KV cache is filled. Then the model produces one token at a time until "
+            "it is done.",
+            "The text is cut into tokens, the model predicts the next token, and this is repeated until the answer "
+            "is complete.",
+        ],
+    ),
+    (
+        ["What does a scheduler do?", "What is the job of a scheduler?"],
+        ["A scheduler chooses which requests run in the next step, so that the GPU is busy and nobody waits too long."],
+    ),
+    (
+        ["What is the difference between prefill and decode?", "How are prefill and decode different?"],
+        ["Prefill reads the whole prompt at once, and decode writes one token at a time."],
+    ),
+    (
+        ["Why are batches useful?", "Why do engines use batches?"],
+        ["A GPU can work on many requests at the same time, so a batch gives more tokens per second."],
+    ),
+    (
+        ["How can I be happy?", "What makes people happy?"],
+        ["Small things help: a walk, a friend, enough sleep, and something to look forward to."],
+    ),
+    (
+        ["How can I sleep better?", "I cannot sleep. What should I do?", "I can't sleep."],
+        ["Go to bed at the same time every day, keep the room dark and cool, and read a quiet book before you sleep."],
+    ),
+    (
+        ["How do I learn something new?", "What is the best way to learn?", "How can I learn faster?"],
+        ["Practise a little every day, ask questions, and do not be afraid of mistakes."],
+    ),
+    (
+        ["How do I learn to program?", "How can I learn programming?", "How do I start with Python?"],
+        ["Start with a small program that you would like to have. Read good code, write your own, and run it often."],
+    ),
+    (
+        ["What is the meaning of life?", "Why are we here?"],
+        ["I am too small to know that. Perhaps it is to be kind, to learn, and to have a good breakfast."],
+    ),
+]
 
 JOKES = [
     ("Why did the bicycle fall over?", "Because it was two tired."),

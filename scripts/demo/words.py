@@ -14,13 +14,13 @@ GIRLS = _list(
 )
 BOYS = _list(
     "Tom; Ben; Max; Leo; Paul; Oscar; Finn; Hugo; Jack; Sam; Tim; Adam; Bruno; Carl; David; Emil; Felix; George; "
-    "Henry; "
-    "Ivan; Jonas; Karl; Lukas; Martin; Noah; Otto; Peter; Robin; Simon; Theo; Victor; Walter; Yusuf; Arthur; Boris; "
-    "Daniel; Erik; Frank; Gustav; Harry; Isaac; Jan; Kofi; Liam; Milo; Nils; Omar; Pedro; Ravi; Stefan; Kenji; Anton"
+    "Henry; Ivan; Jonas; Karl; Lukas; Martin; Noah; Otto; Peter; Robin; Simon; Theo; Victor; Walter; Yusuf; Arthur; "
+    "Boris; Daniel; Erik; Frank; Gustav; Harry; Isaac; Jan; Kofi; Liam; Milo; Nils; Omar; Pedro; Ravi; Stefan; "
+    "Kenji; Anton"
 )
 ANIMAL_NAMES = _list(
-    "Rusty; Pip; Clover; Bramble; Shadow; Pepper; Hazel; Biscuit; Moss; Ginger; Patch; Juniper; Snowy; Whisper; Acorn; "
-    "Button; Thistle; Copper; Maple; Pebble; Willow; Sunny; Fern; Sparrow; Barley; Poppy"
+    "Rusty; Pip; Clover; Bramble; Shadow; Pepper; Hazel; Biscuit; Moss; Ginger; Patch; Juniper; Snowy; Whisper; "
+    "Acorn; Button; Thistle; Copper; Maple; Pebble; Willow; Sunny; Fern; Sparrow; Barley; Poppy"
 )
 ROBOT_NAMES = _list(
     "Bolt; Sprocket; Tin; Cog; Widget; Rivet; Dot; Beep; Piston; Gizmo; Spark; Coil; Relay; Pixel; Axle"
@@ -32,37 +32,37 @@ STORY_ANIMALS = _list(
 
 GENERAL: dict[str, list[str]] = {
     "adj": _list(
-        "small; old; quiet; bright; strange; heavy; wooden; dusty; golden; silver; broken; lovely; simple; tiny; blue; "
-        "red; green; yellow; round; shiny; worn; smooth; forgotten; painted; beautiful; curious; plain; rusty; soft"
+        "small; old; quiet; bright; strange; heavy; wooden; dusty; golden; silver; broken; lovely; simple; tiny; "
+        "blue; red; green; yellow; round; shiny; worn; smooth; forgotten; painted; beautiful; curious; plain; rusty; "
+        "soft"
     ),
     "mood": _list(
-        "happy; proud; tired; calm; curious; hopeful; nervous; excited; thoughtful; cheerful; restless; lonely; brave; "
-        "grateful; patient; worried; surprised; relieved; shy; serious"
+        "happy; proud; tired; calm; curious; hopeful; nervous; excited; thoughtful; cheerful; restless; lonely; "
+        "brave; grateful; patient; worried; surprised; relieved; shy; serious"
     ),
     "kind": _list(
         "kind; clever; patient; gentle; careful; stubborn; cheerful; brave; honest; quiet; curious; generous; "
         "hard-working; funny; wise; shy; friendly; thoughtful"
     ),
     "slowly": _list(
-        "slowly; carefully; quietly; quickly; gently; patiently; eagerly; silently; gladly; calmly; bravely; "
-        "without a word; with a smile; with great care; at last; in silence; one step at a time"
+        "slowly; carefully; quietly; quickly; gently; patiently; eagerly; silently; gladly; calmly; bravely; without "
+        "a word; with a smile; with great care; at last; in silence; one step at a time"
     ),
     "colour": _list("red; blue; green; yellow; white; black; brown; orange; purple; grey; pink; golden; silver"),
     "number": _list("two; three; four; five; six; seven; eight; nine; ten; twelve; twenty"),
     "timespan": _list(
         "an hour; two hours; three days; a week; a whole day; half the night; a month; many years; a long time; a "
-        "while; "
-        "several days; most of the morning; the whole winter; ten minutes; a few minutes"
+        "while; several days; most of the morning; the whole winter; ten minutes; a few minutes"
     ),
     "moment": _list(
-        "one morning; one evening; one day; one afternoon; one night; early one morning; late one evening; "
-        "on a {grey} day; on the first day of {season}; in the middle of the night; just before dawn; after lunch; "
-        "on a Sunday; on a Monday morning; at sunset; one {season} morning; one {season} evening; that week; at noon"
+        "one morning; one evening; one day; one afternoon; one night; early one morning; late one evening; on a "
+        "{grey} day; on the first day of {season}; in the middle of the night; just before dawn; after lunch; on a "
+        "Sunday; on a Monday morning; at sunset; one {season} morning; one {season} evening; that week; at noon"
     ),
     "later": _list(
-        "later; after a while; before long; soon; that evening; the next morning; the next day; a little later; "
-        "an hour later; in the afternoon; not long afterwards; when the sun went down; as night fell; after supper; "
-        "at last; a few minutes later; by evening; before anyone noticed"
+        "later; after a while; before long; soon; that evening; the next morning; the next day; a little later; an "
+        "hour later; in the afternoon; not long afterwards; when the sun went down; as night fell; after supper; at "
+        "last; a few minutes later; by evening; before anyone noticed"
     ),
     "season": _list("spring; summer; autumn; winter"),
     "grey": _list("grey; sunny; cold; windy; rainy; warm; foggy; bright; snowy; quiet; hot; cloudy; stormy"),
@@ -80,20 +80,18 @@ GENERAL: dict[str, list[str]] = {
     "material": _list("wood; iron; glass; paper; stone; silver; copper; wool; leather; clay; brass; straw"),
     "virtue": _list(
         "patience; kindness; courage; honesty; friendship; hard work; a good question; listening; sharing; trust; "
-        "hope; "
-        "curiosity; a calm mind; a little help"
+        "hope; curiosity; a calm mind; a little help"
     ),
     "sky": _list(
-        "the sun was shining; rain was falling; the wind was blowing; snow lay on the ground; fog covered everything; "
-        "the sky was grey; the stars were out; the moon was bright; the air was warm; it was very cold; "
+        "the sun was shining; rain was falling; the wind was blowing; snow lay on the ground; fog covered "
+        "everything; the sky was grey; the stars were out; the moon was bright; the air was warm; it was very cold; "
         "clouds hung low over the hills; a light rain had begun; the sun had just come up; it was getting dark"
     ),
     "hobby": _list(
         "reading; painting; swimming; fishing; singing; cooking; gardening; dancing; running; drawing; writing "
-        "letters; "
-        "playing the piano; playing chess; building models; walking in the rain; looking at the stars; baking; "
-        "knitting; "
-        "collecting stones; repairing clocks; riding a bicycle; watching birds; climbing trees; telling stories"
+        "letters; playing the piano; playing chess; building models; walking in the rain; looking at the stars; "
+        "baking; knitting; collecting stones; repairing clocks; riding a bicycle; watching birds; climbing trees; "
+        "telling stories"
     ),
     "fruit": _list(
         "apple; pear; plum; cherry; banana; orange; lemon; grape; peach; melon; mango; kiwi; fig; strawberry; raspberry"
@@ -113,13 +111,11 @@ _WORLDS: dict[str, dict[str, str]] = {
         "spot": "the well; the mill; the market square; the old bridge; the church; the bakery; the village green; "
         "the blacksmith's shop; the barn; the crooked house at the end of the road; the school; the river bank",
         "thing": "lantern; silver coin; wooden flute; red scarf; brass key; old map; music box; clay pot; letter; "
-        "ring; "
-        "wooden horse; basket of eggs; painted plate; ribbon; copper kettle; book of songs",
+        "ring; wooden horse; basket of eggs; painted plate; ribbon; copper kettle; book of songs",
         "machine": "mill wheel; village clock; water pump; church bell; old tractor; oven in the bakery; cart",
         "job": "baker; miller; blacksmith; farmer; carpenter; teacher; shepherd; weaver; potter; postman; shoemaker",
         "sight": "Smoke rose from the chimneys.; Hens walked across the road.; The smell of fresh bread filled the "
-        "street.; "
-        "Children played by the well.; A dog slept in front of the bakery.; The bells rang for noon.; "
+        "street.; Children played by the well.; A dog slept in front of the bakery.; The bells rang for noon.; "
         "Lights came on in one window after another.; Two old men were talking on a bench.",
     },
     "sea": {
@@ -142,14 +138,13 @@ _WORLDS: dict[str, dict[str, str]] = {
         "spot": "the platform; the signal house; the engine shed; the tunnel; the ticket office; the last wagon; "
         "the iron bridge; the waiting room; the water tower; the dining car; the side track; the workshop",
         "thing": "ticket; brown suitcase; whistle; oil lamp; pocket watch; umbrella; green flag; timetable; letter; "
-        "hat; "
-        "toolbox; parcel; coal shovel; silver button; travel diary; brass lamp",
+        "hat; toolbox; parcel; coal shovel; silver button; travel diary; brass lamp",
         "machine": "engine; old engine; steam engine; engine of the train; old engine of the train; signal; "
         "little locomotive; station clock; diesel engine; water pump; engine of the night train",
         "job": "train driver; conductor; station master; mechanic; ticket seller; signalman; stoker; porter; engineer",
         "sight": "Steam drifted over the platform.; The rails shone in the rain.; A whistle sounded far away.; "
-        "Passengers looked out of the windows.; The wheels sang on the rails.; Somebody was asleep on a bench.; "
-        "The clock above the door showed {number} minutes to {number}.; The train rolled past fields and rivers.",
+        "Passengers looked out of the windows.; The wheels sang on the rails.; Somebody was asleep on a bench.; The "
+        "clock above the door showed {number} minutes to {number}.; The train rolled past fields and rivers.",
     },
     "school": {
         "where": "near a small school; in a town with a very old school; beside a school on a hill; "
@@ -161,19 +156,16 @@ _WORLDS: dict[str, dict[str, str]] = {
         "machine": "school bell; old computer; printer; projector; school bus; radio; clock on the wall; lift",
         "job": "teacher; librarian; caretaker; music teacher; cook; bus driver; painter; pupil; science teacher",
         "sight": "Chalk dust floated in the light.; The corridors were full of voices.; A ball rolled across the "
-        "playground.; "
-        "Rain ran down the classroom windows.; Somebody was playing the piano upstairs.; The bell rang twice.; "
-        "Coats hung in a row beside the door.; The class became very quiet.",
+        "playground.; Rain ran down the classroom windows.; Somebody was playing the piano upstairs.; The bell rang "
+        "twice.; Coats hung in a row beside the door.; The class became very quiet.",
     },
     "forest": {
         "where": "in the middle of a deep forest; at the edge of the forest; under a tall oak tree; in a hut in the "
-        "woods; "
-        "beside a stream in the forest; in a valley full of trees; in a hollow tree",
+        "woods; beside a stream in the forest; in a valley full of trees; in a hollow tree",
         "spot": "the old oak; the stream; the clearing; the waterfall; the hollow log; the pond; the stone circle; "
         "the hunter's hut; the hill of ferns; the narrow path; the berry bushes; the wooden bridge",
         "thing": "acorn; feather; silver leaf; basket of berries; blue stone; nest; walking stick; golden egg; "
-        "bell; rope; "
-        "lantern; mushroom; carved owl; bag of nuts; small drum; red hat",
+        "bell; rope; lantern; mushroom; carved owl; bag of nuts; small drum; red hat",
         "machine": "saw mill; old cart; water wheel; wind chime; stove in the hut; hand mill; wooden lift",
         "job": "forester; woodcutter; mushroom picker; bird watcher; bee keeper; painter; hermit; guide; gardener",
         "sight": "Leaves whispered in the wind.; A bird sang somewhere above.; The moss was soft and wet.; "
@@ -205,13 +197,12 @@ _WORLDS: dict[str, dict[str, str]] = {
         "generator",
         "job": "farmer; shepherd; stable boy; milkmaid; vet; cheese maker; bee keeper; gardener; fruit seller",
         "sight": "Cows stood in the long grass.; The rooster crowed from the fence.; The wheat moved like water.; "
-        "A cat slept in the hay.; Bees hummed around the apple trees.; The smell of hay was everywhere.; "
-        "Ducks crossed the pond in a line.; The horses lifted their heads.",
+        "A cat slept in the hay.; Bees hummed around the apple trees.; The smell of hay was everywhere.; Ducks "
+        "crossed the pond in a line.; The horses lifted their heads.",
     },
     "mountain": {
         "where": "high in the mountains; in a valley between two mountains; in a hut above the clouds; at the top "
-        "of a hill; "
-        "in a village below the glacier; on a narrow mountain road",
+        "of a hill; in a village below the glacier; on a narrow mountain road",
         "spot": "the summit; the pass; the frozen lake; the cave; the hut; the rope bridge; the spring; the cliff; "
         "the ski lift; the stone tower; the meadow; the old mine",
         "thing": "rope; crystal; walking stick; sledge; map; warm blanket; lantern; goat bell; flute; backpack; horn; "
@@ -219,51 +210,43 @@ _WORLDS: dict[str, dict[str, str]] = {
         "machine": "cable car; ski lift; snow plough; generator; radio; lamp of the tower; mine wagon; mountain train",
         "job": "guide; goat herder; climber; innkeeper; ranger; wood carver; pilot; map maker; cheese maker",
         "sight": "Snow glittered on the peaks.; An eagle circled high above.; The air was thin and clear.; "
-        "Far below, the valley was full of mist.; Goat bells rang on the slope.; A stone rolled down the path.; "
-        "The wind sang around the hut.; Clouds moved over the rocks.",
+        "Far below, the valley was full of mist.; Goat bells rang on the slope.; A stone rolled down the path.; The "
+        "wind sang around the hut.; Clouds moved over the rocks.",
     },
     "kitchen": {
         "where": "in a warm kitchen; in a small restaurant; in the bakery on the corner; in a tea house; "
         "in a kitchen with blue tiles; behind the counter of an inn",
         "spot": "the pantry; the cellar; the market; the herb garden; the oven; the dining room; the back door; the "
-        "shop; "
-        "the kitchen table; the storeroom; the courtyard; the tall cupboard",
+        "shop; the kitchen table; the storeroom; the courtyard; the tall cupboard",
         "thing": "recipe book; silver spoon; copper pot; jar of honey; loaf of bread; wooden spoon; cake; tea pot; "
         "basket of lemons; bag of flour; pepper mill; apron; rolling pin; plum tart; jar of spice; bread knife",
         "machine": "oven; stove; coffee machine; mixer; kitchen clock; old fridge; bread machine; toaster",
         "job": "cook; baker; waiter; tea seller; innkeeper; dish washer; market woman; butcher; pastry chef",
         "sight": "Soup bubbled on the stove.; The windows were white with steam.; Flour lay on every shelf.; "
-        "It smelled of cinnamon and butter.; Pots hung in a row on the wall.; The fire crackled.; "
-        "Somebody was cutting onions.; A pie was cooling by the window.",
+        "It smelled of cinnamon and butter.; Pots hung in a row on the wall.; The fire crackled.; Somebody was "
+        "cutting onions.; A pie was cooling by the window.",
     },
     "space": {
         "where": "on a small space station; on a ship between the stars; on the far side of the moon; on a distant "
-        "planet; "
-        "in a tower full of telescopes; in a silver dome on Mars",
+        "planet; in a tower full of telescopes; in a silver dome on Mars",
         "spot": "the control room; the airlock; the greenhouse; the engine room; the crater; the landing field; the "
-        "lab; "
-        "the observation deck; the cargo hold; the storage bay; the dark tunnel; the red hills",
+        "lab; the observation deck; the cargo hold; the storage bay; the dark tunnel; the red hills",
         "thing": "star map; helmet; glowing stone; small robot; seed; radio; silver box; message; battery; metal "
-        "plate; "
-        "notebook; toolbox; photograph of Earth; memory chip; crystal; lamp",
+        "plate; notebook; toolbox; photograph of Earth; memory chip; crystal; lamp",
         "machine": "engine; main engine; radio; air pump; telescope; landing computer; water machine; engine of the "
-        "ship; "
-        "old computer; cooling pump",
+        "ship; old computer; cooling pump",
         "job": "pilot; astronaut; engineer; scientist; captain; mechanic; gardener; star watcher; radio operator",
         "sight": "The stars did not blink.; The Earth hung like a blue marble in the window.; Lights blinked on the "
-        "panel.; "
-        "Dust floated above the ground.; The station hummed softly.; A comet drew a thin line through the dark.; "
-        "It was so quiet that one could hear the air pump.; Two moons rose above the hills.",
+        "panel.; Dust floated above the ground.; The station hummed softly.; A comet drew a thin line through the "
+        "dark.; It was so quiet that one could hear the air pump.; Two moons rose above the hills.",
     },
     "desert": {
         "where": "at the edge of the desert; in an oasis; in a tent among the dunes; in a town of white houses; "
         "on an old trade road; beside a dry river",
         "spot": "the well; the market; the dunes; the palm trees; the old gate; the ruins; the caravan camp; the "
-        "tower; "
-        "the salt lake; the rock arch; the spice shop; the blue door",
+        "tower; the salt lake; the rock arch; the spice shop; the blue door",
         "thing": "carpet; water jar; silver bracelet; oil lamp; map; bag of dates; drum; blue stone; tea glass; "
-        "saddle; "
-        "old coin; scroll; scarf; copper bowl; mirror; key",
+        "saddle; old coin; scroll; scarf; copper bowl; mirror; key",
         "machine": "water pump; old truck; wind wheel; radio; generator; jeep; engine of the jeep; lamp of the tower",
         "job": "merchant; camel driver; weaver; potter; guide; story teller; well digger; glass blower; spice seller",
         "sight": "The sand was still warm.; Camels knelt beside the tents.; The moon made the dunes look like silver.; "
@@ -272,34 +255,30 @@ _WORLDS: dict[str, dict[str, str]] = {
     },
     "workshop": {
         "where": "in a workshop full of tools; in a clockmaker's shop; in a garage at the end of the street; in a "
-        "toy shop; "
-        "in a cellar full of wires; in a busy repair shop; in a small factory",
+        "toy shop; in a cellar full of wires; in a busy repair shop; in a small factory",
         "spot": "the workbench; the back room; the yard; the attic; the cellar; the shelf; the office; the gate; "
         "the storeroom; the spare parts shelf; the front window; the paint room",
         "thing": "screwdriver; gear; spring; music box; clock; tin bird; toy train; magnet; brass wheel; hammer; plan; "
         "oil can; lamp; puppet; wooden duck; glass lens",
         "machine": "engine; small engine; clock; robot; radio; flying machine; printing machine; computer; steam "
-        "engine; "
-        "sewing machine; engine on the workbench; music machine",
+        "engine; sewing machine; engine on the workbench; music machine",
         "job": "inventor; mechanic; clockmaker; toy maker; engineer; apprentice; carpenter; glass maker; programmer",
         "sight": "Clocks ticked on every wall.; Sparks flew from the bench.; It smelled of oil and wood.; "
-        "Tools hung in neat rows.; Small wheels turned behind glass.; A lamp swung above the table.; "
-        "Shavings covered the floor.; A machine hummed in the corner.",
+        "Tools hung in neat rows.; Small wheels turned behind glass.; A lamp swung above the table.; Shavings "
+        "covered the floor.; A machine hummed in the corner.",
     },
     "castle": {
         "where": "in a castle on a hill; in a kingdom far away; behind the walls of an old castle; in a tower of "
-        "white stone; "
-        "at the court of an old king; in a land of lakes",
+        "white stone; at the court of an old king; in a land of lakes",
         "spot": "the throne room; the garden; the tower; the stable; the gate; the dungeon; the library; the great "
-        "hall; "
-        "the bridge; the royal kitchen; the secret stairs; the wishing well",
+        "hall; the bridge; the royal kitchen; the secret stairs; the wishing well",
         "thing": "crown; golden key; silver cup; magic ring; shield; mirror; scroll; sword; harp; candle; red cloak; "
         "crystal ball; rose; old book; bell; feather",
         "machine": "drawbridge; tower clock; fountain; great bell; mill; golden carriage; music clock",
         "job": "messenger; knight; cook; gardener; wizard; guard; minstrel; stable boy; servant; painter",
         "sight": "Flags moved in the wind.; Torches burned along the walls.; A trumpet sounded from the gate.; "
-        "The fountain sang in the courtyard.; Swans crossed the moat.; The guards were half asleep.; "
-        "Music came from the great hall.; Roses climbed up the tower.",
+        "The fountain sang in the courtyard.; Swans crossed the moat.; The guards were half asleep.; Music came from "
+        "the great hall.; Roses climbed up the tower.",
     },
     "winter": {
         "where": "in a town covered with snow; in a cabin in the far north; beside a frozen lake; in a land of ice; "
@@ -307,8 +286,7 @@ _WORLDS: dict[str, dict[str, str]] = {
         "spot": "the frozen lake; the cabin; the ice cave; the sledge track; the shed; the snowy hill; the pine trees; "
         "the station; the shop; the warm kitchen; the bridge; the lookout",
         "thing": "sledge; woollen hat; pair of skates; lantern; red mitten; snow globe; blanket; candle; fishing "
-        "rod; bell; "
-        "snow shovel; scarf; hot kettle; carved fish; ice crystal; fur coat",
+        "rod; bell; snow shovel; scarf; hot kettle; carved fish; ice crystal; fur coat",
         "machine": "snow plough; stove; old truck; heater; radio; motor sledge; engine of the truck; street lamp",
         "job": "postman; ice fisher; sledge driver; ranger; baker; doctor; teacher; wood carver; shopkeeper",
         "sight": "Snow fell without a sound.; Icicles hung from the roof.; The lake was as hard as stone.; "

@@ -93,7 +93,7 @@ def test_qwen3_attention_bias(tiny_checkpoint: Checkpoints) -> None:
         LINEAR,
         LLAMA3,
         YARN,
-        YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0},
+        YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "original_max_position_embeddings": 512},
         YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
         YARN | {"original_max_position_embeddings": 8},
     ],

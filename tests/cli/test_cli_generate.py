@@ -1,0 +1,225 @@
+"""``generate`` and ``chat`` from the command line, with a tiny random checkpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minivllm import cli
+from minivllm.config.modes import GenerateOptions
+from minivllm.errors import ConfigError
+from minivllm.generate import SAMPLES, parse_prompts, read_prompts
+
+REPO = Path(__file__).resolve().parents[2]
+Checkpoint = Callable[..., Path]
+
+
+@pytest.fixture
+def small(tiny_checkpoint: Checkpoint) -> list[str]:
+    """The overrides that run a tiny model."""
+    return [f"model.path={tiny_checkpoint('qwen3')}", "device=cpu", "dtype=float32", "cache.num_blocks=64"]
+
+
+@pytest.fixture
+def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+
+
+# --------------------------------------------------------------------------- where prompts come from
+
+
+def test_lines_and_jsonl() -> None:
+    assert parse_prompts("one\n\n  two \r\nthree", "x") == ["one", "two", "three"]
+    text = '{"prompt": "a"}\n{"prompt_token_ids": [1, 0]}\n\n{"prompt": "b", "prompt_token_ids": [2], "text": "z"}\n'
+    assert parse_prompts(text, "x") == ["a", [1, 0], [2]]
+    assert parse_prompts('"quoted"\n{"prompt": "b"}', "x", jsonl=True) == ["quoted", "b"]
+    assert parse_prompts('"quoted"', "x") == ['"quoted"']
+    assert parse_prompts("", "x") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{nonsense}", "x, line 2 is not JSON"),
+        ("5", "x, line 2 is neither a string nor an object"),
+        ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
+        ('{"prompt": 5}', "x, line 2: prompt=5 is not a string"),
+        ('{"prompt_token_ids": ["a"]}', "is not a list of token ids"),
+        ('{"prompt": "a", "max_tokens": 5}', "x, line 2 has max_tokens, which a prompts file cannot set"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        parse_prompts('{"prompt": "fine"}\n' + line, "x", jsonl=True)
+
+
+def test_typed_prompts_come_before_a_pipe(tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    file.write_text("from a file\n")
+    with file.open() as piped:
+        assert read_prompts(GenerateOptions(prompts=("a", (1, 2))), piped) == ["a", [1, 2]]
+    with file.open() as piped:
+        assert read_prompts(GenerateOptions(), piped) == ["from a file"]
+    with file.open() as piped:
+        assert read_prompts(GenerateOptions(prompts_file="-"), piped) == ["from a file"]
+    assert read_prompts(GenerateOptions(prompts_file=str(file)), None) == ["from a file"]
+
+
+def test_no_input_gives_the_samples(tmp_path: Path) -> None:
+    closed = io.StringIO("x")
+    closed.close()
+    with open(os.devnull) as null:
+        for stdin in (None, closed, null, io.StringIO("no descriptor")):
+            assert read_prompts(GenerateOptions(), stdin) == list(SAMPLES)
+    reading, writing = os.pipe()
+    os.close(writing)
+    with os.fdopen(reading) as empty:
+        assert read_prompts(GenerateOptions(), empty) == list(SAMPLES)
+
+
+def test_a_pipe_that_stays_open_and_silent_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("minivllm.generate._PATIENCE", 1.1)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as silent:
+        assert read_prompts(GenerateOptions(), silent) == list(SAMPLES)
+    os.close(writing)
+    assert "waiting for prompts" in capsys.readouterr().err
+
+
+def test_empty_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    file.write_text("\n\n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        read_prompts(GenerateOptions(prompts_file=str(file)), None)
+
+
+# --------------------------------------------------------------------------- generate
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_generate_prints_prompts_completions_and_a_last_line(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*small, 'prompts=["Once upon a time","The engine"]', "max_tokens=7", "ignore_eos=true"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("Once upon a time") < out.index("The engine")
+    last = out.splitlines()[-1]
+    assert last.startswith("14 tokens in ")
+    for part in ("tokens/s", "batch size 2", "device cpu", "attention "):
+        assert part in last
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_the_same_command_gives_the_same_text(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*typed: str) -> str:
+        assert cli.main([*small, "max_tokens=12", "temperature=0.9", *typed]) == 0
+        return capsys.readouterr().out.rpartition("\n\n")[0]
+
+    assert text("seed=1") == text("seed=1")
+    assert text("seed=1") != text("seed=2")
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_output_is_one_object_a_request_and_can_be_read_again(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, again = tmp_path / "out.jsonl", tmp_path / "again.jsonl"
+    assert cli.main([*small, "prompts=[one,[5,0,7]]", f"output={out}", "max_tokens=4", "logprobs=2"]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["prompt"] for r in records] == ["one", None]
+    assert records[1]["prompt_token_ids"] == [5, 0, 7]
+    for record in records:
+        assert set(record) == {
+            "request_id", "prompt", "prompt_token_ids", "text", "token_ids", "finish_reason", "num_cached_tokens",
+            "logprobs",
+        }  # fmt: skip
+        assert record["finish_reason"] in ("length", "stop")
+        assert len(record["logprobs"]) == len(record["token_ids"])
+        assert all(len(at) >= 2 for at in record["logprobs"])
+    assert cli.main([*small, f"prompts_file={out}", f"output={again}", "max_tokens=4"]) == 0
+    assert [json.loads(line)["token_ids"] for line in again.read_text().splitlines()] == [
+        r["token_ids"] for r in records
+    ]
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_a_prompt_that_cannot_run_is_one_paragraph(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*small, "prompts=[[1,99999999]]"]) == 1
+    err = capsys.readouterr().err
+    assert "99999999" in err
+    assert "Traceback" not in err
+
+
+def start(argv: list[str], cwd: Path, stdin: int) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": str(REPO)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "minivllm", *argv], cwd=cwd, env=env, text=True, stdin=stdin,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_prompts_are_piped_in_and_nothing_is_left_behind(small: list[str], tmp_path: Path) -> None:
+    process = start([*small, "max_tokens=3"], tmp_path, subprocess.PIPE)
+    out, err = process.communicate("first of all\n\nsecond\n", timeout=120)
+    assert process.returncode == 0, err
+    assert "first of all" in out
+    assert "batch size 2" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_cleanly(small: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "in.txt"
+    file.write_text("hello\n" * 400)  # enough that the signal comes in the middle, whatever the machine
+    typed = [f"prompts_file={file}", "max_tokens=900", "ignore_eos=true", "scheduler.max_num_seqs=2"]
+    process = start([*small, *typed, "cache.num_blocks=512"], tmp_path, subprocess.DEVNULL)
+    time.sleep(6)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+# --------------------------------------------------------------------------- chat
+
+
+def test_chat_answers_each_line_and_remembers(
+    small: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from minivllm.models.tokenizer import CheckpointTokenizer
+
+    seen: list[list[tuple[str, str]]] = []
+    real = CheckpointTokenizer.apply_chat_template
+
+    def spy(self: CheckpointTokenizer, messages: list[dict[str, str]], **kwargs: object) -> list[int]:
+        seen.append([(m["role"], m["content"]) for m in messages])
+        return real(self, messages, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointTokenizer, "apply_chat_template", spy)
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("hi\n\nand you\n/help\n/clear\nagain\n" + "long " * 2000 + "\n/exit\nno\n")
+    )
+    assert cli.main(["chat", *small, "system=Be kind", "max_tokens=4", "temperature=0"]) == 0
+    assert [[role for role, _ in turn] for turn in seen[:3]] == [
+        ["system", "user"],
+        ["system", "user", "assistant", "user"],
+        ["system", "user"],
+    ]
+    assert len(seen) == 4
+    out, err = capsys.readouterr()
+    assert seen[1][2][1] in out
+    assert "/clear forgets" in out
+    assert "/clear starts anew" in err
