@@ -37,7 +37,7 @@ def help_text(word: str | None, registry: Registry) -> str:
             "executor, the package it comes from, and\nwhether it is usable here or why not. Then every problem with "
             "a plugin.\n\n" + _ENVIRONMENT
         )
-    from minivllm.config.compose import group_options
+    from minivllm.config.overrides import group_options
 
     mode = word or "generate"
     engine, own = keys_of(EngineSchema), keys_of(MODES[mode].schema)

@@ -42,7 +42,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
     yield Component(
         "flash",
         "minivllm.backends.flash:FlashBackend",
-        requires=("flash_attn_interface|flash_attn",),
+        requires=("flash_attn_interface|sgl_kernel|flash_attn",),
         priority=20,
         description="FlashAttention",
         install="pip install 'minivllm[flash]'",

@@ -1,0 +1,195 @@
+"""``minivllm bench``: measure one workload; a table to look at, one JSON object to keep."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.bench.record import append, check_writable, environment, peak_memory, process_seconds
+from minivllm.bench.table import show
+from minivllm.config.modes import BenchOptions
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.bench.profile import Profile
+    from minivllm.config.compose import Composed
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.engine import LLMEngine
+
+
+def run(composed: Composed) -> int:
+    """Measure; returns the exit code."""
+    options = composed.options
+    assert isinstance(options, BenchOptions)
+    output = check_writable(options.output, "output") if options.output is not None else None
+    trace = check_writable(options.trace or _temporary_trace(), "trace") if options.profile else None
+    record: dict[str, Any] = {**environment(), "overrides": list(composed.overrides)}
+    if options.workload.host:
+        held = _host(composed.engine, options, record)
+    else:
+        _requests(composed.engine, options, record, trace)
+        held = True
+    if output is not None:
+        append(output, record)
+        print(f"written to {output}")
+    return 0 if held or not options.check else 1
+
+
+# --------------------------------------------------------------------------- with a model
+
+
+def _requests(config: EngineConfig, options: BenchOptions, record: dict[str, Any], trace: Path | None) -> None:
+    started = process_seconds()
+    clock = time.perf_counter()
+    from minivllm.assemble import find_model, model_length
+    from minivllm.bench.measure import Bench, summarize
+    from minivllm.bench.workloads import check_fits, make_requests
+    from minivllm.core.engine import LLMEngine
+
+    imported = time.perf_counter()
+    _, model_config = find_model(config)
+    requests = make_requests(options.workload, model_config.vocab_size)
+    check_fits(options.workload.name, requests, model_length(config, model_config))
+    made = time.perf_counter()
+    with LLMEngine.from_config(config) as engine:
+        ready = time.perf_counter()
+        phases = {"process": started, "import": imported - clock, "engine": ready - made}
+        record |= _described(engine, options)
+        # making the requests is the bench's work, not the engine's
+        record["time_to_ready_s"] = None if started is None else started + imported - clock + ready - made
+        record["ready_phases_s"] = phases
+        bench = Bench(engine, requests, options.workload, detokenize=options.detokenize)
+        _say("warming up")
+        bench.warm_up()
+        runs = []
+        for number in range(options.repeat):
+            _say(f"run {number + 1} of {options.repeat}")
+            runs.append(bench.run())
+        record |= summarize(runs)
+        record |= peak_memory(record["device"])
+        _show_runs(record, options)
+        if trace is not None:
+            from minivllm.bench.profile import profile_steps
+
+            _say("profiling")
+            profiled = profile_steps(bench, options.profile_steps, trace)
+            record["profile"] = profiled.to_dict()
+            _show_profile(profiled)
+
+
+def _described(engine: LLMEngine, options: BenchOptions) -> dict[str, Any]:
+    config = engine.config
+    return {
+        **engine.describe(),
+        "load_format": config.load_format,
+        "enforce_eager": config.enforce_eager,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "async_scheduling": config.scheduler.async_scheduling,
+        "workload": asdict(options.workload),
+        "detokenize": options.detokenize,
+        "repeat": options.repeat,
+    }
+
+
+_ROWS = (
+    ("seconds", "seconds", 3),
+    ("output tokens/s", "output_tokens_per_s", 1),
+    ("total tokens/s", "total_tokens_per_s", 1),
+    ("ms per step, mean", "ms_per_step_mean", 3),
+    ("ms per step, p50", "ms_per_step_p50", 3),
+    ("ms per step, p99", "ms_per_step_p99", 3),
+    ("host µs per step, p50", "host_us_per_step", 1),
+    ("host µs per step, p99", "host_us_per_step_p99", 1),
+    ("launch µs per step, p50", "launch_us_per_step", 1),
+)
+
+
+def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
+    """The figures, and above and below them what they are figures of."""
+    spread, work = record["spread"], options.workload
+    graphs = "CUDA graphs" if record["cuda_graphs"] else "eager"
+    print(
+        f"{record['model']} ({record['load_format']} weights), {record['dtype']}, tp={record['tp']}, {record['device']}"
+        f", {graphs}, scheduler={record['scheduler']}\n{record['attention_why']}"
+    )
+    columns = ["", "median", "min", "max"] if options.repeat > 1 else ["", "value"]
+    rows = []
+    for label, name, digits in _ROWS:
+        values = [spread[name][at] for at in ("median", "min", "max")[: len(columns) - 1]]
+        rows.append([label, *(f"{value:,.{digits}f}" for value in values)])
+    show(
+        f"workload={work.name}: {work.num_requests} requests, {record['tokens_in']:,} tokens in, "
+        f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions"
+        + (f", {options.repeat} runs" if options.repeat > 1 else ""),
+        columns,
+        rows,
+    )
+    memory = [
+        f"{record[name] / 2**30:.2f} GiB {where}"
+        for name, where in (("peak_gpu_bytes", "on the GPU"), ("peak_host_bytes", "on the host"))
+        if record[name] is not None
+    ]
+    if record["time_to_ready_s"] is not None:
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["ready_phases_s"].items())
+        print(f"ready {record['time_to_ready_s']:.2f} s after the process began ({phases})")
+    print(f"peak memory: {', '.join(memory)}")
+
+
+def _show_profile(profiled: Profile) -> None:
+    busy = profiled.gpu_busy
+    what = "kernel" if busy is not None else "CPU operation"
+    title = f"profile of {profiled.steps} steps: " + (
+        f"the GPU was busy {100 * busy:.1f}% of the time" if busy is not None else "no GPU kernel in this process"
+    )
+    rows = [
+        [w.name if len(w.name) <= 60 else w.name[:57] + "...", f"{w.count:,}", f"{w.total_us:,.0f}",
+         f"{w.total_us / w.count:.1f}"] for w in profiled.largest
+    ]  # fmt: skip
+    show(title, [what, "count", "total µs", "µs each"], rows)
+    print(f"trace: {profiled.trace} (chrome://tracing, Perfetto)")
+
+
+def _temporary_trace() -> str:
+    return str(Path(tempfile.gettempdir()) / f"minivllm-trace-{os.getpid()}.json")
+
+
+# --------------------------------------------------------------------------- without one
+
+
+def _host(config: EngineConfig, options: BenchOptions, record: dict[str, Any]) -> bool:
+    """The host alone; returns whether every limit holds."""
+    from minivllm.bench.host import limits, measure_host
+    from minivllm.plugins import default_registry
+
+    if options.repeat != 1:
+        raise ConfigError(f"repeat={options.repeat} with workload=host: raise workload.steps instead")
+    rows = measure_host(config, options.workload, default_registry())
+    found = limits(rows)
+    record |= {
+        "scheduler": config.scheduler.name,
+        "block_size": config.cache.block_size,
+        "prefix_caching": config.cache.enable_prefix_caching,
+        "workload": asdict(options.workload),
+        "host": [asdict(row) for row in rows],
+        "limits": [{**asdict(limit), "held": limit.held} for limit in found],
+    }
+    show(
+        f"workload=host: µs a step, scheduler={config.scheduler.name}, {record['cpu']}",
+        ["running", "waiting", "median", "p99"],
+        [[f"{r.running:,}", f"{r.waiting:,}", f"{r.us_p50:.1f}", f"{r.us_p99:.1f}"] for r in rows],
+    )
+    if found:
+        lines = [[x.name, f"{x.value:.2f}", f"{x.limit:g}", "yes" if x.held else "NO"] for x in found]
+        show("limits", ["", "value", "at most", "held"], lines)
+    return all(limit.held for limit in found)
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"bench: {text}", file=sys.stderr)

@@ -1,0 +1,109 @@
+"""A torch profiler trace of some steady steps: how busy the GPU was, and with what."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from minivllm.bench.measure import Bench
+
+_LARGEST = 10
+_LEAD_IN = 3  # steady steps before the trace begins
+_PATIENCE = 2000  # steps to wait for a steady one
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """All runs of one kernel (or of one operation of the CPU: its own time, without what it calls)."""
+
+    name: str
+    count: int
+    total_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """``gpu_busy``: the union of the kernels' times over the time from the first one's start to the last one's end; the
+    profiler's own cost is in the gaps. None where there was no kernel."""
+
+    trace: str
+    steps: int
+    gpu_busy: float | None
+    largest: list[Work]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def profile_steps(bench: Bench, steps: int, trace: Path) -> Profile:
+    """Run the workload until all that can run decodes, trace ``steps`` steps, and drop the rest of it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine = bench.engine
+    on_gpu = not bench.on_cpu
+    bench.add(bench.requests)
+    _settle(bench, steps)
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        before = engine.stats.steps
+        while engine.stats.steps - before < steps and engine.has_unfinished_requests():
+            engine.step()
+        traced = engine.stats.steps - before
+        if on_gpu:
+            torch.cuda.synchronize()
+    bench.clear()
+    profiler.export_chrome_trace(str(trace))
+    kernels = _kernels(trace) if on_gpu else []
+    if not kernels:
+        work = [Work(a.key, a.count, float(a.self_cpu_time_total)) for a in profiler.key_averages()]
+        return Profile(str(trace), traced, None, _top(work))
+    return Profile(str(trace), traced, busy_share((start, start + length) for _, start, length in kernels), largest(kernels))
+
+
+def _settle(bench: Bench, steps: int) -> None:
+    """Step until each running sequence gets a token a step; a workload too short for that is traced from its start."""
+    engine = bench.engine
+    if min(r.max_tokens for r in bench.requests) < steps + _LEAD_IN:
+        return
+    steady = 0
+    for _ in range(_PATIENCE):
+        before = engine.stats.output_tokens
+        engine.step()
+        full = min(engine.num_unfinished_requests, engine.config.scheduler.max_num_seqs)
+        steady = steady + 1 if engine.stats.output_tokens - before >= full else 0
+        if steady > _LEAD_IN:
+            return
+
+
+def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
+    """The part of the time from the first start to the last end that some interval covers."""
+    ordered = sorted(intervals)
+    covered, reached = 0.0, ordered[0][0]
+    for start, end in ordered:
+        covered += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return covered / max(reached - ordered[0][0], 1e-9)
+
+
+def largest(kernels: Iterable[tuple[str, float, float]]) -> list[Work]:
+    """Of (name, start, µs), the names that took the most time."""
+    lengths: dict[str, list[float]] = defaultdict(list)
+    for name, _, length in kernels:
+        lengths[name].append(length)
+    return _top(Work(name, len(all_of), sum(all_of)) for name, all_of in lengths.items())
+
+
+def _top(work: Iterable[Work]) -> list[Work]:
+    return sorted(work, key=lambda w: -w.total_us)[:_LARGEST]
+
+
+def _kernels(trace: Path) -> list[tuple[str, float, float]]:
+    """(name, start, length) in µs of each kernel in a Chrome trace."""
+    events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    return [(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") == "kernel"]

@@ -1,0 +1,51 @@
+"""A workload's options as requests: token ids and how many to generate. The same options give the same requests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minivllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minivllm.config.modes import WorkloadOptions
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    prompt: list[int]
+    max_tokens: int
+
+
+def make_requests(options: WorkloadOptions, vocab_size: int) -> list[BenchRequest]:
+    """All prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's bench.py.
+
+    Ids past the vocabulary of a small model are taken modulo its size.
+    """
+    assert options.num_requests is not None and options.output_len is not None
+    draw = random.Random(options.seed)
+    prompts = [make_prompt(options, vocab_size, draw) for _ in range(options.num_requests)]
+    return [BenchRequest(prompt, _length(options.output_len, draw)) for prompt in prompts]
+
+
+def make_prompt(options: WorkloadOptions, vocab_size: int, draw: random.Random) -> list[int]:
+    """Token ids of one prompt."""
+    assert options.input_len is not None
+    return [draw.randint(0, options.max_token_id) % vocab_size for _ in range(_length(options.input_len, draw))]
+
+
+def check_fits(name: str, requests: list[BenchRequest], max_model_len: int) -> None:
+    """Raise ConfigError for a workload that would have to be cut: its figures would be another workload's."""
+    over = [r for r in requests if len(r.prompt) + r.max_tokens > max_model_len]
+    if over:
+        longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
+        raise ConfigError(
+            f"workload={name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; the longest "
+            f"has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower workload.input_len or "
+            f"workload.output_len, or raise max_model_len (or take a model that has more positions)"
+        )
+
+
+def _length(bounds: int | tuple[int, int], draw: random.Random) -> int:
+    return draw.randint(*bounds) if isinstance(bounds, tuple) else bounds

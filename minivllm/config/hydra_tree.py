@@ -1,0 +1,80 @@
+"""What Hydra does here: group options and checked overrides become one tree of schema objects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.config.conf_dir import conf_dir
+from minivllm.config.overrides import group_options, groups_of
+from minivllm.config.schema import EngineSchema
+from minivllm.errors import ConfigError, PluginError
+from minivllm.plugins.naming import did_you_mean
+from minivllm.plugins.registry import OptionEntry, Registry
+
+
+def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry: Registry) -> Any:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from minivllm.config.private_hydra import private_hydra
+
+    with private_hydra() as store:
+        store.store(name="schema", node=schema)
+        for group in groups_of(schema)[:-1]:
+            name = final.get(group, "").partition("=")[2]
+            entry = registry.config_options(group).get(name)
+            if entry is None and name in group_options(group, registry):
+                store.store(group=group, name=name, node={"name": registry.get(group, name).name})
+            elif entry is not None and not entry.provider.builtin:  # ours are files that Hydra finds by itself
+                store.store(group=group, name=name, node=_node(entry, schema))
+        try:
+            with initialize_config_dir(str(conf_dir()), job_name="minivllm", version_base="1.3"):
+                tree = OmegaConf.to_object(hydra_compose("config", overrides=list(final.values())))
+        except (HydraException, OmegaConfBaseException) as e:
+            if absent := re.search(r"Could not override '(model\.hf_config\.[^']+)'", str(e)):
+                what = final.get("model", "model=demo")
+                raise ConfigError(
+                    f"{absent[1]}: the shape of {what} has no such key; to add one type +{absent[1]}=..."
+                ) from e
+            raise ConfigError(_first_sentence(e)) from e
+    _refuse_extras(tree, "")
+    return tree
+
+
+def _node(entry: OptionEntry, schema: type[EngineSchema]) -> Any:
+    """A plugin's option, checked against the schema of its group, so that a mistake is told with the plugin's name."""
+    from omegaconf import OmegaConf
+
+    option = entry.option
+    try:
+        node = OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
+        shown = {"name": option.name, **OmegaConf.to_container(node, enum_to_str=True)}  # type: ignore[dict-item]
+        OmegaConf.merge(getattr(OmegaConf.structured(schema), option.group), shown)
+    except Exception as e:
+        what = f"the option {option.group}={option.name} of {entry.provider}"
+        raise PluginError(f"{what} does not fit the schema: {_first_sentence(e)}") from e
+    return shown
+
+
+def _first_sentence(e: Exception) -> str:
+    lines = [line.strip() for line in str(e).splitlines() if line.strip()]
+    return " ".join(
+        line for line in lines[:2] if not line.startswith(("full_key", "object_type", "See https"))
+    ) or repr(e)
+
+
+def _refuse_extras(node: Any, prefix: str) -> None:
+    """Hydra accepts what is added with +; nothing that no field names may pass."""
+    known = {f.name for f in fields(node)}
+    for name, value in vars(node).items():
+        if name not in known:
+            raise ConfigError(f"+{prefix}{name}: there is no such key.{did_you_mean(name, known)}")
+        if is_dataclass(value):
+            _refuse_extras(value, f"{prefix}{name}.")

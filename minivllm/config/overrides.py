@@ -1,0 +1,179 @@
+"""``key=value`` as it was typed, judged before Hydra sees it, so that a mistake is answered in the user's words."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.config.modes import MODES
+from minivllm.config.schema import EngineSchema, Key, keys_of
+from minivllm.config.vllm_names import VLLM_NAMES
+from minivllm.errors import ConfigError
+from minivllm.plugins.naming import did_you_mean, either, listing, nearest
+from minivllm.plugins.registry import KINDS, Registry
+from minivllm.plugins.types import CONFIG_GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    text: str
+    adds: bool  # with + or ++
+    key: str
+    raw: str  # as typed: the spaces around a prompt are part of it
+
+    @property
+    def value(self) -> str:
+        return self.raw.strip()
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        match = re.fullmatch(r"\s*(\+\+|\+|~)?\s*([^=\s]*)\s*(=(.*))?", text, re.DOTALL)
+        if match is None or not match[2] or match[3] is None or match[1] == "~":
+            if match is not None and match[1] == "~":
+                raise ConfigError(f"{text}: a key cannot be removed; set it to its default, or to null")
+            raise ConfigError(f"{text!r} is not key=value; `minivllm --help` lists the keys")
+        if not match[4]:
+            raise ConfigError(f"{text}: the value is missing; type {match[2]}=null for none")
+        return cls(text, match[1] is not None, match[2], match[4])
+
+
+def check_group(override: Override, registry: Registry) -> str:
+    group, value = override.key, override.value.strip("'\"")
+    allowed = group_options(group, registry)
+    if value in allowed:
+        return f"{group}={value}"
+    if "," in value:
+        raise ConfigError(f"{override.text}: one {group} at a time; several values make a sweep, which is bench -m's")
+    hint = ""
+    if group == "model":
+        repos = {repo: name for name, repo in option_repos(registry).items()}
+        if value in repos:
+            hint = f" {value} is model={repos[value]}."
+        elif os.path.isdir(value):
+            hint = f" It is a folder: type model.path={value}."
+        else:
+            hint = " For a checkpoint folder type model.path=DIR, for a repository model.repo=ORG/NAME."
+    what = KINDS.get(group, group)
+    raise ConfigError(
+        f"{override.text}: there is no such {what}.{did_you_mean(value, allowed)} Allowed: {sorted_listing(allowed)}.{hint}"
+    )
+
+
+def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_only: bool) -> str:
+    """Refuse an unknown key or a value of the wrong type; return the override as Hydra needs it."""
+    name, prefix = override.key, ""
+    key = keys.get(name)
+    if key is None:
+        above = next((k for k in keys.values() if k.mapping and name.startswith(k.name + ".")), None)
+        if above is None:
+            raise ConfigError(_unknown_key(override, keys, mode, engine_only))
+        # The shape of a model has keys that must not be mistyped; a backend's options are checked by their own list.
+        prefix = "++" if override.adds or above.name != "model.hf_config" else ""
+    elif key.mapping:
+        prefix = "++"
+    if key is not None and key.text and override.value != "null" and not override.value.startswith(("[", '"', "'")):
+        return f"{name}={quote(override.raw)}"
+    value = _parse_value(override)
+    if key is not None and not key.mapping:
+        _check_type(override, key, value)
+    elif key is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{override.text}: {name} is a mapping; type {name}={{key: value}} or {name}.KEY=VALUE")
+    return f"{prefix}{name}={override.value}"
+
+
+def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_only: bool) -> str:
+    name = override.key
+    if name in VLLM_NAMES:
+        return f"{override.text}: there is no key {name}; here it is called {VLLM_NAMES[name]}"
+    others = [m for m, spec in MODES.items() if name in keys_of(spec.schema) or name in groups_of(spec.schema)]
+    if others:
+        place = "an engine's overrides" if engine_only else f"mode {mode}"
+        return f"{override.text}: {name} is a key of mode {' and '.join(others)}, not of {place}"
+    inner = [k for k in keys if k.startswith(name + ".")]
+    if inner:
+        return f"{override.text}: {name} holds several keys; set one of {sorted_listing(inner)}"
+    by_leaf = {k.rpartition(".")[2]: k for k in keys}
+    near = nearest(name, [*keys, *CONFIG_GROUPS]) or [by_leaf[n] for n in nearest(name.rpartition(".")[2], by_leaf)]
+    if near:
+        return f"{override.text}: there is no key {name}. Did you mean {either(near)}?"
+    group = name.partition(".")[0] + "."
+    here = [k for k in keys if k.startswith(group)]
+    if not here:
+        here = list(dict.fromkeys(k.partition(".")[0] + ".*" * ("." in k) for k in keys))
+    return f"{override.text}: there is no key {name}. Allowed: {sorted_listing(here)} (`minivllm --help` explains them)"
+
+
+def _parse_value(override: Override) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
+    except HydraException as e:
+        reason = str(e).splitlines()[0]
+        raise ConfigError(
+            f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
+        ) from e
+    if parsed.is_sweep_override():
+        raise ConfigError(f"{override.text}: several values make a sweep, which is bench -m's; for a list type [a,b]")
+    return parsed.value()
+
+
+def _check_type(override: Override, key: Key, value: Any) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(value, str) and "${" in value:
+        return  # an interpolation: its type is known when Hydra has composed
+    group, _, leaf = key.name.rpartition(".")
+    schema = next(m.schema for m in MODES.values() if key.name in keys_of(m.schema))
+    node = OmegaConf.structured(schema)
+    try:
+        if isinstance(value, bool) and key.type.startswith(("a number", "a whole number")):
+            raise OmegaConfBaseException  # OmegaConf reads true as 1
+        OmegaConf.update(node, f"{group}.{leaf}" if group else leaf, value, merge=False)
+    except OmegaConfBaseException as e:
+        raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}") from e
+
+
+def quote(text: str) -> str:
+    """A string as Hydra's grammar reads it back unchanged."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.double).with_quotes()
+
+
+def groups_of(schema: type[EngineSchema]) -> tuple[str, ...]:
+    """The Hydra groups of a mode's schema, and the mode itself."""
+    return (*(group for group in CONFIG_GROUPS if group in schema.__dataclass_fields__), "mode")
+
+
+def group_options(group: str, registry: Registry) -> list[str]:
+    """Every value that ``group=`` takes: files, plugins' options, and components that have neither."""
+    if group == "mode":
+        return list(MODES)
+    components = [*registry.names(group), *registry.aliases(group)] if group in KINDS else []
+    return list(dict.fromkeys([*registry.config_options(group), *components]))
+
+
+def option_repos(registry: Registry) -> dict[str, str]:
+    """option -> repository, for the options that name one."""
+    import yaml
+
+    found = {}
+    for name, entry in registry.config_options("model").items():
+        node = entry.option.node
+        if isinstance(node, Path):
+            node = yaml.safe_load(node.read_text(encoding="utf-8")) or {}
+        repo = node.get("repo") if isinstance(node, Mapping) else getattr(node, "repo", None)
+        if isinstance(repo, str):
+            found[name] = repo
+    return found
+
+
+def sorted_listing(names: Iterable[str]) -> str:
+    return listing(sorted(names))

@@ -1,0 +1,132 @@
+"""What only the whole tree shows: limits, names, options that nobody reads; and the copy into frozen classes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, get_type_hints
+
+from minivllm.config.schema import Key
+from minivllm.core.model_config import FrozenDict
+from minivllm.errors import ConfigError
+from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.plugins.registry import Registry
+
+_HAS_AUTO = ("attention", "executor")
+
+
+def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
+    for key in keys.values():
+        value = tree
+        for part in key.name.split("."):
+            value = getattr(value, part)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if key.ge is not None and value < key.ge:
+            raise ConfigError(f"{key.name}={value} is too small: the least is {key.ge:g} ({key.help})")
+        if (key.gt is not None and not value > key.gt) or (key.le is not None and not value <= key.le):
+            raise ConfigError(
+                f"{key.name}={value} is out of range: more than {key.gt:g}, at most {key.le:g} ({key.help})"
+            )
+
+
+def settle_model(model: Any, final: Mapping[str, str]) -> None:
+    if model.path is not None:
+        model.path = os.path.abspath(os.path.expanduser(model.path))
+    if model.path is not None or "model.repo" in final:
+        source = f"model.path={model.path}" if model.path is not None else f"model.repo={model.repo}"
+        if shape := next((k for k in final if k.startswith("model.hf_config")), None):
+            raise ConfigError(f"{shape} and {source}: the shape is read from that checkpoint's config.json; drop one")
+        model.hf_config = {}  # the option's shape is another checkpoint's
+    elif model.name != "demo" and not model.repo and not model.hf_config:
+        raise ConfigError(
+            f"model={model.name} names no checkpoint: add model.path=DIR (a folder) or model.repo=ORG/NAME (on the Hub)"
+        )
+
+
+def settle_components(tree: Any, registry: Registry) -> None:
+    """Aliases become names; a name that nobody registered, and an option that nobody reads, are refused."""
+    for kind in ("attention", "scheduler", "sampler", "executor"):
+        node, used = getattr(tree, kind), []
+        for field in ("name", "prefill", "decode") if kind == "attention" else ("name",):
+            value = getattr(node, field)
+            if value is None or (field == "name" and value == "auto" and kind in _HAS_AUTO):
+                continue
+            component = registry.get(kind, value)
+            setattr(node, field, component.name)
+            used.append(component)
+        known = [option for component in used for option in component.options]
+        for option in node.options:
+            if option not in known:
+                if not used:
+                    raise ConfigError(f"{kind}.options.{option}: {kind}=auto takes no options; type {kind}=NAME, too")
+                who = " and ".join(c.name for c in used)
+                raise ConfigError(
+                    f"{kind}.options.{option}: {who} has no such option.{did_you_mean(option, known)} "
+                    f"Allowed: {listing(known)}"
+                )
+
+
+def settle_mode(tree: Any) -> Any:
+    """Bring what may be typed in two ways (one string or a list) into one."""
+    if hasattr(tree, "stop"):
+        tree.stop = _strings("stop", tree.stop)
+        tree.stop_token_ids = tree.stop_token_ids or []
+    if hasattr(tree, "prompts"):
+        given = tree.prompts if isinstance(tree.prompts, list) and not _token_ids(tree.prompts) else [tree.prompts]
+        tree.prompts = () if tree.prompts is None else tuple(_prompt(p, i) for i, p in enumerate(given))
+        if tree.prompts and tree.prompts_file is not None:
+            raise ConfigError(f"prompts= and prompts_file={tree.prompts_file} are both given; leave one out")
+        if tree.logprobs is not None and tree.output is None:
+            raise ConfigError(f"logprobs={tree.logprobs} is written with output=FILE.jsonl only; add it")
+    return tree
+
+
+def _strings(key: str, value: Any) -> list[str]:
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    for v in values:
+        if not isinstance(v, str):
+            raise ConfigError(f"{key}: {v!r} is not a string; quote it: {key}='[\"{v}\"]'")
+    return values
+
+
+def _token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(t) is int for t in value)
+
+
+def _prompt(prompt: Any, index: int) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return prompt
+    if _token_ids(prompt):
+        return tuple(prompt)
+    raise ConfigError(
+        f"prompts[{index}]={prompt!r} is neither a string nor a list of token ids; quote text: prompts='[\"{prompt}\"]'"
+    )
+
+
+def freeze(node: Any, target: type) -> Any:
+    """Copy the fields that ``target`` has, all the way down."""
+    hints = get_type_hints(target)
+    return target(**{f.name: _freeze_value(getattr(node, f.name), hints[f.name]) for f in fields(target)})
+
+
+def _freeze_value(value: Any, target: Any = None) -> Any:
+    if is_dataclass(value):
+        return freeze(value, target)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return FrozenDict({k: _freeze_value(v) for k, v in value.items()})
+    if isinstance(value, list):
+        return tuple(_freeze_value(v) for v in value)
+    return value
+
+
+def plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
