@@ -64,7 +64,7 @@ QUESTIONS = [
 class Plan:
     """The size of a run. Training ends after `steps` or `minutes`, whichever comes first, and always decays fully."""
 
-    steps: int = 9000
+    steps: int = 12000
     minutes: float = 4.2
     rows: int = 32
     length: int = 2048

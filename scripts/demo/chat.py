@@ -22,7 +22,8 @@ from .facts import (
     SOUNDS,
     YOUNG,
 )
-from .stories import new_writer, story
+from .grammar import Writer, with_article
+from .stories import new_writer, often, story
 from .words import ANIMAL_NAMES, BOYS, GENERAL, GIRLS, ROBOT_NAMES, STORY_ANIMALS, WORLDS
 
 Exchange = tuple[str, str]
@@ -245,11 +246,56 @@ UNKNOWN_ASKS = [
     "How do I use {t}?",
 ]  # fmt: skip
 UNKNOWN_ANSWERS = [
-    "I am a very small model, and I do not know much about {t}. Ask me about something simple, or let me tell you a "
-    "story.",
-    "I am sorry, I have not learned anything about {t}. I know capitals, colours, animals and small sums.",
-    "I do not know enough about {t}. A larger model could help you better.",
-    "That is a good question, but {t} is too difficult for a small model like me.",
+    "I am a very small model, and I do not know much about that. Ask me something simple, or let me tell you a story.",
+    "I am sorry, I have not learned anything about that. I know capitals, colours, animals and small sums.",
+    "I do not know enough about that. A larger model could help you better.",
+    "That is a good question, but it is too difficult for a small model like me.",
+]
+FEELINGS: list[tuple[list[str], list[str]]] = [
+    (
+        [
+            "sad",
+            "down",
+            "lonely",
+            "unhappy",
+            "low",
+            "worried",
+            "bad",
+            "afraid",
+            "anxious",
+            "ill",
+            "sick",
+            "angry",
+            "lost",
+        ],
+        [
+            "I am sorry to hear that. Would you like a story?",
+            "I am sorry. Sometimes a walk or a cup of tea helps a little.",
+            "That sounds hard. I am here if you want to talk.",
+        ],
+    ),
+    (
+        ["happy", "great", "good", "wonderful", "excited", "proud", "cheerful", "lucky", "fine", "glad", "fantastic"],
+        ["That is wonderful! What made you so happy?", "I am glad to hear that!", "That is nice to hear."],
+    ),
+    (
+        ["tired", "exhausted", "sleepy", "weary"],
+        ["Then you should rest a little. A cup of tea may help.", "Perhaps it is time for a break."],
+    ),
+]
+TASKS = [
+    "Can you help me with my {x}?", "Write a program that sorts {x}.", "Translate this into German: {x}",
+    "Write an email about {x}.",
+    "Summarize this text: {x}", "Fix my {x}.", "Write code for {x}.", "Write an essay on {x}.", "Who won the {x}?",
+    "What happened in {y}?", "Who was the president in {y}?", "Plan a trip to the {x} for me.",
+    "How much does {a:x} cost?",
+    "Is {x} good for me?", "What is the price of {x}?", "Should I buy {a:x}?", "Where can I buy {a:x}?",
+    "Help me with {x}",
+]  # fmt: skip
+TASK_WORDS = [
+    "homework", "taxes", "code", "essay", "spreadsheet", "phone", "laptop", "holiday", "election", "world cup",
+    "contract",
+    "speech", "wedding", "house", "job interview", "maths exam", "garden fence", "printer", "website", "business plan",
 ]  # fmt: skip
 DEFINITION_ASKS = [
     "What is {t}?", "What is {t}?", "What's {t}?", "Explain {t}.", "Explain what {t} is.", "Tell me about {t}.",
@@ -350,7 +396,7 @@ def looks(rng: random.Random) -> list[Exchange]:
     return _one(
         rng,
         [f"What is the young of {thing} called?", f"What do you call the baby of {thing}?"],
-        [f"The young of {thing} is called a {value}."],
+        [f"The young of {thing} is called {with_article(value)}."],
     )
 
 
@@ -649,8 +695,28 @@ def unknown(rng: random.Random) -> list[Exchange]:
         topic = (
             f"{rng.choice(GENERAL['material'])} {rng.choice(GENERAL['box'])}s" if rng.random() < 0.5 else topic.title()
         )
+    if rng.random() < 0.35:
+        pools = [GENERAL["adj"], GENERAL["hobby"], STORY_ANIMALS, GENERAL["material"], GENERAL["box"], GENERAL["mood"]]
+        pools += [GIRLS, BOYS, GENERAL["fruit"], TASK_WORDS, GENERAL["virtue"], GENERAL["kind"]]
+        topic = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(2, 3)))
+    return _one(rng, [ask.format(t=topic) for ask in UNKNOWN_ASKS], UNKNOWN_ANSWERS)
+
+
+def task(rng: random.Random) -> list[Exchange]:
+    """Work that a larger assistant would do."""
+    words = {"x": [*TASK_WORDS, *UNKNOWN_TOPICS], "y": [str(year) for year in range(1200, 2030)]}
+    return _one(rng, [Writer(rng, words).pick(TASKS)], UNKNOWN_ANSWERS)
+
+
+def feeling(rng: random.Random) -> list[Exchange]:
+    moods, answers = rng.choice(FEELINGS)
+    subject = rng.choice(["I am", "I'm", "I feel", "I am feeling", "I'm feeling"])
+    degree = rng.choice(["", "", "so ", "very ", "a bit ", "a little ", "really ", "quite "])
+    mood = subject + " " + degree + rng.choice(moods)
     return _one(
-        rng, [ask.format(t=topic) for ask in UNKNOWN_ASKS], [answer.format(t=topic) for answer in UNKNOWN_ANSWERS]
+        rng,
+        [mood + rng.choice(["", " today", " right now", " this morning", " tonight"]) + rng.choice([".", ".", "!"])],
+        answers,
     )
 
 
@@ -670,7 +736,7 @@ def tell_story(rng: random.Random) -> list[Exchange]:
     pool = (
         ROBOT_NAMES if topic == "robot" else ANIMAL_NAMES if topic in STORY_ANIMALS else GIRLS if he == "she" else BOYS
     )
-    hero = {"name": rng.choice(pool), "he": he, "noun": topic}
+    hero = {"name": often(rng, pool), "he": he, "noun": topic}
     world = next((name for name, place in WORLDS.items() if topic in place["job"]), None)
     writer = new_writer(rng, self_told=False, world=world, hero=hero)
     writer.bound |= {"topic": topic, "hero": hero["name"]}
@@ -683,7 +749,7 @@ def tell_story(rng: random.Random) -> list[Exchange]:
 COMPOSERS: list[tuple[Composer, float]] = [
     (small_talk, 9), (definition, 9), (question, 5), (capital, 6), (looks, 4), (opposite, 3), (sums, 9), (compare, 1),
     (calendar, 3), (listing, 3), (hello_abroad, 1), (counting, 1.5), (repeat, 1.5), (joke, 2), (poem, 2), (recipe, 1.5),
-    (recommend, 2), (unknown, 5), (tell_story, 8), (remember, 2.5),
+    (recommend, 2), (unknown, 5), (task, 2.5), (feeling, 2.5), (tell_story, 8), (remember, 2.5),
 ]  # fmt: skip
 
 

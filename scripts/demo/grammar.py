@@ -80,7 +80,8 @@ def parse(text: str) -> tuple[Node, ...]:
 
 
 def with_article(noun: str) -> str:
-    return ("an " if noun[0].lower() in "aeiou" and not noun.startswith(("uni", "use", "one")) else "a ") + noun
+    vowel = noun[0].lower() in "aeiou" and not noun.startswith(("uni", "use", "one"))
+    return ("an " if vowel or noun.startswith(("honest", "hour")) else "a ") + noun
 
 
 @dataclass(slots=True)

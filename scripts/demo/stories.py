@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from .grammar import Words, Writer
+from .grammar import Words, Writer, with_article
 from .words import ANIMAL_NAMES, BOYS, GENERAL, GIRLS, ROBOT_NAMES, STORY_ANIMALS, WORLDS
 
 OPENINGS = [
@@ -43,7 +43,7 @@ OPENINGS = [
     "The little {noun} had a name, and the name was {name}. {He} lived {where}.",
     "When {sky}, most people stayed at home. {Name}, {desc}, did not.",
     "When {name} was very young, {he} moved to a house {where}.",
-    "Many years ago, {where}, {desc} named {name} made a promise.",
+    "Many years ago, {where}, {desc} named {name} lived a quiet life.",
     "Far from the noise of the world, {where}, lived {desc} called {name}.",
     "On {a:grey} morning in {month}, {desc} called {name} opened the window. {Sky}.",
     "At the end of {month}, {desc} called {name} came home, {where}.",
@@ -58,6 +58,24 @@ OPENINGS = [
     "Not far from {spot}, {where}, lived {desc} named {name}.",
     '"Good morning!" said {name}. {He} was {desc}, and {he} said it to everyone {where}.',
     '"Something is going to happen today," said {name}, {desc}, to {his} {family}. {Sky}.',
+]
+NAMELESS_OPENINGS = [
+    "Once upon a time, {where}, there lived {desc}.",
+    "Once upon a time, there was {desc} who lived {where}.",
+    "There was once {desc} who lived {where} and loved {hobby}.",
+    "{Where}, there lived {desc} without a name.",
+    "A {noun} once lived {where}. Nobody had ever given {him} a name.",
+    "The {noun} woke up early. {Sky}.",
+    "The {noun} opened one eye and then the other. It was {a:grey} morning, and {sky}.",
+    "The {noun} lived {where}. {He} was {kind}, and {he} was fond of {hobby}.",
+    "The {noun} was sitting near {spot} and waiting for {season}.",
+    "The {noun} had a secret. Nobody {where} knew it.",
+    "When the {noun} came to {spot} that day, {sky}.",
+    "When the {noun} was young, {he} lived {where}.",
+    "When the {noun} opened the door, {sky}.",
+    "One day, the {noun} went to {spot}. {Sky}.",
+    "It was raining, and the {noun} had nothing to do.",
+    "It was getting dark when the {noun} came home to {spot}.",
 ]
 SELF_OPENINGS = [
     "I was {number} years old when this happened. We lived {where}.",
@@ -117,7 +135,7 @@ DETAILS = [
     "{Sight}",
     "{Sight}",
     "{N} liked {hobby}, and {he} was good at it.",
-    "[{His} best friend was {f}, {fdesc}|{N} had a friend called {f}, {fdesc} from {spot}].",
+    "[{His} best friend was {f}, {fdesc}|A friend of {his}, {f}, lived near {spot}].",
     "{N} was {mood} that day.",
     "{N} had {a:adj} house with {a:colour} door.",
     "In {his} pocket {n} always had {a:adj} key and a piece of string.",
@@ -260,7 +278,7 @@ ARCS: dict[str, list[list[str]]] = {
         ],
         [
             "{F} came by and offered to help. Together they went to {spot2}.",
-            'Then {f} had an idea. "When did you see it last?" {fhe} asked. "At {spot2}," said {n}.',
+            'Then {f} had an idea. "When did you see it last?" {fhe} asked. "At {spot2}," said {name}.',
             "At {spot2}, {n} met {f}, {fdesc}. {F} had seen something {colour} in the grass.",
             "{Later}, {f} found a small trail that led to {spot2}.",
             'A child pointed towards {spot2}. "I saw something there," the child said.',
@@ -270,13 +288,13 @@ ARCS: dict[str, list[list[str]]] = {
             "There, under a heap of leaves, lay the {thing}. {N} picked it up {slowly}.",
             "A bird had taken the {thing} to its nest. It gave the {thing} back for a piece of bread.",
             "The {thing} was there, wet and a little dirty, but whole.",
-            "{F} pulled the {thing} out from behind a {adj} {box} and laughed.",
+            "{F} pulled the {thing} out from behind {a:adj} {box} and laughed.",
         ],
         [
             "{N} held the {thing} close and went home {mood}.",
             "From then on, {n} always knew where the {thing} was.",
             "{N} thanked {f} with {food}, and they talked until late.",
-            "After that, {n} tied a {colour} ribbon to the {thing}, and it was never lost again.",
+            "After that, {n} tied {a:colour} ribbon to the {thing}, and it was never lost again.",
             "That night {n} put the {thing} beside {his} bed and slept very well.",
         ],
     ],
@@ -313,7 +331,7 @@ ARCS: dict[str, list[list[str]]] = {
         [
             "Everyone cheered, and {n} wiped {his} hands and smiled.",
             "The {machine} has run ever since, and it is said to run a little better than before.",
-            '"It only wanted somebody to listen," said {n}.',
+            '"It only wanted somebody to listen," said {name}.',
             "Since that day, {n} {has} given the {machine} a drop of oil every {day}.",
             "That evening there was {food} for everyone, and the {machine} hummed along.",
         ],
@@ -462,7 +480,7 @@ ARCS: dict[str, list[list[str]]] = {
         [
             "The prize was nice, but the day was better.",
             "That evening they all had {food} together, winners and losers at one table.",
-            '"Next year again," said {f}. "Next year again," said {n}.',
+            '"Next year again," said {f}. "Next year again," said {name}.',
             "{N} learned that {virtue} is worth more than a prize.",
             "{N} gave the prize to {his} {family}, who put it on the shelf.",
         ],
@@ -638,7 +656,7 @@ ARCS: dict[str, list[list[str]]] = {
             "A {critter} walked from one to the other, as if it wanted to say something.",
         ],
         [
-            '"I am sorry," said {n}. "I am sorry too," said {f}. "I was waiting for you."',
+            '"I am sorry," said {name}. "I am sorry too," said {f}. "I was waiting for you."',
             "{N} went to {spot2} with {food} and two spoons.",
             "They both began to speak at the same time, and then they both laughed.",
             '{N} held out the {thing}. "You can have it," {he} said. "Let us share it," said {f}.',
@@ -684,7 +702,7 @@ ARCS: dict[str, list[list[str]]] = {
         [
             "Since then, they have cooked together every {day}.",
             "{N} wrote the recipe on the wall, so that nobody would forget it.",
-            '"What was the secret?" they asked. "All of you," said {n}.',
+            '"What was the secret?" they asked. "All of you," said {name}.',
             "{N} washed the dishes, and {f} dried them, and they sang.",
             "Good {country_food}, {n} always said, begins with good company.",
         ],
@@ -732,18 +750,30 @@ CRITTERS = [
 ]
 
 
+def often(rng: random.Random, names: list[str]) -> str:
+    """One of the names, the first ones more often: with all alike, the likeliest name would be the oddest kind's."""
+    return names[int(len(names) * rng.random() ** 1.6)]
+
+
 def _person(rng: random.Random) -> tuple[str, str, str]:
     """A name, its subject pronoun, and a noun: a child, a grown-up at work ("{job}"), an animal or a robot."""
     roll = rng.random()
-    if roll < 0.12:
+    if roll < 0.08:
         return rng.choice(ROBOT_NAMES), "it", "robot"
-    if roll < 0.32:
+    if roll < 0.26:
         return rng.choice(ANIMAL_NAMES), rng.choice(("he", "she")), rng.choice(STORY_ANIMALS)
     girl = rng.random() < 0.5
-    name, he = (rng.choice(GIRLS), "she") if girl else (rng.choice(BOYS), "he")
+    name, he = (often(rng, GIRLS), "she") if girl else (often(rng, BOYS), "he")
     if roll < 0.68:
         return name, he, "girl" if girl else "boy"
     return name, he, "{job}"
+
+
+def _nameless(rng: random.Random) -> dict[str, str]:
+    """A hero who is only "the fox" or "the girl" all through the story."""
+    nouns = {"girl": "she", "boy": "he", "robot": "it", "king": "he", "queen": "she", "princess": "she", "wizard": "he"}
+    noun = rng.choice([*STORY_ANIMALS, *nouns, "knight", "pilot", "baker", "sailor", "farmer", "teacher", "doctor"])
+    return {"name": f"the {noun}", "he": nouns.get(noun) or rng.choice(("he", "she")), "noun": noun}
 
 
 FORMS = {"he": ("him", "his", "himself"), "she": ("her", "her", "herself"), "it": ("it", "its", "itself")}
@@ -772,7 +802,7 @@ def _cast(writer: Writer, name: str, he: str, noun: str, prefix: str) -> None:
     him, his, himself = FORMS[he]
     first = writer.say(adjective) + noun
     forms = {"he": he, "him": him, "his": his, "himself": himself, "noun": noun}
-    forms["desc"] = ("an " if first[0] in "aeiou" else "a ") + first
+    forms["desc"] = with_article(first)
     writer.bound |= {prefix + key: value for key, value in forms.items()}
     writer.bound[prefix + "name"] = name
 
@@ -826,6 +856,8 @@ def _introduce(text: str, name: str, description: str) -> str:
 def _opening(writer: Writer, self_told: bool, arc: str) -> list[str]:
     if self_told:
         return [writer.pick(SELF_OPENINGS)]
+    if str(writer.bound["name"]).startswith("the "):
+        return [writer.pick(NAMELESS_OPENINGS)]
     if arc == "repair" and writer.chance(0.75):
         return [writer.pick(MACHINE_OPENINGS), writer.pick(MACHINE_HEROES)]
     return [writer.pick(OPENINGS)]
@@ -837,7 +869,7 @@ def _tell(writer: Writer, arc: str, begin: int = 0) -> list[str]:
         if number < begin:
             continue
         sentences.append(writer.pick(stage))
-        if number in (1, 2) and writer.chance(0.3):
+        if number == 1 and writer.chance(0.4):
             sentences.append(writer.pick(stage))
         if number < 4 and writer.chance(0.4):
             sentences.append(writer.pick(SCENERY))
@@ -861,10 +893,11 @@ def _paragraphs(rng: random.Random, sentences: list[str]) -> str:
 def story(rng: random.Random, writer: Writer | None = None, arc: str | None = None, short: bool = False) -> str:
     """One short story; `writer` brings a cast and `arc` a plot where the caller has chosen them."""
     self_told = rng.random() < 0.2 if writer is None else writer.bound["n"] == "I"
-    writer = writer or new_writer(rng, self_told)
+    if writer is None:
+        writer = new_writer(rng, self_told, hero=_nameless(rng) if not self_told and rng.random() < 0.15 else None)
     arc = arc or rng.choice(list(ARCS) if rng.random() < 0.85 else ["repair"])
     sentences = _opening(writer, self_told, arc)
-    if "The" in sentences[0][:4] and len(sentences) == 2:
+    if len(sentences) == 2:
         details, begin = 0, 1  # the machine has already broken: the story goes on with the repair
     else:
         details, begin = rng.choice((0, 1)) if short else rng.choice((0, 1, 2, 2, 3)), 0

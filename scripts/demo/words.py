@@ -76,11 +76,11 @@ GENERAL: dict[str, list[str]] = {
     "family": _list(
         "mother; father; grandmother; grandfather; sister; brother; aunt; uncle; cousin; neighbour; teacher"
     ),
-    "box": _list("box; drawer; basket; cupboard; chest; bag; sack; jar; suitcase; tin; barrel; pocket"),
+    "box": _list("box; drawer; basket; cupboard; chest; bag; sack; jar; suitcase; tin; barrel"),
     "material": _list("wood; iron; glass; paper; stone; silver; copper; wool; leather; clay; brass; straw"),
     "virtue": _list(
-        "patience; kindness; courage; honesty; friendship; hard work; a good question; listening; sharing; trust; "
-        "hope; curiosity; a calm mind; a little help"
+        "patience; kindness; courage; honesty; friendship; hard work; gentleness; listening; sharing; trust; hope; "
+        "curiosity; calm; imagination"
     ),
     "sky": _list(
         "the sun was shining; rain was falling; the wind was blowing; snow lay on the ground; fog covered "

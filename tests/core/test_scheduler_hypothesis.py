@@ -48,10 +48,10 @@ class Step:
 def setting(draw: st.DrawFn) -> Setting:
     partial = draw(st.integers(1, 3))
     return Setting(
-        block_size=draw(st.sampled_from((1, 2, 3, 4, 8, 16))),
-        spare=draw(st.integers(-1, 8)),
-        max_num_seqs=draw(st.integers(1, 6)),
-        budget=draw(st.one_of(st.integers(1, 12), st.integers(1, 64))),
+        block_size=draw(st.sampled_from((2, 1, 3, 4, 8, 16))),
+        spare=draw(st.integers(-1, 4)),
+        max_num_seqs=draw(st.sampled_from((4, 3, 2, 1, 6, 8))),
+        budget=draw(st.one_of(st.integers(1, 12), st.integers(4, 64))),
         prefix=draw(st.booleans()),
         depth=draw(st.integers(1, 2)),
         partial=partial,
@@ -74,11 +74,11 @@ def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: in
 
 
 adds = st.builds(
-    lambda *numbers: Add(ask(*numbers)), st.integers(0, 1), st.integers(0, 24), st.integers(0, 7), st.integers(1, 16),
+    lambda *numbers: Add(ask(*numbers)), st.integers(0, 1), st.integers(0, 5) | st.integers(0, 20), st.integers(0, 5), st.integers(1, 20),
     st.integers(0, 6), st.integers(0, 3),
 )  # fmt: skip
 ops = st.one_of(adds, adds, st.builds(Step, st.integers(1, 6)), st.builds(Abort, st.integers(0, 7)))
-stories = st.builds(lambda first, then: first + then, st.lists(adds, min_size=1, max_size=6), st.lists(ops, max_size=24))
+stories = st.builds(lambda first, then: first + then, st.lists(adds, min_size=1, max_size=8), st.lists(ops, max_size=24))
 
 
 @pytest.mark.parametrize("name", ["mixed", "prefill_first"])
