@@ -105,9 +105,7 @@ def _run(args: Arguments) -> int:
     if args.has("--json"):
         raise ConfigError("--json belongs to `minivllm plugins list --json`")
     if args.has("-m", "--multirun"):
-        if args.word == "bench" or "mode=bench" in args.overrides:
-            raise ConfigError("-m: sweeps come with bench, which is not built yet")
-        raise ConfigError("-m: only bench sweeps over several values: `minivllm bench -m attention=torch,triton`")
+        raise ConfigError("-m: sweeps over several values come with bench and are not built yet; type one value a key")
     return _run_mode(args)
 
 
@@ -136,7 +134,7 @@ def _load(mode: str, target: str) -> Callable[[Composed], int]:
                 f"mode={mode} needs the package {e.name!r}, which is not installed; "
                 f"install it with: pip install 'minivllm[{mode}]'"
             ) from e
-        raise MinivllmError(f"mode={mode} is not built yet; generate and chat are") from e
+        raise MinivllmError(f"mode={mode} is not built yet; `minivllm --help` lists what is") from e
 
 
 # --------------------------------------------------------------------------- plugins

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable
 from enum import Enum
 
-from minivllm.config.modes import MODES
+from minivllm.config.modes import MODES, Mode
 from minivllm.config.schema import EngineSchema, Key, keys_of
-from minivllm.plugins.registry import Registry
+from minivllm.plugins.registry import Registry, exists
 
 _EXAMPLES = """\
 Examples
@@ -19,6 +19,7 @@ Examples
   minivllm model.path=DIR attention=torch              a checkpoint folder in Hugging Face's layout
   minivllm model=qwen3-8b load_format=dummy            random weights from the published shape; no download
   minivllm chat                                        talk with the demo model
+  minivllm bench workload=mixed model=qwen3 load_format=dummy
   minivllm plugins list                                what is installed, usable here or why not
 """
 _ENVIRONMENT = """\
@@ -47,7 +48,7 @@ def help_text(word: str | None, registry: Registry) -> str:
     parts = [
         "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
         "A small, pluggable inference engine for large language models.",
-        _block("Modes", ((name, spec.help) for name, spec in MODES.items()), [("plugins", "list what is installed")]),
+        _block("Modes", map(_mode, MODES.items()), [("plugins", "list what is installed")]),
         _block("Groups (group=option)", ((g, ", ".join(group_options(g, registry))) for g in groups)),
         _block(f"Keys of {mode}", map(_line, extra)) if extra else "",
         _block("Keys of every mode", map(_line, shared)),
@@ -55,6 +56,11 @@ def help_text(word: str | None, registry: Registry) -> str:
         _EXAMPLES + "\n" + _ENVIRONMENT,
     ]
     return "\n\n".join(part for part in parts if part).rstrip()
+
+
+def _mode(item: tuple[str, Mode]) -> tuple[str, str]:
+    name, mode = item
+    return name, mode.help if exists(mode.target.partition(":")[0]) else f"{mode.help} (not built yet)"
 
 
 def _line(key: Key) -> tuple[str, str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 def run(composed: Composed) -> int:
     """Measure; returns the exit code."""
+    started = process_seconds()
     options = composed.options
     assert isinstance(options, BenchOptions)
     output = check_writable(options.output, "output") if options.output is not None else None
@@ -32,7 +33,7 @@ def run(composed: Composed) -> int:
     if options.workload.host:
         held = _host(composed.engine, options, record)
     else:
-        _requests(composed.engine, options, record, trace)
+        _requests(composed.engine, options, record, trace, started)
         held = True
     if output is not None:
         append(output, record)
@@ -43,8 +44,9 @@ def run(composed: Composed) -> int:
 # --------------------------------------------------------------------------- with a model
 
 
-def _requests(config: EngineConfig, options: BenchOptions, record: dict[str, Any], trace: Path | None) -> None:
-    started = process_seconds()
+def _requests(
+    config: EngineConfig, options: BenchOptions, record: dict[str, Any], trace: Path | None, started: float | None
+) -> None:
     clock = time.perf_counter()
     from minivllm.assemble import find_model, model_length
     from minivllm.bench.measure import Bench, summarize
@@ -113,7 +115,7 @@ _ROWS = (
 def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
     """The figures, and above and below them what they are figures of."""
     spread, work = record["spread"], options.workload
-    graphs = "CUDA graphs" if record["cuda_graphs"] else "eager"
+    graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
     print(
         f"{record['model']} ({record['load_format']} weights), {record['dtype']}, tp={record['tp']}, {record['device']}"
         f", {graphs}, scheduler={record['scheduler']}\n{record['attention_why']}"

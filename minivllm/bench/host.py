@@ -104,9 +104,7 @@ def measure_host(config: EngineConfig, options: WorkloadOptions, registry: Regis
     return rows
 
 
-def build(
-    config: EngineConfig, options: WorkloadOptions, registry: Registry, running: int, waiting: int
-) -> LLMEngine:
+def build(config: EngineConfig, options: WorkloadOptions, registry: Registry, running: int, waiting: int) -> LLMEngine:
     """An engine on which ``running`` sequences decode, in all slots there are, and ``waiting`` more wait."""
     assert options.steps is not None and options.input_len is not None
     longest = options.input_len[1] if isinstance(options.input_len, tuple) else options.input_len
@@ -204,7 +202,9 @@ def limits(rows: list[HostRow]) -> list[Limit]:
     if (256, 0) in us and (1024, 0) in us:
         found.append(Limit("1024 running against 256", us[1024, 0] / us[256, 0], LIMIT_GROWTH))
     found += [
-        Limit(f"{row.waiting:,} waiting against none, {row.running} running", row.us_p50 / us[row.running, 0], LIMIT_QUEUE)
+        Limit(
+            f"{row.waiting:,} waiting against none, {row.running} running", row.us_p50 / us[row.running, 0], LIMIT_QUEUE
+        )
         for row in rows
         if row.waiting
     ]

@@ -89,8 +89,8 @@ class Bench:
         wanted = sum(r.max_tokens for r in self.requests)
         if len(done) != len(self.requests) or (self.whole and tokens_out != wanted):
             raise MinivllmError(
-                f"the engine returned {tokens_out} tokens of {len(done)} requests, and {wanted} of {len(self.requests)} "
-                "were asked for: these figures would mean nothing"
+                f"the engine returned {tokens_out} tokens of {len(done)} requests, and {wanted} of "
+                f"{len(self.requests)} were asked for: these figures would mean nothing"
             )
         wall, host, launch = np.diff(np.array(marks), axis=0).T  # each (steps,)
         host = host - launch if self.on_cpu else host
@@ -130,6 +130,8 @@ class Bench:
 def summarize(runs: Sequence[Run]) -> dict[str, Any]:
     """The median of each figure, and under ``spread`` its least, median and most."""
     values = {name: [getattr(run, name) for run in runs] for name in Run.__dataclass_fields__}
-    medians = {name: statistics.median_low(v) if isinstance(v[0], int) else statistics.median(v) for name, v in values.items()}
+    medians = {
+        name: statistics.median_low(v) if isinstance(v[0], int) else statistics.median(v) for name, v in values.items()
+    }
     spread = {name: {"min": min(v), "median": medians[name], "max": max(v)} for name, v in values.items()}
     return {**medians, "spread": spread, "runs": [asdict(run) for run in runs]}

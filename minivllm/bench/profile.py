@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _LARGEST = 10
 _LEAD_IN = 3  # steady steps before the trace begins
-_PATIENCE = 2000  # steps to wait for a steady one
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +58,21 @@ def profile_steps(bench: Bench, steps: int, trace: Path) -> Profile:
             torch.cuda.synchronize()
     bench.clear()
     profiler.export_chrome_trace(str(trace))
-    kernels = _kernels(trace) if on_gpu else []
+    kernels = kernels_of(trace) if on_gpu else []
     if not kernels:
         work = [Work(a.key, a.count, float(a.self_cpu_time_total)) for a in profiler.key_averages()]
         return Profile(str(trace), traced, None, _top(work))
-    return Profile(str(trace), traced, busy_share((start, start + length) for _, start, length in kernels), largest(kernels))
+    return Profile(
+        str(trace), traced, busy_share((start, start + length) for _, start, length in kernels), largest(kernels)
+    )
 
 
 def _settle(bench: Bench, steps: int) -> None:
     """Step until each running sequence gets a token a step; a workload too short for that is traced from its start."""
     engine = bench.engine
-    if min(r.max_tokens for r in bench.requests) < steps + _LEAD_IN:
-        return
+    patience = max(r.max_tokens for r in bench.requests) - steps  # then the longest still has so many to go
     steady = 0
-    for _ in range(_PATIENCE):
+    for _ in range(patience if patience > _LEAD_IN else 0):
         before = engine.stats.output_tokens
         engine.step()
         full = min(engine.num_unfinished_requests, engine.config.scheduler.max_num_seqs)
@@ -103,7 +103,7 @@ def _top(work: Iterable[Work]) -> list[Work]:
     return sorted(work, key=lambda w: -w.total_us)[:_LARGEST]
 
 
-def _kernels(trace: Path) -> list[tuple[str, float, float]]:
+def kernels_of(trace: Path) -> list[tuple[str, float, float]]:
     """(name, start, length) in µs of each kernel in a Chrome trace."""
     events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     return [(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") == "kernel"]

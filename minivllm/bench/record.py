@@ -91,7 +91,9 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 def _git(root: Path, *command: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *command], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "-C", str(root), *command], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -41,9 +41,9 @@ def check_fits(name: str, requests: list[BenchRequest], max_model_len: int) -> N
     if over:
         longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
         raise ConfigError(
-            f"workload={name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; the longest "
-            f"has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower workload.input_len or "
-            f"workload.output_len, or raise max_model_len (or take a model that has more positions)"
+            f"workload={name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; "
+            f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower workload.input_len "
+            "or workload.output_len, or raise max_model_len (or take a model that has more positions)"
         )
 
 

@@ -47,7 +47,7 @@ def check_group(override: Override, registry: Registry) -> str:
     if value in allowed:
         return f"{group}={value}"
     if "," in value:
-        raise ConfigError(f"{override.text}: one {group} at a time; several values make a sweep, which is bench -m's")
+        raise ConfigError(f"{override.text}: one {group} at a time; several values make a sweep, not built yet")
     hint = ""
     if group == "model":
         repos = {repo: name for name, repo in option_repos(registry).items()}
@@ -57,10 +57,8 @@ def check_group(override: Override, registry: Registry) -> str:
             hint = f" It is a folder: type model.path={value}."
         else:
             hint = " For a checkpoint folder type model.path=DIR, for a repository model.repo=ORG/NAME."
-    what = KINDS.get(group, group)
-    raise ConfigError(
-        f"{override.text}: there is no such {what}.{did_you_mean(value, allowed)} Allowed: {sorted_listing(allowed)}.{hint}"
-    )
+    what, near = KINDS.get(group, group), did_you_mean(value, allowed)
+    raise ConfigError(f"{override.text}: there is no such {what}.{near} Allowed: {sorted_listing(allowed)}.{hint}")
 
 
 def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_only: bool) -> str:
@@ -119,7 +117,7 @@ def _parse_value(override: Override) -> Any:
             f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
         ) from e
     if parsed.is_sweep_override():
-        raise ConfigError(f"{override.text}: several values make a sweep, which is bench -m's; for a list type [a,b]")
+        raise ConfigError(f"{override.text}: several values make a sweep, not built yet; for a list type [a,b]")
     return parsed.value()
 
 

@@ -38,10 +38,10 @@ class DecodeGraphs:
         top, device = self.sizes[-1], runner.device
         self.padding = runner.num_slots
         self.size_for = np.searchsorted(self.sizes, np.arange(top + 1))
-        long = {"dtype": torch.int64, "device": device}
-        self.slots = torch.full((top,), self.padding, **long)
-        self.input_ids, self.positions = torch.zeros(top, **long), torch.zeros(top, **long)
-        self.slot_mapping, self.tokens = torch.zeros(top, **long), torch.zeros(top, **long)
+        self.slots = torch.full((top,), self.padding, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.slot_mapping, self.tokens = torch.zeros(
+            (4, top), dtype=torch.int64, device=device
+        )
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((top, runner.block_table.shape[1]), dtype=torch.int32, device=device)
@@ -131,9 +131,7 @@ class DecodeGraphs:
         tokens, logprobs = self.tokens[:n], None
         if run.sampler.needs_refine(batch.slots):
             logits = run.model.compute_logits(self._hidden[size][:n])
-            tokens, logprobs = run.sampler.refine(
-                logits, self.slots[:n], self.positions[:n] + 1, tokens, batch.slots
-            )
+            tokens, logprobs = run.sampler.refine(logits, self.slots[:n], self.positions[:n] + 1, tokens, batch.slots)
             run.last_token[self.slots[:n]] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
 

@@ -253,10 +253,10 @@ class LLMEngine:
         if not isinstance(ids, list | tuple | np.ndarray):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
         try:
-            tokens = np.asarray(ids, dtype=np.int64) if len(ids) else np.empty(0, dtype=np.int64)
-        except (TypeError, ValueError, OverflowError):
-            tokens = np.zeros((0, 0), dtype=np.int64)
-        if tokens.ndim != 1 or any(isinstance(i, float | bool | str) for i in ids):
+            tokens = np.asarray(ids) if len(ids) else np.empty(0, dtype=np.int64)
+        except ValueError:  # lists of different lengths
+            tokens = np.empty((0, 0))
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise RequestError("a prompt given as token ids is one flat list of whole numbers")
         if not len(tokens):
             raise RequestError("the prompt is empty; give at least one token")
@@ -266,7 +266,7 @@ class LLMEngine:
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
-        return text, tokens.tolist()
+        return text, ids if isinstance(ids, list) else tokens.tolist()
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         if prompt_len >= self.max_model_len:

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from minivllm.config.engine_config import EngineConfig
+    from minivllm.config.engine_config import EngineConfig, SchedulerOptions
     from minivllm.core.batch import AttentionBatch, Batch
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
@@ -43,6 +43,13 @@ class Committed:
 
 class Scheduler(ABC):
     """Decides what each step computes. Owns the slot arrays and, through the block manager, the cache's blocks."""
+
+    blocks: BlockManager
+    sequences: list[Sequence | None]  # the running ones, by slot
+
+    def __init__(
+        self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
+    ) -> None: ...
 
     @abstractmethod
     def add(self, seq: Sequence) -> None:
@@ -114,6 +121,10 @@ class BlockManager(ABC):
     @abstractmethod
     def free(self, slot: int) -> None:
         """Drop the slot's references; blocks that nobody else holds become free (cached ones: evictable)."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget all content; blocks in use stay valid for those who hold them."""
 
     @abstractmethod
     def check(self) -> None:
@@ -293,7 +304,9 @@ class Sampler(ABC):
         """A request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
 
     @abstractmethod
-    def prepare(self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor) -> None:
+    def prepare(
+        self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
+    ) -> None:
         """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,) of ``row``; the same on the device:
         (a,) int64 and (a, words) int32, the rows' bytes."""
 

@@ -91,7 +91,9 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.staging = Staging(device)
         on_gpu = device.type == "cuda"
-        self._landing = [torch.empty(num_slots if on_gpu else 0, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_IN_FLIGHT)]
+        self._landing = [
+            torch.empty(num_slots if on_gpu else 0, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_IN_FLIGHT)
+        ]
         self._turn = 0
 
     @torch.inference_mode()

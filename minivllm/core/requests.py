@@ -84,11 +84,7 @@ class Completion:
 
     def _cut(self, before: int) -> bool:
         """Look for stop strings that end in the text after ``before``; cut the text at the first."""
-        found = [
-            (at, stop)
-            for stop in self._stop
-            if (at := self.text.find(stop, max(before - len(stop) + 1, 0))) >= 0
-        ]
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, max(before - len(stop) + 1, 0))) >= 0]
         if not found:
             return False
         at, stop = min(found)
@@ -133,7 +129,9 @@ class Completion:
 class Request:
     """A prompt with its ``n`` completions."""
 
-    def __init__(self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams
+    ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.completions: list[Completion] = []
 

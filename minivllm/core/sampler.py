@@ -72,7 +72,9 @@ class DefaultSampler(Sampler):
             row["suppress"][: len(seq.stop_ids)] = seq.stop_ids
         return row
 
-    def prepare(self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor) -> None:
+    def prepare(
+        self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
+    ) -> None:
         self.host[slots] = rows
         self._filters[slots] = (rows["temperature"] > 0) & (
             (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
@@ -135,7 +137,9 @@ class DefaultSampler(Sampler):
         keep &= probs >= ranked.gather(1, last) * total * (1 - 1e-6)
         return torch.where(keep | (heat <= 0), scores, _NEG_INF)
 
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray) -> DeviceLogprobs:
+    def _logprobs(
+        self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray
+    ) -> DeviceLogprobs:
         """Of the model's own distribution (before temperature and filters), as in vLLM."""
         picked = torch.from_numpy(wanted)
         if logits.is_cuda:

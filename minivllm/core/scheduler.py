@@ -163,8 +163,11 @@ class SlotScheduler(Scheduler):
             if n < left:
                 partial += 1
                 long += bool(self.threshold) and left > self.threshold
-        if self.waiting and budget > 0 and self._free_slots and (
-            self.blocks.num_free >= self._retry_at or not len(self.running)
+        if (
+            self.waiting
+            and budget > 0
+            and self._free_slots
+            and (self.blocks.num_free >= self._retry_at or not len(self.running))
         ):
             self._admit(budget, chunks, partial, long)
         return chunks
@@ -173,6 +176,8 @@ class SlotScheduler(Scheduler):
         reserve = max(1, int(_WATERMARK * self.blocks.num_blocks))
         at, looked, retry_at = 0, 0, None
         while at < len(self.waiting) and looked < _LOOK_AHEAD and budget > 0 and self._free_slots:
+            if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
+                break  # nobody goes before the head any more
             seq = self.waiting[at]
             if seq.status is not Status.WAITING:
                 del self.waiting[at]
@@ -204,8 +209,6 @@ class SlotScheduler(Scheduler):
                 retry_at = need if retry_at is None else min(retry_at, need)
             else:
                 retry_at = 0
-            if self.waiting[0].overtaken >= _MAX_OVERTAKEN:
-                break  # nobody goes before the head any more
             at += 1
         blocked = looked and retry_at is not None and budget > 0 and self._free_slots
         self._retry_at = retry_at if blocked and retry_at is not None else 0

@@ -79,4 +79,6 @@ class Sequence:
         return self.known[self.prompt_len :].tolist()
 
     def __repr__(self) -> str:
-        return f"Sequence({self.request_id!r}, {self.status.value}, {self.prompt_len}+{len(self.known) - self.prompt_len})"
+        return (
+            f"Sequence({self.request_id!r}, {self.status.value}, {self.prompt_len}+{len(self.known) - self.prompt_len})"
+        )

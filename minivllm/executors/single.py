@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 class SingleExecutor(Executor):
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp} with executor=single: one process holds one rank; set tp=1")
         self._worker: Worker | None = Worker(config, model_config, max_model_len, registry, TensorParallel())

@@ -30,7 +30,9 @@ def resolve_device(device: str) -> str:
     """auto, cuda or cpu → cuda or cpu. Raises ConfigError for a GPU that is not there."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or check nvidia-smi and torch's build")
+        raise ConfigError(
+            "device=cuda, but torch sees no GPU here; use device=cpu, or check nvidia-smi and torch's build"
+        )
     return "cuda" if device != "cpu" and available else "cpu"
 
 
@@ -47,7 +49,12 @@ class Worker:
     """Everything that one rank holds. ``start`` returns how many cache blocks it has room for."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry, tp: TensorParallel
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        max_model_len: int,
+        registry: Registry,
+        tp: TensorParallel,
     ) -> None:
         self.config, self.model_config, self.registry, self.tp = config, model_config, registry, tp
         self.device_type = resolve_device(config.device)

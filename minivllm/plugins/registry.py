@@ -166,11 +166,11 @@ class Registry:
         why = []
         for need in component.requires:
             alternatives = need.split("|")
-            if not any(_exists(module) for module in alternatives):
+            if not any(exists(module) for module in alternatives):
                 names = " or ".join(repr(a) for a in alternatives)
                 why.append(f"the package {names} is not installed")
         module = component.target.partition(":")[0]
-        if not _exists(module):
+        if not exists(module):
             why.append(f"its module {module} does not exist")
         return why
 
@@ -192,10 +192,10 @@ def _architectures(component: Component) -> tuple[str, ...]:
 
 
 def _any_exists(need: str) -> bool:
-    return any(_exists(module) for module in need.split("|"))
+    return any(exists(module) for module in need.split("|"))
 
 
-def _exists(module: str) -> bool:
+def exists(module: str) -> bool:
     """Whether a module can be found. ``find_spec`` alone would import the parents of a dotted name."""
     if module in sys.modules:
         return sys.modules[module] is not None

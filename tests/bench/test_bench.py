@@ -1,0 +1,140 @@
+"""``minivllm bench`` from the command line: the table, the JSON object, the profile; and the measuring beneath."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_workloads import options
+
+from minivllm.bench.measure import Bench, Run, summarize
+from minivllm.bench.profile import busy_share, kernels_of, largest
+from minivllm.bench.record import process_seconds
+from minivllm.bench.workloads import make_requests
+from minivllm.cli import main
+from minivllm.config.compose import compose
+from minivllm.core.engine import LLMEngine
+from minivllm.plugins import default_registry
+
+SMALL = ("workload.num_requests=5", "workload.input_len=[3,20]", "workload.output_len=[2,9]")
+FIELDS = {
+    "minivllm", "commit", "date", "cpu", "cpu_count", "python", "torch", "triton", "overrides",
+    "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "num_blocks", "block_size",
+    "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs", "max_num_batched_tokens",
+    "async_scheduling", "workload", "detokenize", "repeat", "time_to_ready_s", "ready_phases_s", "peak_gpu_bytes", "peak_host_bytes",
+    "seconds", "tokens_in", "tokens_out", "output_tokens_per_s", "total_tokens_per_s", "steps", "preemptions",
+    "ms_per_step_mean", "ms_per_step_p50", "ms_per_step_p99", "host_us_per_step", "host_us_per_step_p99",
+    "launch_us_per_step", "spread", "runs",
+}  # fmt: skip
+
+
+def test_one_object_a_run_is_appended_with_all_that_explains_it(tiny_checkpoint, tmp_path, capsys):
+    file, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
+    command = ["bench", f"model.path={tiny_checkpoint()}", "device=cpu", f"output={file}", *SMALL]
+    assert main([*command, "repeat=3"]) == 0
+    assert main([*command, "profile=true", "profile_steps=2", f"trace={trace}", "detokenize=true"]) == 0
+    first, second = (json.loads(line) for line in file.read_text().splitlines())
+    assert set(first) == FIELDS and set(second) == FIELDS | {"profile"}
+
+    requests = make_requests(options(*SMALL).workload, 512)
+    assert first["tokens_in"] == sum(len(r.prompt) for r in requests)
+    assert first["tokens_out"] == sum(r.max_tokens for r in requests)
+    assert first["output_tokens_per_s"] > 0 and first["ms_per_step_p50"] <= first["ms_per_step_p99"]
+    assert len(first["runs"]) == first["repeat"] == 3
+    assert first["spread"]["seconds"]["min"] <= first["seconds"] <= first["spread"]["seconds"]["max"]
+    assert first["workload"]["name"] == "quick" and first["workload"]["input_len"] == [3, 20]
+    assert first["attention"] == "torch" and first["dtype"] == "float32" and first["peak_gpu_bytes"] is None
+
+    profile = second["profile"]
+    assert profile["steps"] == 2 and profile["gpu_busy"] is None and 0 < len(profile["largest"]) <= 10
+    assert json.loads(trace.read_text())["traceEvents"]
+    printed = capsys.readouterr().out
+    assert "output tokens/s" in printed and "CPU operation" in printed and str(trace) in printed
+
+
+def test_it_runs_as_a_command(tiny_checkpoint, tmp_path):
+    command = [sys.executable, "-m", "minivllm", "bench", f"model.path={tiny_checkpoint()}", "load_format=dummy"]
+    done = subprocess.run(
+        [*command, *SMALL, "output=out.jsonl", "device=cpu"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "workload=quick: 5 requests" in done.stdout
+    record = json.loads((tmp_path / "out.jsonl").read_text())
+    assert record["load_format"] == "dummy" and record["time_to_ready_s"] > 0
+    assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_the_host_bench_from_the_command_line(tmp_path, capsys):
+    file = tmp_path / "out.jsonl"
+    small = ["workload.running=[1,4]", "workload.waiting=20", "workload.steps=20"]
+    assert main(["bench", "workload=host", *small, f"output={file}"]) == 0
+    record = json.loads(file.read_text())
+    assert [(r["running"], r["waiting"]) for r in record["host"]] == [(1, 0), (1, 20), (4, 0), (4, 20)]
+    assert {limit["limit"] for limit in record["limits"]} == {1.2}
+    assert "µs a step" in capsys.readouterr().out
+
+
+def test_check_turns_a_passed_limit_into_the_exit_code(monkeypatch):
+    monkeypatch.setattr("minivllm.bench.host.LIMIT_QUEUE", 0.0)
+    small = ["bench", "workload=host", "workload.running=[2]", "workload.waiting=5", "workload.steps=20"]
+    assert main(small) == 0
+    assert main([*small, "check=true"]) == 1
+
+
+def test_what_cannot_run_is_refused_before_the_model_is_loaded(tiny_checkpoint, tmp_path, capsys):
+    model = f"model.path={tiny_checkpoint()}"
+    assert main(["bench", model, "workload=mixed"]) == 2
+    assert "exceed max_model_len=1024" in capsys.readouterr().err
+    assert main(["bench", model, f"output={tmp_path / 'no' / 'folder'}"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert main(["bench", "-m", "attention=torch,triton"]) == 2
+
+
+def test_runs_start_from_the_same_state(tiny_checkpoint):
+    """Nothing of a run is left in the prefix cache or under way, so all runs do the same steps."""
+    composed = compose([f"model.path={tiny_checkpoint()}", "device=cpu", *SMALL], default_registry(), mode="bench")
+    workload = options(*SMALL).workload
+    with LLMEngine.from_config(composed.engine) as engine:
+        bench = Bench(engine, make_requests(workload, 512), workload)
+        bench.warm_up()
+        runs = [bench.run(), bench.run()]
+        assert runs[0].steps == runs[1].steps and engine.stats.cached_tokens == 0
+        assert not engine.has_unfinished_requests() and not engine.scheduler.has_work
+        engine.scheduler.check()
+
+
+def test_summary_is_the_median_and_the_spread():
+    runs = [Run(seconds, 10, 20, *[1.0] * 2, 7, 0, *[1.0] * 6) for seconds in (3.0, 1.0, 2.0)]
+    found = summarize(runs)
+    assert found["seconds"] == 2.0 and found["tokens_out"] == 20 and found["steps"] == 7
+    assert found["spread"]["seconds"] == {"min": 1.0, "median": 2.0, "max": 3.0}
+
+
+def test_busy_share_counts_overlaps_once():
+    assert busy_share([(0.0, 2.0), (1.0, 3.0), (1.5, 1.6), (5.0, 10.0)]) == pytest.approx(0.8)
+    work = largest([("a", 0.0, 2.0), ("b", 1.0, 5.0), ("a", 7.0, 4.0)])
+    assert [(w.name, w.count, w.total_us) for w in work] == [("a", 2, 6.0), ("b", 1, 5.0)]
+
+
+def test_only_kernels_of_a_trace_count(tmp_path):
+    events = [
+        {"cat": "kernel", "name": "k", "ts": 10.5, "dur": 2.0},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 90.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1.0, "dur": 1.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    assert kernels_of(file) == [("k", 10.5, 2.0)]
+
+
+def test_the_process_knows_its_age():
+    first = process_seconds()
+    time.sleep(0.05)
+    second = process_seconds()
+    assert first is not None and second is not None and 0.03 < second - first < 5

@@ -1,0 +1,106 @@
+"""The workloads are what the tables say they are, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minivllm.bench.workloads import check_fits, make_requests
+from minivllm.config.compose import compose
+from minivllm.config.modes import BenchOptions, WorkloadOptions
+from minivllm.errors import ConfigError
+from minivllm.plugins import default_registry
+
+# What mixed is: the first prompt's length and first ids, the last prompt's last id; tokens in and out; the ids' sum.
+FIRST = (964, [6311, 6890], 1958)
+TOTALS = (142827, 133966)
+CHECKSUM = 712773398
+
+
+def options(*overrides: str) -> BenchOptions:
+    found = compose(overrides, default_registry(), mode="bench").options
+    assert isinstance(found, BenchOptions)
+    return found
+
+
+def workload(*overrides: str) -> WorkloadOptions:
+    return options(*overrides).workload
+
+
+def test_mixed_is_nano_vllms_to_the_token():
+    state = random.getstate()
+    try:
+        random.seed(0)
+        prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+        lengths = [random.randint(100, 1024) for _ in range(256)]
+    finally:
+        random.setstate(state)
+    requests = make_requests(workload("workload=mixed"), 151936)
+    assert [r.prompt for r in requests] == prompts
+    assert [r.max_tokens for r in requests] == lengths
+    # As literals, too, so that a change of Python's generator cannot pass unseen.
+    assert (len(requests[0].prompt), requests[0].prompt[:2], requests[-1].prompt[-1]) == FIRST
+    assert (sum(len(r.prompt) for r in requests), sum(r.max_tokens for r in requests)) == TOTALS
+    assert sum(sum(r.prompt) for r in requests) == CHECKSUM
+    assert workload("workload=mixed").temperature == 0.6 and workload("workload=mixed").ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("bs1", (1, 128, 512)), ("decode32", (32, 128, 512)), ("decode256", (256, 128, 512)), ("prefill", (64, 1024, 1))],
+)
+def test_fixed_workloads_have_the_shape_of_the_table(name, shape):
+    requests = make_requests(workload(f"workload={name}"), 151936)
+    assert {(len(requests), len(r.prompt), r.max_tokens) for r in requests} == {shape}
+
+
+def test_keys_vary_a_workload():
+    requests = make_requests(
+        workload("workload=mixed", "workload.num_requests=9", "workload.output_len=[2,3]", "workload.max_token_id=5"),
+        99,
+    )
+    assert len(requests) == 9 and {r.max_tokens for r in requests} <= {2, 3}
+    assert max(max(r.prompt) for r in requests) == 5
+    other = make_requests(workload("workload=mixed", "workload.seed=1"), 99)
+    assert other[0].prompt != make_requests(workload("workload=mixed"), 99)[0].prompt
+
+
+def test_ids_wrap_around_a_small_vocabulary():
+    small, large = (make_requests(workload(), vocab) for vocab in (512, 100_000))
+    assert [[t % 512 for t in r.prompt] for r in large] == [r.prompt for r in small]
+
+
+def test_a_request_that_does_not_fit_is_refused_not_cut():
+    requests = make_requests(workload("workload=prefill"), 512)
+    check_fits("prefill", requests, 1025)
+    with pytest.raises(ConfigError, match=r"64 of 64 requests exceed max_model_len=1024.*1024 tokens in and 1 out"):
+        check_fits("prefill", requests, 1024)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["workload=mixd"], "Did you mean mixed"),
+        (["workload.input_len=[3,2]"], "neither a whole number"),
+        (["workload.input_len=0"], "neither a whole number"),
+        (["workload.output_len=[1,2,3]"], "neither a whole number"),
+        (["workload.output_len=true"], "neither a whole number"),
+        (["workload.num_requests=0"], "the least is 1"),
+        (["workload.num_requests=null"], "lacks workload.num_requests"),
+        (["workload.running=[1]"], "not a key of workload=quick"),
+        (["workload=host", "workload.num_requests=3"], "not a key of workload=host"),
+        (["workload=host", "workload.running=[0]"], "needs whole numbers from 1"),
+        (["workload=host", "profile=true"], "it runs no model"),
+        (["check=true"], "only workload=host has limits"),
+        (["trace=x.json"], "profile=true only"),
+    ],
+)
+def test_a_wrong_workload_is_refused_with_the_value(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        options(*overrides)
+
+
+def test_workload_belongs_to_bench():
+    with pytest.raises(ConfigError, match="workload is a key of mode bench, not of mode generate"):
+        compose(["workload=mixed"], default_registry(), mode="generate")
