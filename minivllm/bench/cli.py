@@ -118,7 +118,7 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
     graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
     print(
         f"{record['model']} ({record['load_format']} weights), {record['dtype']}, tp={record['tp']}, {record['device']}"
-        f", {graphs}, scheduler={record['scheduler']}\n{record['attention_why']}"
+        f", {graphs}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
     )
     columns = ["", "median", "min", "max"] if options.repeat > 1 else ["", "value"]
     rows = []

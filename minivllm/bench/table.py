@@ -8,22 +8,22 @@ from collections.abc import Sequence
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print it; the first column is text, the others are numbers."""
-    if sys.stdout.isatty() and _rich(title, columns, rows):
+    print(title)
+    if sys.stdout.isatty() and _rich(columns, rows):
         return
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    print(title)
     for row in (columns, *rows):
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
         print("  " + "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
 
 
-def _rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         return False
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", overflow="fold")
     for row in rows:

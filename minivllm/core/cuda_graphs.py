@@ -1,8 +1,9 @@
 """The decode step as one CUDA graph a batch size: from gathering the input tokens to writing the sampled ones back.
 
 Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
-# slots, input_ids, positions, slot_mapping, tokens (max,) int64   seq_lens (max,) int32   block_tables (max, max_blocks)
-Rows past the batch hold the padding slot: its table row is all zeros, so they read and write block 0, which nobody owns.
+# slots, input_ids, positions, slot_mapping, tokens (max,) int64   seq_lens (max,) int32
+# block_tables (max, max_blocks) int32
+Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ them. Only names that are typed here may be relied on from outside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence as SequenceOf
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from minivllm.core.batch import AttentionBatch, Batch
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
-    from minivllm.core.sampling_params import SamplingParams
     from minivllm.core.sequence import FinishReason, Sequence
     from minivllm.plugins.registry import Registry
 
@@ -47,6 +47,7 @@ class Scheduler(ABC):
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running ones, by slot
 
+    @abstractmethod
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
     ) -> None: ...
@@ -274,6 +275,7 @@ def _importable(module: str) -> bool:
 class Model(ABC):
     """A decoder. Subclass it together with ``torch.nn.Module``; it is built on the meta device."""
 
+    @abstractmethod
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None: ...
 
     @abstractmethod
@@ -375,6 +377,7 @@ class DeviceLogprobs:
 class Executor(ABC):
     """Runs the model on one or more ranks."""
 
+    @abstractmethod
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry
     ) -> None: ...
@@ -395,8 +398,6 @@ class Executor(ABC):
     def shutdown(self) -> None:
         """Give back memory and processes; safe to call twice."""
 
+    @abstractmethod
     def check_health(self) -> None:
-        """Raise EngineDeadError if a rank is gone."""
-
-
-WeightIterator = Iterator[tuple[str, "torch.Tensor"]]
+        """Raise EngineDeadError if a rank is gone; called at each step, so it is quick."""

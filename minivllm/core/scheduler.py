@@ -1,9 +1,9 @@
 """Which tokens the next step computes: one mixed batch a step, or prompts first.
 
 Slot arrays, one row a running sequence, owned by the scheduler (S = max_num_seqs):
-# tokens (S, max_model_len) int32: what the host knows of each sequence      length (S,): tokens, in-flight ones included
-# committed (S,): valid entries of its row in ``tokens``                     computed (S,): tokens in the cache or on their way
-# known_len (S,): prompt (and recomputed) tokens, host-known at admission    max_len (S,): the length at which it ends
+# tokens (S, max_model_len) int32: what the host knows of each sequence    committed (S,): how many of them are valid
+# length (S,): its tokens, one in flight included      computed (S,): those in the cache, or on their way to it
+# known_len (S,): those that were known at admission   max_len (S,): the length at which it ends
 # generation (S,) int64: grows when the slot changes hands, so that rows still in flight can be told to be stale
 
 A sequence decodes once computed >= known_len. Its newest token may be in flight: then length == committed + 1.

@@ -1,0 +1,51 @@
+"""Programmatic dependent launch: a kernel starts while the one before it on the stream still runs (Hopper and later).
+
+It saves a launch gap a kernel, and what a kernel reads that no kernel writes (weights, tables) streams in meanwhile.
+
+A kernel takes part by three lines, under a constexpr flag that ``use_pdl`` decides::
+
+    # in the launcher
+    pdl = use_pdl(x.device)
+    _kernel[grid](..., PDL=pdl, launch_pdl=pdl)
+
+    # in the kernel
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # at the top: the next kernel may start once every program is here
+    ...                                        # loads of constants only
+    if PDL:
+        tl.extra.cuda.gdc_wait()               # every kernel before this one is complete, its writes visible
+    ...                                        # everything else
+
+The rule:
+
+1. ``launch_pdl=True`` if and only if every program of the kernel calls ``gdc_wait``, on every path, before it returns:
+   without it nothing orders the kernel after those before it. It is also what makes completion transitive. ``gdc_wait``
+   waits for the one kernel before; that one is complete only after its own wait, and so on back. A kernel that
+   skipped it would let the next one run beside the one before the last.
+2. Before ``gdc_wait`` a program loads only what no kernel of a step writes: weights, norm weights, cosines. Activations,
+   the KV cache, block tables, positions, lengths, workspaces come after it.
+3. All stores and atomics come after it too. A buffer that is written may still be read by an earlier kernel: the
+   residual stream updated in place, a tensor whose memory the allocator has handed out again, a workspace.
+4. Nothing is said by ``gdc_launch_dependents`` but "you may start": it publishes no data, so it stands at the top. It is
+   no use in a kernel whose programs take many turns on each multiprocessor, and no harm: it takes effect with the last.
+5. Kernels that know nothing of this (cuBLAS, torch's own, copies) may stand anywhere in the chain. Launched the ordinary
+   way they start after the one before them is complete, and count as complete for the one behind them.
+
+Stream capture keeps all this as programmatic edges of the CUDA graph. Weights that a kernel has just written (loading,
+random weights) must be complete before the first step: the engine synchronizes in between.
+"""
+
+from functools import cache
+
+import torch
+
+from minivllm.kernels._triton import HAVE_TRITON, tl
+
+
+@cache
+def use_pdl(device: torch.device) -> bool:
+    """Whether kernels on this device are launched so: capability 9.0 or later, and a Triton that can."""
+    if device.type != "cuda" or torch.version.cuda is None or not HAVE_TRITON:
+        return False
+    cuda = getattr(getattr(tl, "extra", None), "cuda", None)
+    return torch.cuda.get_device_capability(device)[0] >= 9 and hasattr(cuda, "gdc_wait")

@@ -1,0 +1,301 @@
+"""What a request draws: its distribution, its filters, and that nobody else in the batch has a say in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.core.interfaces import DeviceLogprobs
+from minivllm.core.sampler import DefaultSampler
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sequence import Sequence
+from minivllm.errors import RequestError
+
+PROMPT_LEN = 5
+
+
+def encode(seed: int = 0, stop_ids: tuple[int, ...] = (), **params: Any) -> np.ndarray:
+    seq = Sequence("r", [1] * PROMPT_LEN, SamplingParams(**params), max_len=100, stop_ids=stop_ids)
+    return DefaultSampler.encode(seq, seed)
+
+
+class Rows:
+    """A sampler with one row of parameters a slot, used as the model runner uses it."""
+
+    def __init__(self, vocab: int, rows: SequenceOf[np.ndarray]) -> None:
+        packed = np.array(rows, dtype=DefaultSampler.row)
+        slots = np.arange(len(packed), dtype=np.int32)
+        self.sampler = DefaultSampler(len(packed) + 1, vocab, torch.device("cpu"))
+        words = torch.from_numpy(packed.view(np.int32).reshape(len(packed), -1).copy())
+        self.sampler.prepare(slots, packed, torch.from_numpy(slots).long(), words)
+
+    def draw(
+        self, logits: torch.Tensor, slots: SequenceOf[int] | np.ndarray, positions: SequenceOf[int] | np.ndarray | int
+    ) -> tuple[list[int], DeviceLogprobs | None]:
+        host = np.asarray(slots, dtype=np.int32)
+        at = torch.from_numpy(np.broadcast_to(np.asarray(positions, dtype=np.int64), host.shape).copy())
+        device = torch.from_numpy(host).long()
+        tokens, logprobs = self.sampler.sample(logits, device, at), None
+        if self.sampler.needs_refine(host):
+            tokens, logprobs = self.sampler.refine(logits, device, at, tokens, host)
+        return tokens.tolist(), logprobs
+
+
+def random_logits(n: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
+    return torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# --------------------------------------------------------------------------- greedy, and draws
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_is_argmax_whatever_else_is_set(dtype: torch.dtype) -> None:
+    logits = random_logits(6, 50).to(dtype)
+    rows = Rows(
+        50,
+        [
+            encode(temperature=0),
+            encode(temperature=1e-6, seed=3),
+            encode(temperature=0, top_k=2, top_p=0.1, min_p=0.9),
+            encode(temperature=0, logprobs=2),
+            encode(temperature=0, min_tokens=3),
+            encode(seed=9, temperature=0),
+        ],
+    )
+    assert rows.draw(logits, range(6), 7)[0] == logits.argmax(-1).tolist()
+
+
+def test_greedy_ties_go_to_the_lowest_token_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
+    assert Rows(4, [encode(temperature=0)] * 2).draw(logits, [0, 1], 0)[0] == [1, 0]
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("varied", ["positions", "seeds"])
+def test_draws_follow_the_softmax(temperature: float, varied: str) -> None:
+    n, logits = 40_000, random_logits(1, 8, scale=1.0)
+    if varied == "positions":
+        rows, slots, positions = [encode(seed=11, temperature=temperature)], np.zeros(n), np.arange(n)
+    else:
+        row = encode(temperature=temperature)
+        rows, slots, positions = [row.copy() for _ in range(n)], np.arange(n), np.full(n, 17)
+        for i, r in enumerate(rows):
+            r["seed"] = i
+    tokens, _ = Rows(8, rows).draw(logits.expand(n, 8), slots, positions)
+    expected = torch.softmax(logits[0].double() / temperature, -1).numpy() * n
+    assert chi_square(np.bincount(tokens, minlength=8), expected) < 24.3  # p > 0.001 with 7 degrees of freedom
+
+
+@pytest.mark.parametrize("step", [1, 2, 16])
+def test_neighbouring_positions_and_seeds_draw_independently(step: int) -> None:
+    n = 40_000
+    same = Rows(4, [encode(seed=1), encode(seed=1 + step)])
+    logits = torch.zeros(n, 4)
+    first = np.array(same.draw(logits, np.zeros(n), np.arange(n))[0])
+    for second in (first[step:], np.array(same.draw(logits, np.ones(n), np.arange(n))[0])):
+        m = min(len(first), len(second))
+        counts = np.bincount(first[:m] * 4 + second[:m], minlength=16)
+        assert chi_square(counts, np.full(16, m / 16)) < 37.7  # p > 0.001 with 15 degrees of freedom
+
+
+def test_a_draw_is_a_function_of_logits_seed_and_position() -> None:
+    """Alone, in any company and in any order: the same token. The company has filters, stops and log-probabilities."""
+    vocab, rng = 300, np.random.default_rng(0)
+    rows = [
+        encode(seed=5, temperature=0.8),
+        encode(seed=5, temperature=0.8, top_k=20),
+        encode(seed=-7, temperature=1.5, top_p=0.7),
+        encode(seed=2**40 + 1, temperature=1.0, min_p=0.05),
+        encode(seed=1, temperature=0),
+        encode(seed=9, temperature=1.0, min_tokens=4, stop_ids=(3, 250)),
+        encode(seed=9, temperature=1.2, logprobs=3, top_k=9, top_p=0.9, min_p=0.01),
+    ]
+    logits, positions = random_logits(len(rows), vocab), np.array([5, 6, 7, 8, 9, 6, 11])
+    every = Rows(vocab, rows)
+    alone = [every.draw(logits[i : i + 1], [i], positions[i : i + 1])[0][0] for i in range(len(rows))]
+    for _ in range(20):
+        some = rng.permutation(len(rows))[: rng.integers(1, len(rows) + 1)]
+        assert every.draw(logits[some], some, positions[some])[0] == [alone[i] for i in some]
+    moved = Rows(vocab, [encode(temperature=0.3, seed=99), *reversed(rows)])  # other slots
+    back = np.arange(len(rows), 0, -1)
+    assert moved.draw(logits, back, positions)[0] == alone
+
+
+def test_seed_and_position_both_matter() -> None:
+    rows, logits = Rows(1000, [encode(seed=1), encode(seed=2), encode(seed=2**32 + 1)]), torch.zeros(3, 1000)
+    here, there = rows.draw(logits, [0, 1, 2], 5)[0], rows.draw(logits, [0, 1, 2], 6)[0]
+    assert len({*here, *there}) == 6
+
+
+# --------------------------------------------------------------------------- filters
+
+
+def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """One row, slowly: which tokens may be drawn. No two logits are equal."""
+    p = np.exp(logits.astype(np.float64) / temperature - (logits.astype(np.float64) / temperature).max())
+    p /= p.sum()
+    order = [int(i) for i in np.argsort(-p) if p[i] >= min_p * p.max()]
+    if top_k > 0:
+        order = order[:top_k]
+    total, chosen, before = p[order].sum(), [], 0.0
+    for token in order:
+        if top_p < 1 and before / total >= top_p:
+            break
+        chosen.append(token)
+        before += p[token]
+    return set(chosen)
+
+
+def allowed(rows: Rows, logits: torch.Tensor) -> list[set[int]]:
+    scores = rows.sampler._filter(logits.float(), torch.arange(len(logits)))
+    return [set(np.nonzero(np.isfinite(row))[0].tolist()) for row in scores.numpy()]
+
+
+FILTERS: list[dict[str, Any]] = [
+    {"top_k": k, "top_p": p, "min_p": m, "temperature": t}
+    for k, p, m, t in [
+        (1, 1.0, 0.0, 1.0), (5, 1.0, 0.0, 1.0), (0, 0.5, 0.0, 1.0), (-1, 0.9, 0.0, 0.7), (0, 1.0, 0.1, 1.0),
+        (0, 1.0, 1.0, 1.0), (0, 1e-6, 0.0, 1.0), (20, 0.8, 0.02, 1.3), (3, 0.99, 0.3, 0.5), (64, 1.0, 0.0, 1.0),
+        (1000, 0.95, 0.0, 2.0), (0, 0.999, 0.001, 5.0), (10, 0.3, 0.0, 3.0),
+    ]
+]  # fmt: skip
+
+
+def test_top_k_top_p_and_min_p_keep_what_a_simple_loop_keeps() -> None:
+    for seed in range(20):
+        logits = random_logits(len(FILTERS), 64, seed=seed)
+        rows = Rows(64, [encode(**f) for f in FILTERS])
+        for row, got, f in zip(logits.numpy(), allowed(rows, logits), FILTERS, strict=True):
+            assert got == kept(row, **f), f
+
+
+def test_only_kept_tokens_are_drawn_and_all_of_them() -> None:
+    n, logits = 3000, random_logits(1, 40, scale=1.0)
+    for f in ({"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.4}, {"top_k": 12, "top_p": 0.7, "temperature": 2.0}):
+        tokens, _ = Rows(40, [encode(seed=3, **f)]).draw(logits.expand(n, 40), np.zeros(n), np.arange(n))
+        whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0} | f
+        assert set(tokens) == kept(logits[0].numpy(), **whole)
+
+
+def test_filtered_draws_follow_the_softmax_of_what_is_kept() -> None:
+    n, logits = 40_000, random_logits(1, 32, scale=1.0)
+    tokens, _ = Rows(32, [encode(seed=3, top_k=6, temperature=1.5)]).draw(logits.expand(n, 32), np.zeros(n), range(n))
+    best = logits[0].topk(6).indices
+    expected = torch.softmax(logits[0][best].double() / 1.5, -1).numpy() * n
+    assert chi_square(np.bincount(tokens, minlength=32)[best.numpy()], expected) < 20.5  # p > 0.001, 5 degrees
+
+
+def test_equal_probabilities_stay_together() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]] * 3)
+    rows = Rows(5, [encode(top_k=2), encode(top_p=0.3), encode(min_p=1.0)])
+    assert allowed(rows, logits) == [{1, 2, 3}] * 3
+
+
+def test_rows_without_filters_keep_every_token() -> None:
+    logits = random_logits(4, 30)
+    for row in (encode(top_k=0), encode(top_k=-1), encode(top_k=2**40), encode(top_p=1.0)):
+        assert allowed(Rows(30, [encode(top_k=1), row]), logits[:2])[1] == set(range(30))
+
+
+def test_an_unlikely_token_is_not_lost_to_rounding() -> None:
+    logits = torch.full((1, 50_000), -20.0)
+    logits[0, 7] = 0.0
+    assert allowed(Rows(50_000, [encode(top_p=0.99999)]), logits)[0] == {7}
+    assert len(allowed(Rows(50_000, [encode(min_p=1e-12)]), logits)[0]) == 50_000
+
+
+# --------------------------------------------------------------------------- min_tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_tokens_are_held_back_until_min_tokens_are_there(temperature: float) -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, [0, 9]] = 50.0  # token 0 and the last one are stop tokens
+    rows = Rows(10, [encode(temperature=temperature, min_tokens=3, stop_ids=(9, 0), seed=2)])
+    for output in range(6):
+        [token] = rows.draw(logits, [0], PROMPT_LEN + output)[0]
+        assert (token in (0, 9)) == (output >= 3), f"output {output} is {token}"
+
+
+def test_holding_back_touches_only_rows_that_asked() -> None:
+    logits = torch.zeros(3, 10)
+    logits[:, 4] = 50.0
+    rows = Rows(10, [encode(temperature=0, min_tokens=3, stop_ids=(4,)), encode(temperature=0), encode(seed=1)])
+    tokens = rows.draw(logits, [0, 1, 2], PROMPT_LEN)[0]
+    assert tokens[0] != 4 and tokens[1:] == [4, 4]
+    assert not torch.isinf(logits).any(), "the logits are the caller's"
+
+
+def test_more_stop_tokens_than_can_be_held_back_are_refused() -> None:
+    encode(min_tokens=1, stop_ids=tuple(range(16)))
+    encode(stop_ids=tuple(range(17)))
+    with pytest.raises(RequestError, match=r"min_tokens=2 with 17 stop and end tokens: at most 16 .* fewer stop_token"):
+        encode(min_tokens=2, stop_ids=tuple(range(17)))
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1, 2**63, -(2**63), 2**64 + 5])
+def test_any_seed_fits(seed: int) -> None:
+    row = encode(seed=seed)
+    assert (int(row["seed"]) - seed) % 2**64 == 0
+    [token] = Rows(100, [row]).draw(torch.zeros(1, 100), [0], 3)[0]
+    assert 0 <= token < 100
+
+
+# --------------------------------------------------------------------------- log-probabilities
+
+
+def test_logprobs_are_the_models_own_distribution() -> None:
+    logits = random_logits(4, 60)
+    rows = Rows(
+        60,
+        [
+            encode(temperature=0.0, logprobs=3),
+            encode(seed=1, temperature=3.0),
+            encode(seed=2, temperature=3.0, top_k=30, logprobs=5),  # neither temperature nor filters change them
+            encode(seed=3, temperature=2.0, logprobs=0),
+        ],
+    )
+    tokens, lp = rows.draw(logits, range(4), 6)
+    assert lp is not None
+    want = torch.log_softmax(logits.double(), -1)
+    assert lp.rows.tolist() == [0, 2, 3]
+    for i, row in enumerate(lp.rows.tolist()):
+        assert lp.sampled[i].item() == pytest.approx(want[row, tokens[row]].item(), abs=1e-5)
+        assert lp.rank[i].item() == int((want[row] > want[row, tokens[row]]).sum()) + 1
+        best = want[row].topk(5)
+        assert lp.top_ids[i].tolist() == best.indices.tolist()
+        assert lp.top[i].tolist() == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert lp.rank[0] == 1
+    assert rows.draw(logits[1:2], [1], 6)[1] is None
+
+
+def test_asking_for_logprobs_changes_no_token() -> None:
+    logits = random_logits(2, 60)
+    for params in ({}, {"top_k": 5}, {"temperature": 0}):
+        rows = Rows(60, [encode(seed=4, **params), encode(seed=4, logprobs=2, **params)])
+        for position in range(20):
+            tokens = rows.draw(logits[:1].expand(2, 60), [0, 1], position)[0]
+            assert tokens[0] == tokens[1]
+
+
+# --------------------------------------------------------------------------- slots change hands
+
+
+def test_a_slot_forgets_its_last_owner() -> None:
+    rows = Rows(20, [encode(seed=1, top_k=1, min_tokens=9, stop_ids=(2, 3), logprobs=4)])
+    fresh = Rows(20, [encode(seed=1)])
+    packed = np.array([encode(seed=1)], dtype=DefaultSampler.row)
+    slot = np.zeros(1, dtype=np.int32)
+    rows.sampler.prepare(slot, packed, torch.zeros(1).long(), torch.from_numpy(packed.view(np.int32).reshape(1, -1)))
+    assert not rows.sampler.needs_refine(slot)
+    logits = random_logits(1, 20)
+    for position in range(30):
+        assert rows.draw(logits, [0], position) == fresh.draw(logits, [0], position)

@@ -1,0 +1,140 @@
+"""vLLM's names and defaults; what cannot be used is refused with the value, the limit and the way out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from minivllm import SamplingParams
+from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.errors import RequestError
+
+
+def test_the_defaults_are_vllms() -> None:
+    defaults = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
+    assert defaults == {
+        "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
+        "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "bad_words": None,
+        "ignore_eos": False, "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
+        "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True,
+        "include_stop_str_in_output": False, "output_kind": RequestOutputKind.CUMULATIVE, "logit_bias": None,
+        "allowed_token_ids": None, "structured_outputs": None, "logits_processors": None,
+        "truncate_prompt_tokens": None,
+    }  # fmt: skip
+
+
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    # the values, and what the message must say: value, limit, way out
+    ({"n": 0}, ["n=0", "less than 1"]),
+    ({"n": 1.5}, ["n=1.5", "whole number"]),
+    ({"temperature": -0.5}, ["temperature=-0.5", "at least 0", "0 is greedy"]),
+    ({"temperature": math.inf}, ["temperature=inf", "at least 0"]),
+    ({"temperature": math.nan}, ["temperature=nan", "not a number"]),
+    ({"temperature": "hot"}, ["temperature='hot'", "not a number"]),
+    ({"temperature": True}, ["temperature=True", "not a number"]),
+    ({"top_p": 0}, ["top_p=0", "more than 0", "at most 1", "1 keeps every token"]),
+    ({"top_p": 1.01}, ["top_p=1.01", "more than 0", "at most 1"]),
+    ({"top_p": -1}, ["top_p=-1", "more than 0"]),
+    ({"min_p": -0.1}, ["min_p=-0.1", "at least 0", "at most 1", "0 keeps every token"]),
+    ({"min_p": 1.1}, ["min_p=1.1", "at most 1"]),
+    ({"top_k": -2}, ["top_k=-2", "less than -1", "0 or -1 keeps every token"]),
+    ({"top_k": 0.5}, ["top_k=0.5", "whole number"]),
+    ({"max_tokens": 0}, ["max_tokens=0", "less than 1", "None goes on to max_model_len"]),
+    ({"max_tokens": -3}, ["max_tokens=-3", "less than 1"]),
+    ({"min_tokens": -1}, ["min_tokens=-1", "less than 0"]),
+    ({"min_tokens": 17}, ["min_tokens=17", "max_tokens=16"]),
+    ({"logprobs": -1}, ["logprobs=-1", "less than 0"]),
+    ({"logprobs": 21}, ["logprobs=21", "20"]),
+    ({"seed": "x"}, ["seed='x'", "whole number"]),
+    ({"seed": -(2**63) - 1}, ["seed=", "less than"]),
+    ({"stop": ""}, ["stop=['']", "at least one character"]),
+    ({"stop": ["a", 3]}, ["stop=['a', 3]", "at least one character"]),
+    ({"stop": "a", "detokenize": False}, ["detokenize=True", "stop_token_ids"]),
+    ({"stop_token_ids": [-1]}, ["stop_token_ids=-1", "less than 0"]),
+    ({"stop_token_ids": ["a"]}, ["stop_token_ids='a'", "whole number"]),
+    ({"presence_penalty": 0.1}, ["presence_penalty=0.1", "not supported yet", "leave it at 0.0"]),
+    ({"frequency_penalty": -1}, ["frequency_penalty=-1", "not supported yet", "leave it at 0.0"]),
+    ({"repetition_penalty": 1.1}, ["repetition_penalty=1.1", "not supported yet", "leave it at 1.0"]),
+    ({"prompt_logprobs": 1}, ["prompt_logprobs=1", "not supported yet", "None"]),
+    ({"logit_bias": {1: 2.0}}, ["logit_bias={1: 2.0}", "not supported yet", "None"]),
+    ({"allowed_token_ids": [1]}, ["allowed_token_ids=[1]", "not supported yet"]),
+    ({"bad_words": ["x"]}, ["bad_words=['x']", "not supported yet"]),
+    ({"structured_outputs": object}, ["structured_outputs=", "not supported yet"]),
+    ({"logits_processors": [print]}, ["logits_processors=", "not supported yet"]),
+    ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens=5", "not supported yet"]),
+    ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens=False", "leave it True"]),
+]
+
+
+@pytest.mark.parametrize("values,words", REFUSED, ids=lambda v: str(v)[:40] if isinstance(v, dict) else "")
+def test_a_refusal_names_the_value_the_limit_and_the_way_out(values: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RequestError) as error:
+        SamplingParams(**values)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0},
+        {"temperature": 100.0},
+        {"top_p": 1},
+        {"top_p": 1e-9},
+        {"min_p": 1},
+        {"top_k": -1},
+        {"max_tokens": 1},
+        {"max_tokens": None, "min_tokens": 5},
+        {"min_tokens": 16},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"seed": -5},
+        {"seed": 2**63 - 1},
+        {"stop": "end"},
+        {"stop": ("a", "b")},
+        {"stop_token_ids": (0, 5)},
+        {"bad_words": []},
+        {"logit_bias": {}},
+        {"allowed_token_ids": []},
+        {"frequency_penalty": 0},
+    ],
+)
+def test_values_at_their_limits_are_taken(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_what_is_changed_later_is_judged_again() -> None:
+    params = SamplingParams()
+    params.top_p = 7.0
+    with pytest.raises(RequestError, match="top_p=7"):
+        params.verify()
+
+
+def test_a_refusal_is_a_value_error_too() -> None:
+    with pytest.raises(ValueError):
+        SamplingParams(max_tokens=0)
+
+
+def test_stop_is_a_list_of_strings() -> None:
+    assert SamplingParams(stop="a").stop == ["a"]
+    assert SamplingParams(stop=("a", "b")).stop == ["a", "b"]
+    assert SamplingParams().stop == SamplingParams(stop=None).stop == []
+
+
+def test_greedy_begins_where_vllms_does() -> None:
+    assert SamplingParams(temperature=0).greedy and SamplingParams(temperature=9e-6).greedy
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_a_clone_differs_only_where_it_is_told() -> None:
+    params = SamplingParams(n=2, stop=["x"], seed=4, top_k=3, stop_token_ids=[7])
+    other = params.clone(top_k=9)
+    assert other.top_k == 9 and other.clone(top_k=3) == params
+    other.stop.append("y")
+    other.stop_token_ids.append(8)
+    assert params.stop == ["x"] and params.stop_token_ids == [7]
+    with pytest.raises(RequestError):
+        params.clone(n=0)
