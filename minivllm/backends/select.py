@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+from minivllm.core.model_config import FrozenDict
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ class Choice:
     prefill_class: type[AttentionBackend]
     decode_class: type[AttentionBackend]
     why: str
+    prefill_options: FrozenDict
+    decode_options: FrozenDict
 
     @property
     def name(self) -> str:
@@ -35,9 +38,10 @@ class Choice:
         return self.decode_class.capabilities.cuda_graphs != CudaGraphs.NEVER
 
     def build(self, spec: AttentionSpec) -> AttentionBackend:
+        decode = self.decode_class(replace(spec, options=self.decode_options))
         if self.prefill == self.decode:
-            return self.decode_class(spec)
-        return HybridBackend(self.prefill_class(spec), self.decode_class(spec))
+            return decode
+        return HybridBackend(self.prefill_class(replace(spec, options=self.prefill_options)), decode)
 
 
 def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -> Choice:
@@ -50,7 +54,12 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
     decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry)
     if decode != prefill:
         why = f"prefill: {why}; decode: {decode_why}"
-    return Choice(prefill, decode, prefill_class, decode_class, why)
+
+    def own(name: str) -> FrozenDict:
+        declared = registry.get("attention", name).options
+        return FrozenDict({key: value for key, value in options.options.items() if key in declared})
+
+    return Choice(prefill, decode, prefill_class, decode_class, why, own(prefill), own(decode))
 
 
 def _one(name: str, spec: AttentionSpec, registry: Registry) -> tuple[str, type[AttentionBackend], str]:

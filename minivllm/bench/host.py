@@ -59,6 +59,9 @@ class NullExecutor(Executor):
     def launch(self, batch: Batch) -> _Done:
         return _Done(self._zeros[: len(batch.slots)])
 
+    def check_health(self) -> None:
+        pass
+
     def describe(self) -> dict[str, Any]:
         return {"device": "none", "attention": "none", "dtype": "none"}
 

@@ -277,7 +277,13 @@ class LLMEngine:
         if params.max_tokens is not None:
             return prompt_len + params.max_tokens
         whole_cache = self.num_blocks * self.config.cache.block_size + 1
-        return max(min(self.max_model_len, whole_cache), prompt_len + 1)
+        longest = max(min(self.max_model_len, whole_cache), prompt_len + 1)
+        if params.min_tokens > longest - prompt_len:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} with a {prompt_len}-token prompt exceeds the {longest} tokens that "
+                "max_model_len and the cache leave for one request; lower min_tokens"
+            )
+        return longest
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         vocab = self.model_config.vocab_size

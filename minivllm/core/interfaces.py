@@ -9,10 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+
+from minivllm.core.model_config import FrozenDict
 
 if TYPE_CHECKING:
     import torch
@@ -151,6 +153,7 @@ class AttentionSpec:
     max_model_len: int
     scale: float
     sliding_window: int | None = None  # tokens; None attends to all before
+    options: FrozenDict = field(default_factory=FrozenDict)  # attention.options, those that this backend declares
 
 
 class CudaGraphs:
@@ -299,6 +302,10 @@ class Sampler(ABC):
     """
 
     row: ClassVar[np.dtype]
+
+    @abstractmethod
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict) -> None:
+        """``num_slots`` counts the padding slot, the last; ``options`` is the config's ``sampler.options``."""
 
     @classmethod
     @abstractmethod

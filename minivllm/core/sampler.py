@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces import DeviceLogprobs, Sampler
+from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
 from minivllm.kernels.sampling import sample_tokens
 
+_NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
 _NEG_INF = float("-inf")
 
@@ -39,8 +41,9 @@ class DefaultSampler(Sampler):
         ]
     )
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        """``num_slots`` counts the padding slot, the last."""
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict = _NO_OPTIONS
+    ) -> None:
         self.vocab_size = vocab_size
         self.host = np.zeros(num_slots, dtype=self.row)
         self.host["logprobs"] = -1
@@ -58,7 +61,7 @@ class DefaultSampler(Sampler):
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
         params, row = seq.params, np.zeros((), dtype=cls.row)
         row["temperature"] = 0.0 if params.greedy else params.temperature
-        row["top_p"], row["min_p"], row["top_k"] = params.top_p, params.min_p, max(params.top_k, 0)
+        row["top_p"], row["min_p"], row["top_k"] = params.top_p, params.min_p, min(max(params.top_k, 0), 2**31 - 1)
         row["seed"] = (seed + 2**63) % 2**64 - 2**63
         row["min_position"] = seq.prompt_len + params.min_tokens if params.min_tokens else 0
         row["logprobs"] = -1 if params.logprobs is None else params.logprobs

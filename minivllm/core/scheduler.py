@@ -32,7 +32,8 @@ _WATERMARK = 0.01  # the share of the pool that an admission leaves free for run
 
 
 class SlotScheduler(Scheduler):
-    """First come, first served, on slot arrays; subclasses choose how decodes and prompt chunks share a step.
+    """First come, first served, on slot arrays; a subclass's ``schedule`` says how decodes and prompt chunks share a
+    step: ``take_decodes``, ``take_chunks``, then ``write_batch``.
 
     - All blocks of a prompt are taken at admission, so a prompt half done never waits for memory.
     - When a decode needs a block and none is free, the latest-arrived running sequence is preempted: its blocks are
@@ -138,7 +139,7 @@ class SlotScheduler(Scheduler):
     @abstractmethod
     def schedule(self) -> Batch | None: ...
 
-    def _decodes(self, budget: int) -> np.ndarray:
+    def take_decodes(self, budget: int) -> np.ndarray:
         """The slots that decode, oldest first, each with room for its next token."""
         while True:
             run = self.running
@@ -150,7 +151,7 @@ class SlotScheduler(Scheduler):
                 return ready
             self._preempt(int(run[-1]))
 
-    def _chunks(self, budget: int) -> list[tuple[int, int]]:
+    def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): those half done first, then new ones from the queue."""
         chunks: list[tuple[int, int]] = []
         partial = long = 0  # prompts that this step leaves unfinished, and those of them over the threshold
@@ -286,7 +287,7 @@ class SlotScheduler(Scheduler):
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(ids)] = ids
 
-    def _batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
+    def write_batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
         """Write the step down, and advance the slot arrays past it."""
         d = len(decodes)
         if not d and not chunks:
@@ -393,15 +394,15 @@ class MixedScheduler(SlotScheduler):
     """Decodes and prompt chunks in one step, decodes first, up to ``max_num_batched_tokens``."""
 
     def schedule(self) -> Batch | None:
-        decodes = self._decodes(self.options.max_num_batched_tokens)
-        chunks = self._chunks(self.options.max_num_batched_tokens - len(decodes))
-        return self._batch(decodes, chunks)
+        decodes = self.take_decodes(self.options.max_num_batched_tokens)
+        chunks = self.take_chunks(self.options.max_num_batched_tokens - len(decodes))
+        return self.write_batch(decodes, chunks)
 
 
 class PrefillFirstScheduler(SlotScheduler):
     """Steps of prompts only while there are any to compute, then steps of decodes only."""
 
     def schedule(self) -> Batch | None:
-        chunks = self._chunks(self.options.max_num_batched_tokens)
-        decodes = np.empty(0, dtype=np.int32) if chunks else self._decodes(self.options.max_num_batched_tokens)
-        return self._batch(decodes, chunks)
+        chunks = self.take_chunks(self.options.max_num_batched_tokens)
+        decodes = np.empty(0, dtype=np.int32) if chunks else self.take_decodes(self.options.max_num_batched_tokens)
+        return self.write_batch(decodes, chunks)

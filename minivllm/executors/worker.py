@@ -93,7 +93,8 @@ class Worker:
             config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
         )  # fmt: skip
         num_slots = config.scheduler.max_num_seqs
-        sampler = self.registry.resolve("sampler", config.sampler.name)(num_slots + 1, model_config.vocab_size, device)
+        sampler_class = self.registry.resolve("sampler", config.sampler.name)
+        sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
         self.runner = ModelRunner(
             model,
             self.choice.build(self.spec),

@@ -36,6 +36,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
         "triton",
         "minivllm.backends.triton:TritonBackend",
         requires=("triton",),
+        gpu=True,
         priority=10,
         description="paged prefill and split-KV decode kernels in Triton",
     )
@@ -46,6 +47,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
         priority=20,
         description="FlashAttention",
         install="pip install 'minivllm[flash]'",
+        gpu=True,
     )
     yield Component(
         "flashinfer",
@@ -54,6 +56,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
         priority=30,
         description="FlashInfer",
         install="pip install 'minivllm[flashinfer]'",
+        gpu=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ KINDS: dict[str, str] = {
     "sampler": "sampler",
     "executor": "executor",
 }
+
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux under Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,11 @@ class Registry:
         if not exists(module):
             why.append(f"its module {module} does not exist")
         return why
+
+    def usable_here(self, component: Component) -> list[str]:
+        """``why_not``, and whether this machine has the GPU that the component needs, as far as a listing can tell."""
+        no_gpu = component.gpu and not any(os.path.exists(device) for device in _GPU_DEVICES)
+        return self.why_not(component) + (["it needs an NVIDIA GPU, and none is here"] if no_gpu else [])
 
     def _how_to_install(self, component: Component) -> str:
         missing = [need.split("|")[0].split(".")[0] for need in component.requires if not _any_exists(need)]

@@ -14,7 +14,7 @@ def as_table(registry: Registry) -> str:
     """Every component, one a line; then what is wrong with plugins."""
     rows = [("KIND", "NAME", "PACKAGE", "USABLE", "WHAT")]
     for entry in registry.entries():
-        component, why = entry.component, registry.why_not(entry.component)
+        component, why = entry.component, registry.usable_here(entry.component)
         name = component.name + (f" ({', '.join(component.aliases)})" if component.aliases else "")
         what = f"not here: {'; '.join(why)}" if why else _what(entry)
         rows.append((entry.kind, name, str(entry.provider), "no" if why else "yes", what))
@@ -38,7 +38,7 @@ def as_json(registry: Registry) -> str:
 
 
 def _as_dict(entry: Entry, registry: Registry) -> dict[str, Any]:
-    why, provider = registry.why_not(entry.component), entry.provider
+    why, provider = registry.usable_here(entry.component), entry.provider
     return {
         "kind": entry.kind,
         **asdict(entry.component),

@@ -30,6 +30,7 @@ class Component:
         description: one line for ``minivllm plugins list``.
         options: the keys that the group's free ``options`` mapping may hold for this component.
         install: the command that brings what ``requires`` names.
+        gpu: it needs an NVIDIA GPU; ``minivllm plugins list`` says so where there is none.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Component:
     description: str = ""
     options: tuple[str, ...] = ()
     install: str = ""
+    gpu: bool = False
 
     def __post_init__(self) -> None:
         _check_name(self.name)

