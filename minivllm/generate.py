@@ -38,10 +38,11 @@ def run(composed: Composed) -> int:
     from minivllm.llm import LLM
 
     with LLM.from_config(composed.engine) as llm:
+        about = llm.engine.describe()
+        print(about["attention_why"], file=sys.stderr)
         started = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         seconds = time.perf_counter() - started
-        about = llm.engine.describe()
     if options.output is None:
         for output in outputs:
             print(_shown(output, sys.stdout.isatty()), end="\n\n")

@@ -80,10 +80,10 @@ def _one(name: str, spec: AttentionSpec, registry: Registry) -> tuple[str, type[
         if not reasons:
             chosen = registry.resolve("attention", component.name)
             if spec.device in chosen.capabilities.devices:
-                because = f"attention={component.name}, the fastest that runs here"
-                return component.name, chosen, because + (f" (not {'; not '.join(passed)})" if passed else "")
+                because = f"attention={component.name}: the fastest that runs here"
+                return component.name, chosen, because + (f" ({'; '.join(passed)})" if passed else "")
             reasons = [f"it is not meant for {spec.device}"]
-        passed.append(f"{component.name}: {reasons[0]}")
+        passed.append(f"not {component.name}: {reasons[0]}")
     raise ConfigError("no attention backend can run this: " + "; ".join(passed))
 
 

@@ -44,9 +44,14 @@ def _log2(x, APPROX: tl.constexpr):
 
 @triton.jit
 def _scores(
-    logits, temperature, seeds, slots, positions, row, token, stride, VOCAB: tl.constexpr, APPROX: tl.constexpr
-):
-    """log2(e) * (logits / temperature + Gumbel noise) of one row's tokens, up to a constant; greedy: the logits."""
+    logits, temperature, seeds, slots, positions, row, block, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    APPROX: tl.constexpr,
+):  # fmt: skip
+    """Of one row's block, (BLOCK / 8, 8): the tokens; log2(e) * (logits / temperature + Gumbel noise) up to a constant,
+    or for a greedy row the logits."""
+    first = block * BLOCK + tl.arange(0, BLOCK // 8) * 8
+    j = tl.arange(0, 8)[None, :]
+    token = first[:, None] + j
     score = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     slot = tl.load(slots + row)
     heat = tl.load(temperature + slot)
@@ -55,14 +60,14 @@ def _scores(
         low, high, position = seed.to(tl.uint32), (seed >> 32).to(tl.uint32), tl.load(positions + row).to(tl.uint32)
         key = _mix_kernel(_mix_kernel(_mix_kernel(low) ^ high) ^ position)
         key2 = _mix_kernel(_mix_kernel(_mix_kernel(high + _CS) ^ low) + position)
-        bits = token.to(tl.uint32) * _CG + key
+        bits = (first.to(tl.uint32) * _CG + key)[:, None] + j.to(tl.uint32) * _CG  # token * golden ratio + key
         bits = (bits ^ (bits >> 16)) * _C1 + key2
         bits = (bits ^ (bits >> 15)) * _C2
         x = bits.to(tl.float32) * _CU + _CH  # uniform in (0, 1), finest near 0, where the winners are
         wait = x * (_L1 + x * (_L2 + x * _L3))
         wait = tl.where(x < _CT, wait, -_log2(1.0 - x, APPROX))  # -log2(1 - x): exponentially distributed
         score = score * (_L1 / heat) - _log2(wait, APPROX)
-    return score
+    return token, score
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -74,9 +79,8 @@ def _best_of_block_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    score = _scores(logits, temperature, seeds, slots, positions, row, token, stride, VOCAB, APPROX)
-    tl.store(best + row * tl.num_programs(1) + block, tl.max(score, 0))
+    _, score = _scores(logits, temperature, seeds, slots, positions, row, block, stride, VOCAB, BLOCK, APPROX)
+    tl.store(best + row * tl.num_programs(1) + block, tl.max(score))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -90,9 +94,8 @@ def _best_of_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     block = tl.argmax(tl.load(best + row * BLOCKS + i, mask=i < BLOCKS, other=float("-inf")), 0)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    score = _scores(logits, temperature, seeds, slots, positions, row, token, stride, VOCAB, APPROX)
-    tl.store(out + row, (block * BLOCK + tl.argmax(score, 0)).to(tl.int64))
+    token, score = _scores(logits, temperature, seeds, slots, positions, row, block, stride, VOCAB, BLOCK, APPROX)
+    tl.store(out + row, tl.min(tl.where(score == tl.max(score), token, VOCAB - 1)).to(tl.int64))
 
 
 def sample_tokens_triton(
