@@ -50,8 +50,8 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
     Raises:
         ConfigError: a named backend cannot run this, with every reason; or none can.
     """
-    prefill, prefill_class, why = _one(options.prefill or options.name, spec, registry)
-    decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry)
+    prefill, prefill_class, why = _one(options.prefill or options.name, spec, registry, prefill=True)
+    decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry, prefill=False)
     if decode != prefill:
         why = f"prefill: {why}; decode: {decode_why}"
 
@@ -62,7 +62,9 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
     return Choice(prefill, decode, prefill_class, decode_class, why, own(prefill), own(decode))
 
 
-def _one(name: str, spec: AttentionSpec, registry: Registry) -> tuple[str, type[AttentionBackend], str]:
+def _one(
+    name: str, spec: AttentionSpec, registry: Registry, *, prefill: bool
+) -> tuple[str, type[AttentionBackend], str]:
     if name != "auto":
         component = registry.get("attention", name)
         missing = registry.why_not(component)
@@ -75,7 +77,7 @@ def _one(name: str, spec: AttentionSpec, registry: Registry) -> tuple[str, type[
             )
         return component.name, registry.resolve("attention", name), f"attention={component.name} as asked"
     passed: list[str] = []
-    for component in registry.by_priority("attention"):
+    for component in registry.by_priority("attention", prefill=prefill):
         reasons = _reasons(component.name, spec, registry)
         if not reasons:
             chosen = registry.resolve("attention", component.name)

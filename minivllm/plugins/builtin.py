@@ -37,7 +37,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
         "minivllm.backends.triton:TritonBackend",
         requires=("triton",),
         gpu=True,
-        priority=10,
+        priority=40,  # on an H200 the fastest decode of the four: docs/performance.md
         description="paged prefill and split-KV decode kernels in Triton",
     )
     yield Component(
@@ -45,6 +45,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
         "minivllm.backends.flash:FlashBackend",
         requires=("flash_attn_interface|sgl_kernel|flash_attn",),
         priority=20,
+        prefill_priority=50,
         description="FlashAttention",
         install="pip install 'minivllm[flash]'",
         gpu=True,
@@ -84,6 +85,18 @@ def minivllm_samplers() -> Iterator[Component]:
 @hookimpl
 def minivllm_executors() -> Iterator[Component]:
     yield Component("single", "minivllm.executors.single:SingleExecutor", description="one process, one device")
+    yield Component(
+        "multiproc",
+        "minivllm.executors.multiproc:MultiprocExecutor",
+        description="a child process a rank, on one machine; what auto takes for tp>1",
+        options=("devices", "step_timeout"),
+    )
+    yield Component(
+        "torchrun",
+        "minivllm.executors.torchrun:TorchrunExecutor",
+        description="this process is one rank of many, started by torchrun; every rank makes the same requests",
+        options=("timeout",),
+    )
 
 
 @hookimpl

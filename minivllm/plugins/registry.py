@@ -121,9 +121,13 @@ class Registry:
         """All of a kind (or of every kind), in the order of registration."""
         return [e for k in ([kind] if kind else KINDS) for e in self._table(k).values()]
 
-    def by_priority(self, kind: str) -> list[Component]:
-        """Highest priority first: the order in which ``auto`` tries."""
-        return sorted((e.component for e in self.entries(kind)), key=lambda c: -c.priority)
+    def by_priority(self, kind: str, *, prefill: bool = False) -> list[Component]:
+        """Highest priority first: the order in which ``auto`` tries (``prefill``: for prompt chunks)."""
+
+        def priority(c: Component) -> int:
+            return c.prefill_priority if prefill and c.prefill_priority is not None else c.priority
+
+        return sorted((e.component for e in self.entries(kind)), key=lambda c: -priority(c))
 
     def config_options(self, group: str) -> dict[str, OptionEntry]:
         """The options that plugins registered for a Hydra group, by name."""

@@ -27,6 +27,7 @@ class Component:
         requires: importable modules that it needs; ``"a|b"`` is satisfied by either.
         aliases: other names that users may type.
         priority: where ``auto`` chooses, the usable component with the highest priority wins.
+        prefill_priority: of an attention backend, the same for prompt chunks, if it differs.
         description: one line for ``minivllm plugins list``.
         options: the keys that the group's free ``options`` mapping may hold for this component.
         install: the command that brings what ``requires`` names.
@@ -42,6 +43,7 @@ class Component:
     options: tuple[str, ...] = ()
     install: str = ""
     gpu: bool = False
+    prefill_priority: int | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.name)

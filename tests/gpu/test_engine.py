@@ -10,6 +10,7 @@ import torch
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.interfaces import AttentionSpec
+from minivllm.errors import ConfigError, MinivllmError
 from minivllm.plugins.manager import load_plugins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -130,3 +131,25 @@ def test_padding_rows_leave_the_cache_alone() -> None:
         written = (cache[:, :, 1:] != 0).flatten(3).any(-1).any(0).any(0)
         used = sum(-(-(len(llm.get_tokenizer().encode(p)) + 19) // 16) for p in PROMPTS[:3])
         assert int(written.sum()) <= used + 3  # the pipeline writes one row past an answer that ended
+
+
+def test_too_little_memory_says_how_many_tokens_fit() -> None:
+    with pytest.raises(ConfigError, match=r"tokens of cache fit into .* max_model_len=2048 needs more"):
+        LLM("demo", attention="triton", max_model_len=2048, gpu_memory_utilization=0.0001)
+
+
+def test_a_capture_that_went_wrong_is_noticed() -> None:
+    with LLM("demo", attention="triton", max_num_seqs=8, num_gpu_blocks_override=64) as llm:
+        runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+        runner.graphs.verify(64, 1000)
+        weight = runner.model.model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data * 3 + 1  # the graphs go on reading the old memory
+        with pytest.raises(MinivllmError, match="graph of 1 rows with attention=TritonBackend differs"):
+            runner.graphs.verify(64, 1000)
+
+
+def test_auto_takes_the_fastest_for_prompts_and_for_decodes() -> None:
+    with LLM("demo", max_num_seqs=8, num_gpu_blocks_override=64) as llm:
+        expected = "flash+triton" if "flash" in BACKENDS else "triton"
+        assert llm.engine.describe()["attention"] == expected
+        assert llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].outputs[0].text
