@@ -34,7 +34,9 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
     path, model_config = find_model(config)
     max_model_len = model_length(config, model_config)
     tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)
-    executor_name = "single" if config.executor.name == "auto" else config.executor.name
+    executor_name = config.executor.name
+    if executor_name == "auto":
+        executor_name = "single" if config.tp == 1 else "multiproc"
     executor = registry.resolve("executor", executor_name)(config, model_config, max_model_len, registry)
     try:
         num_blocks = executor.start()

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import save_checkpoint
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton when kernels are defined: before any import of ours
+
+from helpers import save_checkpoint
 
 
 @pytest.fixture(scope="session")

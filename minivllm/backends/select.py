@@ -53,6 +53,12 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
     prefill, prefill_class, why = _one(options.prefill or options.name, spec, registry, prefill=True)
     decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry, prefill=False)
     if decode != prefill:
+        for name, backend in ((prefill, prefill_class), (decode, decode_class)):
+            if not backend.keeps_cache_write():
+                raise ConfigError(
+                    f"attention.prefill={prefill} with attention.decode={decode}: {name} writes the cache in its own way, "
+                    f"which the other cannot read; set attention={name} for both"
+                )
         why = f"prefill: {why}; decode: {decode_why}"
 
     def own(name: str) -> FrozenDict:
@@ -102,7 +108,9 @@ class HybridBackend(AttentionBackend):
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         super().__init__(decode.spec)
         self._prefill, self._decode = prefill, decode
-        self.plans_on_host = prefill.plans_on_host or decode.plans_on_host  # type: ignore[misc]
+        self.plans_on_host = prefill.plans_on_host or decode.plans_on_host
+        self.fuses_qkv = decode.fuses_qkv
+        self.decode_qkv = decode.decode_qkv  # type: ignore[method-assign]
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         for backend in (self._prefill, self._decode):

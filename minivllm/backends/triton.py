@@ -8,7 +8,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
-from minivllm.kernels.paged_decode import DecodeWorkspace, paged_decode_triton, schedule_decode
+from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
 from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
 
 
@@ -20,6 +20,7 @@ class TritonBackend(AttentionBackend):
         cuda_graphs=CudaGraphs.DECODE,
         packages=("triton",),
     )
+    fuses_qkv = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -55,6 +56,7 @@ class TritonBackend(AttentionBackend):
                 kv_cache.dtype,
                 kv_cache.device,
                 s.sliding_window,
+                max_len=s.max_model_len,
             )
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -69,13 +71,27 @@ class TritonBackend(AttentionBackend):
             self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        self._decode(q, layer, out, None)
+
+    def decode_qkv(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
+    ) -> torch.Tensor:  # fmt: skip
+        assert self.batch is not None
+        out = qkv.new_empty((qkv.shape[0], self.spec.num_heads, self.spec.head_dim))
+        self._decode(qkv, layer, out, NewTokens(q_weight, k_weight, eps, cos_sin, positions, self.batch.slot_mapping))
+        return out
+
+    def _decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, new: NewTokens | None) -> None:
         batch, workspace = self.batch, self._workspace
         assert batch is not None and workspace is not None
         if layer.index == 0 or not self._scheduled:  # a graph is captured after an eager step of the same plan
             schedule_decode(workspace, batch.seq_lens, q.shape[0])
             self._scheduled = True
         k_cache, v_cache = self.kv_cache[layer.index]
-        paged_decode_triton(q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace)
+        paged_decode_triton(
+            q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace, new
+        )
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch

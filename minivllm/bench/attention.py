@@ -1,26 +1,34 @@
-"""Times the attention backends alone: ``python -m minivllm.bench.attention [--sweep] [--backends triton,flash]``.
+"""Times the attention backends alone: ``python -m minivllm.bench.attention [--sweep | --sweep-decode]``.
 
 Decode steps are captured in a CUDA graph that runs several layers, each with a cache of its own, so that no layer finds
 its keys in L2; the time is that of a replay divided by the layers (the plan on the host is timed apart). Prompt steps
 run eagerly over the layers between two events. TB/s counts the keys and values of the contexts once, TFLOP/s four
-operations a (query, visible key) pair, head and dimension.
+operations a (query, visible key) pair, head and dimension. ``triton qkv`` is a decode step straight from the
+projection: its time includes q/k-norm, rotary and the cache write, that of ``triton`` does not.
+
+``--sweep-decode`` tries the triton backend's configurations on decode steps of three models' heads, in 90 seconds: the
+best for each case with the default's time beside it, then how far each configuration is from the best over all cases.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
+
+if TYPE_CHECKING:
+    from minivllm.backends.triton import TritonBackend
+    from minivllm.kernels.paged_decode import DecodeConfig
 
 BACKENDS = {"triton": "TritonBackend", "flash": "FlashBackend", "flashinfer": "FlashInferBackend"}
 CACHE_BYTES = 6 << 30  # of all layers together, at most
@@ -70,9 +78,9 @@ def workloads() -> list[Workload]:
 class Bench:
     """One workload's tensors. cache: (layers, 2, blocks, block_size, kv heads, head_dim)."""
 
-    def __init__(self, spec: AttentionSpec, work: Workload) -> None:
+    def __init__(self, spec: AttentionSpec, work: Workload, fused: bool = False) -> None:
         device, dtype = torch.device("cuda"), getattr(torch, spec.dtype)
-        self.spec, self.work = spec, work
+        self.spec, self.work, self.fused = spec, work, fused
         query, seq = np.array(work.query_lens, np.int32), np.array(work.seq_lens, np.int32)
         counts = -(-seq // spec.block_size)
         blocks = int(counts.sum()) + 1
@@ -87,12 +95,19 @@ class Bench:
         start = np.concatenate(([0], np.cumsum(query))).astype(np.int32)
         self.q = torch.randn((int(query.sum()), spec.num_heads, spec.head_dim), device=device, dtype=dtype)
         self.out = torch.empty_like(self.q)
+        last = seq.astype(np.int64) - 1
+        place = tables[np.arange(len(seq)), last // spec.block_size] * spec.block_size + last % spec.block_size
+        packed = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        self.qkv = torch.randn((len(seq), packed), device=device, dtype=dtype)
+        self.norm = torch.ones(spec.head_dim, device=device, dtype=dtype)
+        self.cos_sin = torch.randn((spec.max_model_len, spec.head_dim), device=device)
+        self.positions = torch.from_numpy(last).to(device)
         self.batch = AttentionBatch(
             num_decodes=len(seq) if work.decode else 0,
             query_start=torch.from_numpy(start).to(device),
             seq_lens=torch.from_numpy(seq).to(device),
             block_tables=torch.from_numpy(tables).to(device),
-            slot_mapping=torch.zeros(len(self.q), dtype=torch.int64, device=device),
+            slot_mapping=torch.from_numpy(place).to(device) if work.decode else self.q.new_zeros(len(self.q)).long(),
             host_query_lens=query,
             host_seq_lens=seq,
             host_block_tables=tables[:, : int(counts.max())],
@@ -101,6 +116,13 @@ class Bench:
         self.ids = [SimpleNamespace(index=i) for i in range(self.layers)]
 
     def run_layers(self, backend: AttentionBackend) -> None:
+        if self.fused:
+            from minivllm.backends.triton import TritonBackend
+
+            assert isinstance(backend, TritonBackend)
+            for layer in self.ids:
+                backend.decode_qkv(self.qkv, self.norm, self.norm, 1e-6, self.cos_sin, self.positions, layer)
+            return
         attend = backend.decode if self.work.decode else backend.prefill
         for layer in self.ids:
             attend(self.q, layer, self.out)
@@ -147,38 +169,101 @@ class Bench:
         return f"{self.work.operations(self.spec) / seconds / 1e12:6.0f} TFLOP/s"
 
 
-# --------------------------------------------------------------------------- what to try in a sweep
+# --------------------------------------------------------------------------- sweeps of the triton backend
+
+PREFILL_BLOCKS = [  # block_m, block_n, warps, stages
+    (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2),
+    (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 4), (256, 64, 8, 2),
+]  # fmt: skip
+# block_n, warps, stages; then programs a multiprocessor, min_tiles
+DECODE_BLOCKS = [(32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2)]
+DECODE_CUTS = [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (4, 4), (8, 2)]
 
 
-def variants(backend: AttentionBackend, work: Workload) -> Iterator[tuple[str, AttentionBackend]]:
-    """The triton backend with every configuration worth a try."""
-    from minivllm.backends.triton import TritonBackend
-    from minivllm.kernels.paged_decode import DecodeConfig, DecodeWorkspace
+def prefill_variants(backend: TritonBackend) -> Iterator[tuple[str, TritonBackend]]:
     from minivllm.kernels.paged_prefill import PrefillConfig
 
-    assert isinstance(backend, TritonBackend)
-    s, sms = backend.spec, torch.cuda.get_device_properties(0).multi_processor_count
-    if not work.decode:
-        for block_m, block_n, warps, stages in [
-            (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2),
-            (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 4), (256, 64, 8, 2),
-        ]:  # fmt: skip
-            backend.prefill_config = PrefillConfig(block_m, block_n, warps, stages)
-            yield f"m{block_m} n{block_n} w{warps} s{stages}", backend
-        return
-    blocks = [
-        (32, 2, 4), (32, 4, 4), (32, 4, 6), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 2),
-        (128, 8, 3),
-    ]  # fmt: skip
-    cuts = [(4, 1), (1, 1), (2, 1), (8, 1), (16, 1), (4, 4)]
-    pairs = [*((b, cuts[0]) for b in blocks), *itertools.product([(64, 4, 3)], cuts[1:])]
-    for (block_n, warps, stages), (waves, tiles) in pairs:
-        config = DecodeConfig(block_n, warps, stages, waves * sms, tiles)
-        dtype = getattr(torch, s.dtype)
-        backend._workspace = DecodeWorkspace(
-            backend.max_rows, s.num_heads, s.num_kv_heads, s.head_dim, dtype, "cuda", s.sliding_window, config
-        )
-        yield f"n{block_n} w{warps} s{stages} programs {waves}/SM min {tiles}", backend
+    for block_m, block_n, warps, stages in PREFILL_BLOCKS:
+        backend.prefill_config = PrefillConfig(block_m, block_n, warps, stages)
+        yield f"m{block_m} n{block_n} w{warps} s{stages}", backend
+
+
+def with_decode(backend: TritonBackend, config: DecodeConfig | None) -> TritonBackend:
+    """The backend with another decode configuration, or with the default again."""
+    from minivllm.kernels.paged_decode import DecodeWorkspace
+
+    s = backend.spec
+    backend._workspace = DecodeWorkspace(
+        backend.max_rows, s.num_heads, s.num_kv_heads, s.head_dim, getattr(torch, s.dtype), "cuda", s.sliding_window,
+        config, s.max_model_len,
+    )  # fmt: skip
+    return backend
+
+
+def sweep_decode(spec: AttentionSpec) -> None:
+    """Blocks with the default cut, then cuts with the case's best blocks."""
+    from minivllm.backends.triton import TritonBackend
+    from minivllm.kernels.paged_decode import decode_config
+
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    usual = decode_config(spec.head_dim, getattr(torch, spec.dtype), sms)
+    print(f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}; default: {describe(usual, sms)}")
+    behind: dict[str, list[float]] = {}  # of each configuration, its time over the case's best
+    for work in decode_cases():
+        bench, backend = Bench(spec, work, fused=True), TritonBackend(spec)
+        times: dict[DecodeConfig, float] = {}
+
+        def measure(config: DecodeConfig, bench: Bench = bench, backend: TritonBackend = backend,
+                    times: dict[DecodeConfig, float] = times) -> float:  # fmt: skip
+            if config not in times:
+                try:
+                    times[config] = bench.measure(with_decode(backend, config), 7)[0]
+                except Exception as error:  # too much shared memory, say
+                    times[config] = float("inf")
+                    print(f"  {describe(config, sms)}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+            return times[config]
+
+        default = measure(usual)
+        for n, w, s in DECODE_BLOCKS:
+            measure(replace(usual, block_n=n, num_warps=w, num_stages=s))
+        blocks = min(times, key=measure)
+        for programs, tiles in DECODE_CUTS:
+            measure(replace(blocks, programs=programs * sms, min_tiles=tiles))
+            measure(replace(usual, programs=programs * sms, min_tiles=tiles))
+        best = min(times, key=measure)
+        for config, seconds in times.items():
+            behind.setdefault(describe(config, sms), []).append(seconds / times[best])
+        print(f"  {work.name:<15}{default * 1e6:8.1f} µs {bench.rate(default)}   best{times[best] * 1e6:8.1f} µs "
+              f"{bench.rate(times[best])}   {describe(best, sms)}", flush=True)  # fmt: skip
+        del bench, backend
+    cases = max(map(len, behind.values()))
+    print("  over all cases, times the best (mean, worst):")
+    complete = {label: ratios for label, ratios in behind.items() if len(ratios) == cases}
+    for label, ratios in sorted(complete.items(), key=lambda item: sum(item[1]))[:6]:
+        print(f"    {sum(ratios) / cases:6.3f} {max(ratios):6.3f}   {label}", flush=True)
+
+
+def describe(config: DecodeConfig, sms: int) -> str:
+    return (
+        f"n{config.block_n} w{config.num_warps} s{config.num_stages} programs {config.programs / sms:g}/SM "
+        f"min {config.min_tiles}"
+    )
+
+
+def decode_cases() -> list[Workload]:
+    rng = np.random.default_rng(0)
+    short, long = rng.integers(64, 301, 256).tolist(), rng.integers(128, 1025, 256).tolist()
+    cases = {
+        "1 x 128": [128],
+        "1 x 1024": [1024],
+        "1 x 8192": [8192],
+        "8 x 8192": [8192] * 8,
+        "32 x 512": [512] * 32,
+        "64 x 128-1024": long[:64],
+        "256 x 64-300": short,
+        "256 x 128-1024": long,
+    }
+    return [Workload(name, [1] * len(lens), lens) for name, lens in cases.items()]
 
 
 # --------------------------------------------------------------------------- the table
@@ -192,7 +277,8 @@ def main() -> None:
     args.add_argument("--head-dim", type=int, default=128)
     args.add_argument("--block-size", type=int, default=16)
     args.add_argument("--only", default="", help="workloads whose name has this in it")
-    args.add_argument("--sweep", action="store_true", help="the triton backend's configurations, best first")
+    args.add_argument("--sweep", action="store_true", help="the triton backend's prefill configurations, best first")
+    args.add_argument("--sweep-decode", action="store_true", help="its decode configurations, for three models' heads")
     opt = args.parse_args()
     spec = AttentionSpec(
         device="cuda",
@@ -209,18 +295,28 @@ def main() -> None:
     )
     print(f"{torch.cuda.get_device_name()}, {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}, "
           f"blocks of {spec.block_size}, {spec.dtype}")  # fmt: skip
-    for work in workloads():
-        if opt.only in work.name:
-            with torch.inference_mode():
-                sweep(spec, work) if opt.sweep else compare(spec, work, opt.backends.split(","))
+    with torch.inference_mode():
+        if opt.sweep_decode:
+            for heads, kv_heads, head_dim in [(16, 8, 128), (32, 8, 64), (40, 8, 128)]:
+                scale = head_dim**-0.5
+                sweep_decode(replace(spec, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=scale))
+            return
+        for work in workloads():
+            if opt.only in work.name and not opt.sweep:
+                compare(spec, work, opt.backends.split(","))
+            elif opt.only in work.name and not work.decode:
+                sweep_prefill(spec, work)
 
 
 def compare(spec: AttentionSpec, work: Workload, names: list[str]) -> None:
     bench = Bench(spec, work)
     print(f"{work.name} ({bench.layers} layers)")
+    if work.decode and "triton" in names:
+        names = [*names, "triton qkv"]
     for name in names:
         try:
-            backend_class = getattr(import_module(f"minivllm.backends.{name}"), BACKENDS[name])
+            module, bench.fused = name.split()[0], name.endswith(" qkv")
+            backend_class = getattr(import_module(f"minivllm.backends.{module}"), BACKENDS[module])
             if reasons := backend_class.unsupported(spec):
                 print(f"  {name:<11}{'; '.join(reasons)}")
                 continue
@@ -231,14 +327,12 @@ def compare(spec: AttentionSpec, work: Workload, names: list[str]) -> None:
             print(f"  {name:<11}{type(error).__name__}: {error}", flush=True)
 
 
-def sweep(spec: AttentionSpec, work: Workload) -> None:
+def sweep_prefill(spec: AttentionSpec, work: Workload) -> None:
     from minivllm.backends.triton import TritonBackend
 
     bench, rows = Bench(spec, work), []
     print(f"{work.name} ({bench.layers} layers)")
-    backend = TritonBackend(replace(spec))
-    backend.bind(bench.cache)
-    for label, variant in variants(backend, work):
+    for label, variant in prefill_variants(TritonBackend(spec)):
         try:
             rows.append((bench.measure(variant, 5)[0], label))
         except Exception as error:  # too much shared memory, say

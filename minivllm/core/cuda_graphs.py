@@ -1,7 +1,7 @@
 """The decode step as one CUDA graph a batch size: from gathering the input tokens to writing the sampled ones back.
 
 Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
-# slots, input_ids, positions, slot_mapping, tokens (max,) int64   seq_lens (max,) int32
+# slots, input_ids, positions, after (positions + 1), slot_mapping, tokens (max,) int64   seq_lens (max,) int32
 # block_tables (max, max_blocks) int32
 Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns.
 """
@@ -16,7 +16,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.errors import MinivllmError
-from minivllm.kernels.decode_inputs import decode_inputs
+from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner, PendingStep
@@ -40,8 +40,8 @@ class DecodeGraphs:
         self.padding = runner.num_slots
         self.size_for = np.searchsorted(self.sizes, np.arange(top + 1))
         self.slots = torch.full((top,), self.padding, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.slot_mapping, self.tokens = torch.zeros(
-            (4, top), dtype=torch.int64, device=device
+        self.input_ids, self.positions, self.after, self.slot_mapping, self.tokens = torch.zeros(
+            (5, top), dtype=torch.int64, device=device
         )
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
@@ -94,14 +94,13 @@ class DecodeGraphs:
         run, slots = self.runner, self.slots[:size]
         decode_inputs(
             slots, run.last_token, run.num_computed, run.block_table, self.input_ids[:size], self.positions[:size],
-            self.seq_lens[:size], self.slot_mapping[:size], self.block_tables[:size], run.block_size,
+            self.seq_lens[:size], self.slot_mapping[:size], self.block_tables[:size], run.block_size, self.after[:size],
         )  # fmt: skip
         hidden = run.model.forward(self.input_ids[:size], self.positions[:size], run.attention)
-        after = self.positions[:size] + 1
-        tokens = run.sampler.sample(run.model.compute_logits(hidden), slots, after)
-        self.tokens[:size] = tokens
-        run.last_token[slots] = tokens
-        run.num_computed[slots] = torch.where(slots == self.padding, 0, after)
+        tokens = run.sampler.sample(run.model.compute_logits(hidden), slots, self.after[:size])
+        finish_decode(
+            tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.tokens[:size], self.padding
+        )
         return hidden
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -71,6 +72,7 @@ class LLMEngine:
         self._arrivals = 0
         self._eos = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
         self._dead: BaseException | None = None
+        self._uninterrupted = Uninterrupted()
         self._closed = False
 
     @classmethod
@@ -154,38 +156,44 @@ class LLMEngine:
             EngineDeadError: a rank failed; every request of this engine is lost.
         """
         self._check_alive()
+        with self._uninterrupted:
+            try:
+                return self._step()
+            except Exception as error:
+                self._dead = error
+                if isinstance(error, MinivllmError):
+                    raise
+                raise EngineDeadError(f"a step failed: {type(error).__name__}: {error}") from error
+            except BaseException as error:  # a second Ctrl-C: nobody knows how far the step came
+                self._dead = error
+                raise
+
+    def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
-        try:
-            while len(self._under_way) < self._depth:
-                batch = self.scheduler.schedule()
-                if batch is None:
-                    break
-                self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
-                launched = time.perf_counter()
-                self._under_way.append((batch, self.executor.launch(batch)))
-                self.stats.launch_time += time.perf_counter() - launched
-            if not self._under_way:
-                return []
-            batch, handle = self._under_way.popleft()
-            waited = time.perf_counter()
-            result = handle.result()
-            done = time.perf_counter()
-        except MinivllmError as error:
-            self._dead = error
-            raise
-        except Exception as error:
-            self._dead = error
-            raise EngineDeadError(f"a step failed: {type(error).__name__}: {error}") from error
-        outputs = self._take_in(batch, self.scheduler.commit(batch, result.token_ids), result.logprobs)
+        while len(self._under_way) < self._depth:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+            launched = time.perf_counter()
+            self._under_way.append((batch, self.executor.launch(batch)))
+            self.stats.launch_time += time.perf_counter() - launched
+        if not self._under_way:
+            return []
+        batch, handle = self._under_way.popleft()
+        waited = time.perf_counter()
+        result = handle.result()
+        done = time.perf_counter()
+        for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
+            self._watch(slot)
+        outputs = self._take_in(self.scheduler.commit(batch, result.token_ids), result.logprobs)
         self.stats.steps += 1
         self.stats.wait_time += done - waited
         self.stats.host_time += time.perf_counter() - began - (done - waited)
         return outputs
 
-    def _take_in(self, batch: Batch, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
+    def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
-        for slot in batch.admitted_slots.tolist():
-            self._watch(slot)
         touched: dict[str, Request] = {}
         finished = {seq.request_id: reason for seq, reason in committed.finished}
         if self._watched.any():
@@ -322,7 +330,8 @@ class LLMEngine:
         if self._closed:
             raise EngineDeadError("the engine was shut down; make a new one")
         if self._dead is not None:
-            raise EngineDeadError(f"the engine stopped earlier: {self._dead}") from self._dead
+            why = str(self._dead) or type(self._dead).__name__
+            raise EngineDeadError(f"the engine stopped earlier: {why}") from self._dead
         self.executor.check_health()
 
     def shutdown(self) -> None:

@@ -193,7 +193,8 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
-    plans_on_host: ClassVar[bool] = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
+    plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
+    fuses_qkv: bool = False  # whether ``decode_qkv`` is there
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -239,6 +240,22 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         """Attend for the prompt chunks. q, out: (tokens, num_heads, head_dim); writes every row of ``out``."""
+
+    def decode_qkv(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
+        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
+    ) -> torch.Tensor:  # fmt: skip
+        """For steps of decodes only, if ``fuses_qkv``: q/k-norm (weights (head_dim,) or None), rotary (``cos_sin``
+        (max_position, rotary_dim) float32), the cache write and attention in one.
+
+        qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); returns (rows, num_heads, head_dim).
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def keeps_cache_write(cls) -> bool:
+        """Whether the backend leaves the cache's layout, and so the write into it, as this interface has them."""
+        return cls.write is AttentionBackend.write and cls.forward is AttentionBackend.forward
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> None:
         """Put k and v, (t, num_kv_heads, head_dim), where the batch's ``slot_mapping`` says."""

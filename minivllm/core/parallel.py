@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -18,10 +18,10 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
-    group: object | None = None
+    group: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum ``x`` over the ranks, in place; returns ``x``."""
+        """Sum ``x`` over the ranks, in place; returns ``x``. All ranks get the same bytes."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -29,12 +29,32 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's ``x`` along the last dimension."""
+        """Concatenate every rank's ``x``, (n, columns), along the last dimension. All ranks get the same bytes."""
         if self.size == 1:
             return x
+        import torch.distributed as dist
+
+        n, columns = x.shape
+        parts = x.new_empty((self.size * n, columns))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        gather(parts, x.contiguous(), group=self.group)
+        return parts.view(self.size, n, columns).transpose(0, 1).reshape(n, self.size * columns)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's ``x`` on all ranks, in place; returns ``x``."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.broadcast(x, group=self.group, group_src=0)
+        return x
+
+    def minimum(self, number: int, device: torch.device) -> int:
+        """The smallest ``number`` that any rank has; waits for the device."""
+        if self.size == 1:
+            return number
         import torch
         import torch.distributed as dist
 
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=-1)
+        least = torch.tensor(number, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)

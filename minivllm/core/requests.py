@@ -64,7 +64,7 @@ class Completion:
         if self.finish_reason is not None:
             return  # a stop string came first
         self.finish_reason = reason
-        stopped_by = self.token_ids[-1] if reason is FinishReason.STOP and self.token_ids[-1] not in self._eos else None
+        stopped_by = self.token_ids[-1] if reason is FinishReason.STOP else None
         if self._pieces is not None:
             before = len(self.text)
             self.text += self._pieces.finish()
@@ -72,10 +72,10 @@ class Completion:
                 self._drop_stop_token(stopped_by)
             if self._stop and len(self.token_ids) > self.seq.params.min_tokens and self._cut(before):
                 return
-        self.stop_reason = stopped_by
+        self.stop_reason = None if stopped_by in self._eos else stopped_by
 
     def _drop_stop_token(self, token: int) -> None:
-        """A stop token's own text is not part of the answer (``include_stop_str_in_output`` keeps it), as in vLLM."""
+        """A stop or end token's own text is not in the answer (``include_stop_str_in_output`` keeps it), as in vLLM."""
         if self.seq.params.include_stop_str_in_output or self._tokenizer is None:
             return
         own = self._tokenizer.decode([token], skip_special_tokens=self.seq.params.skip_special_tokens)

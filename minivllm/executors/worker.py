@@ -13,6 +13,7 @@ from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
+from minivllm.executors.agreed import AgreedSampler
 from minivllm.models.checkpoint import fetch
 from minivllm.models.loader import build_model, iterate_safetensors
 
@@ -55,7 +56,9 @@ class Worker:
         max_model_len: int,
         registry: Registry,
         tp: TensorParallel,
+        device_index: int = 0,
     ) -> None:
+        self.device_index, self.num_blocks = device_index, 0
         self.config, self.model_config, self.registry, self.tp = config, model_config, registry, tp
         self.device_type = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device_type, model_config.dtype)
@@ -80,10 +83,16 @@ class Worker:
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
 
+    def use_device(self) -> None:
+        """Make this rank's GPU the calling thread's; torch keeps that per thread."""
+        if self.device_type == "cuda":
+            torch.cuda.set_device(self.device_index)
+
     @torch.inference_mode()
     def start(self) -> int:
         config, model_config = self.config, self.model_config
-        device = torch.device("cuda", self.tp.rank) if self.device_type == "cuda" else torch.device("cpu")
+        device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
+        self.use_device()
         model_class = self.registry.resolve(
             "model", self.registry.model_for_architecture(model_config.architecture).name
         )
@@ -95,6 +104,8 @@ class Worker:
         num_slots = config.scheduler.max_num_seqs
         sampler_class = self.registry.resolve("sampler", config.sampler.name)
         sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
+        if self.tp.size > 1:
+            sampler = AgreedSampler(sampler, self.tp)
         self.runner = ModelRunner(
             model,
             self.choice.build(self.spec),
@@ -105,7 +116,7 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
-        num_blocks = self._num_blocks(device)
+        self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))
         if self.device_type == "cuda" and not config.enforce_eager and self.choice.cuda_graphs():
             from minivllm.core.cuda_graphs import DecodeGraphs
@@ -117,7 +128,7 @@ class Worker:
         return num_blocks
 
     def describe(self) -> dict[str, Any]:
-        name = torch.cuda.get_device_name() if self.device_type == "cuda" else "cpu"
+        name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"
         graphs = self.runner is not None and self.runner.graphs is not None
         return {
             "device": name,

@@ -7,6 +7,7 @@ bf16: 67 MB, 16 µs at 4.3 TB/s. Models with rotary heads use ``rotary.qk_norm_r
 import torch
 
 from minivllm.kernels._triton import next_power_of_2, tl, triton
+from minivllm.kernels.pdl import use_pdl
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -30,7 +31,11 @@ def _write_cache_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
@@ -48,7 +53,7 @@ def write_cache_triton(
     t, heads, dim = k.shape
     if not t:
         return
-    block = next_power_of_2(heads * dim)
+    block, pdl = next_power_of_2(heads * dim), use_pdl(k.device)
     _write_cache_kernel[(t,)](
         k,
         v,
@@ -63,7 +68,9 @@ def write_cache_triton(
         HEADS=heads,
         HEAD_DIM=dim,
         BLOCK=block,
+        PDL=pdl,
         num_warps=min(max(block // 256, 1), 8),
+        launch_pdl=pdl,
     )
 
 

@@ -1,26 +1,34 @@
-"""The first kernel of a captured decode step: from the batch's slots to everything that the model reads.
+"""The first and the last kernel of a captured decode step: from the batch's slots to all that the model reads, and from
+the sampled tokens back to the slots.
 
-One program a row: the slot's last token and position, its context length, the cache place of the new token, and its
-block-table row. Bytes: 8 a block of context, so 256 rows of 64 blocks are 131 KB: launch-bound, 2-3 µs.
+The first, one program a row: the slot's last token and position, its context length, the cache place of the new token,
+and its block-table row. Bytes: 8 a block of context, so 256 rows of 64 blocks are 131 KB: launch-bound, 2-3 µs; so is
+the last, of 32 bytes a row.
 """
 
 import torch
 
-from minivllm.kernels._triton import tl, triton
+from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels.pdl import use_pdl
 
 
 @triton.jit(do_not_specialize=["table_stride", "out_stride"])
 def _decode_inputs_kernel(
     slots, last_token, num_computed, block_table, table_stride,
-    input_ids, positions, seq_lens, slot_mapping, block_tables, out_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    input_ids, positions, seq_lens, slot_mapping, block_tables, out_stride, after,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(num_computed + slot)
     tl.store(input_ids + row, tl.load(last_token + slot))
     tl.store(positions + row, position)
     tl.store(seq_lens + row, (position + 1).to(tl.int32))
+    if after is not None:
+        tl.store(after + row, position + 1)
     table = block_table + slot * table_stride
     block = tl.load(table + position // SIZE).to(tl.int64)
     tl.store(slot_mapping + row, block * SIZE + position % SIZE)
@@ -33,18 +41,20 @@ def _decode_inputs_kernel(
 def decode_inputs_triton(
     slots: torch.Tensor, last_token: torch.Tensor, num_computed: torch.Tensor, block_table: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor, block_size: int,
+    block_tables: torch.Tensor, block_size: int, after: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
+    pdl = use_pdl(slots.device)
     _decode_inputs_kernel[(len(slots),)](
         slots, last_token, num_computed, block_table, block_table.stride(0), input_ids, positions, seq_lens,
-        slot_mapping, block_tables, block_tables.stride(0), SIZE=block_size, BLOCK=128, num_warps=1,
+        slot_mapping, block_tables, block_tables.stride(0), after, SIZE=block_size, BLOCK=128, PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
 def decode_inputs_reference(
     slots: torch.Tensor, last_token: torch.Tensor, num_computed: torch.Tensor, block_table: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor, block_size: int,
+    block_tables: torch.Tensor, block_size: int, after: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     position = num_computed[slots]
     input_ids.copy_(last_token[slots])
@@ -52,21 +62,73 @@ def decode_inputs_reference(
     seq_lens.copy_(position + 1)
     slot_mapping.copy_(block_table[slots, position // block_size].long() * block_size + position % block_size)
     block_tables.copy_(block_table[slots])
+    if after is not None:
+        after.copy_(position + 1)
 
 
 def decode_inputs(
     slots: torch.Tensor, last_token: torch.Tensor, num_computed: torch.Tensor, block_table: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor, block_size: int,
+    block_tables: torch.Tensor, block_size: int, after: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill what a decode step of n rows reads; each slot's newest token stands at ``num_computed``.
 
     slots (n,) int64; last_token, num_computed (S,) int64; block_table (S, max_blocks) int32. Written: input_ids,
     positions, slot_mapping (n,) int64; seq_lens (n,) int32; block_tables (n, max_blocks) int32, of which only a
-    context's blocks are defined.
+    context's blocks are defined; after (n,) int64, where the token that the step samples will stand, if given.
     """
     run = decode_inputs_triton if slots.is_cuda else decode_inputs_reference
     run(
         slots, last_token, num_computed, block_table, input_ids, positions, seq_lens, slot_mapping, block_tables,
-        block_size,
+        block_size, after,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "padding"])
+def _finish_decode_kernel(
+    tokens, slots, positions, last_token, num_computed, out_tokens, n, padding, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < n
+    slot = tl.load(slots + row, mask=mask, other=0)
+    token = tl.load(tokens + row, mask=mask, other=0)
+    position = tl.load(positions + row, mask=mask, other=0)
+    tl.store(out_tokens + row, token, mask=mask)
+    tl.store(last_token + slot, token, mask=mask)
+    tl.store(num_computed + slot, tl.where(slot == padding, 0, position + 1), mask=mask)
+
+
+def finish_decode_triton(
+    tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
+    num_computed: torch.Tensor, out_tokens: torch.Tensor, padding: int,
+) -> None:  # fmt: skip
+    pdl = use_pdl(slots.device)
+    _finish_decode_kernel[(cdiv(len(slots), 128),)](
+        tokens, slots, positions, last_token, num_computed, out_tokens, len(slots), padding, BLOCK=128, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def finish_decode_reference(
+    tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
+    num_computed: torch.Tensor, out_tokens: torch.Tensor, padding: int,
+) -> None:  # fmt: skip
+    out_tokens.copy_(tokens)
+    last_token[slots] = tokens
+    num_computed[slots] = torch.where(slots == padding, 0, positions + 1)
+
+
+def finish_decode(
+    tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
+    num_computed: torch.Tensor, out_tokens: torch.Tensor, padding: int,
+) -> None:  # fmt: skip
+    """Put what a decode step of n rows sampled where the next step, and the host, look for it.
+
+    tokens, slots, positions (n,) int64: positions are those that the step computed. Written: last_token and
+    num_computed (S,) int64 at the rows' slots, the padding slot's count staying 0; out_tokens (n,) int64.
+    """
+    run = finish_decode_triton if slots.is_cuda else finish_decode_reference
+    run(tokens, slots, positions, last_token, num_computed, out_tokens, padding)

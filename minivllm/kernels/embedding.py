@@ -6,10 +6,14 @@ Bytes moved: 2 * t * n elements. 8192 tokens of 1024 in bf16: 34 MB, 8 µs at 4.
 import torch
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels.pdl import use_pdl
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def _embedding_kernel(ids, weight, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _embedding_kernel(ids, weight, out, stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N
@@ -21,9 +25,17 @@ def embedding_triton(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     n, ids = weight.shape[1], ids.contiguous()
     out = torch.empty((*ids.shape, n), dtype=weight.dtype, device=weight.device)
     if ids.numel():
-        block = min(next_power_of_2(n), 2048)
+        block, pdl = min(next_power_of_2(n), 2048), use_pdl(weight.device)
         _embedding_kernel[(ids.numel(), cdiv(n, block))](
-            ids, weight, out, weight.stride(0), N=n, BLOCK=block, num_warps=max(min(block // 256, 8), 1)
+            ids,
+            weight,
+            out,
+            weight.stride(0),
+            N=n,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=max(min(block // 256, 8), 1),
+            launch_pdl=pdl,
         )
     return out
 

@@ -5,9 +5,13 @@ sequences of 128 to 1024 tokens (576 on average) with 8 kv heads of 128 in bf16:
 
 Who does what is decided on the device, so that a CUDA graph fixes only the grid. Once a step ``schedule_decode`` cuts
 all contexts into items (row, first key, last key) of about equal length, at most ``rows + extra`` of them, whatever the
-lengths are; the grid is (kv heads, rows + extra) and programs without an item leave at once. One program takes the q
-heads of one kv head together (padded to 16 rows for the tensor cores). A row of one item writes its output directly;
-else each item writes a partial result, and the one that arrives last merges them: no second launch.
+lengths are; the grid is (kv heads, rows + extra) and programs without an item leave at once. Long items come first, so
+that short ones fill the end. One program takes the q heads of one kv head together (padded to 16 rows for the tensor
+cores). A row of one item writes its output directly; else each item writes a partial result, and the one that arrives
+last merges them: no second launch.
+
+``paged_decode_qkv`` takes the packed projection instead of q: each program norms and rotates its q heads, and the one
+whose item ends a context also its new key, which it writes into the cache, with the value, and uses from registers.
 """
 
 from dataclasses import dataclass
@@ -16,58 +20,84 @@ import torch
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.paged_prefill import LOG2E, page_ids, paged_attention_reference
+from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.rotary import normed_rotated
 
 ITEM = 8  # int32 a work item: row (-1: none), first key, end, items of the row, the row's first item
 MAX_SPLITS = 64  # items a row at most: the last to arrive merges them alone
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_items", "extra"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit
+def _keys(seq_lens, row, num_seqs, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first and the last key that rows read, tiles between; rows that are not there have none."""
+    end = tl.load(seq_lens + row, mask=row < num_seqs, other=0).to(tl.int32)
+    begin = tl.zeros_like(end)
+    if WINDOW > 0:
+        begin = tl.maximum(end - WINDOW, 0) // BLOCK_N * BLOCK_N
+    return begin, end, (end - begin + BLOCK_N - 1) // BLOCK_N
+
+
+@triton.jit
+def _cut(tiles, live, share, min_tiles, MAX_SPLITS: tl.constexpr):
+    """Of rows of so many tiles, if an item has about ``share``: tiles an item, evened out over the row, and items."""
+    count = tl.minimum((tiles + share - 1) // share, tl.minimum(tiles // min_tiles, MAX_SPLITS))
+    count = tl.maximum(count, 1)
+    even = tl.maximum((tiles + count - 1) // count, 1)
+    return even, tl.where(live, tl.maximum((tiles + even - 1) // even, 1), 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_items", "extra", "min_tiles"], do_not_specialize_on_alignment=["seq_lens"]
+)
 def _schedule_kernel(
     seq_lens,  # (num_seqs,) int32
     items,  # (max_items, ITEM) int32, written
     num_seqs,
     max_items,
     extra,
+    min_tiles,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     ITEM: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.arange(0, BLOCK_B)
-    live = row < num_seqs
-    end = tl.load(seq_lens + row, mask=live, other=0).to(tl.int32)
-    begin = tl.zeros([BLOCK_B], tl.int32)
-    if WINDOW > 0:
-        begin = tl.maximum(end - WINDOW, 0) // BLOCK_N * BLOCK_N
-    tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
-    share = (tl.sum(tiles, 0) + extra - 1) // extra
-    longest = (tl.max(tiles, 0) + MAX_SPLITS - 1) // MAX_SPLITS
-    chunk = tl.maximum(tl.maximum(share, longest), MIN_TILES)
-    count = tl.maximum((tiles + chunk - 1) // chunk, 1)
-    even = tl.maximum((tiles + count - 1) // count, 1)  # tiles an item, evened out over the row
-    count = tl.maximum((tiles + even - 1) // even, 1)
-    count = tl.where(live, count, 0)
-    after = tl.cumsum(count, 0)
-    first = after - count
+    begin, end, tiles = _keys(seq_lens, row, num_seqs, WINDOW, BLOCK_N)
+    share = tl.maximum((tl.sum(tiles, 0) + extra - 1) // extra, 1)
+    even, count = _cut(tiles, row < num_seqs, share, min_tiles, MAX_SPLITS)
+    first = tl.zeros_like(count)  # items before the row's: those of rows with longer items, or as long and above it
+    for start in range(0, num_seqs, 16):
+        other = start + tl.arange(0, 16)
+        other_tiles = _keys(seq_lens, other, num_seqs, WINDOW, BLOCK_N)[2]
+        size, pieces = _cut(other_tiles, other < num_seqs, share, min_tiles, MAX_SPLITS)
+        earlier = (size[None, :] > even[:, None]) | ((size[None, :] == even[:, None]) & (other[None, :] < row[:, None]))
+        first += tl.sum(tl.where(earlier, pieces[None, :], 0), 1)
     for j in range(tl.max(count, 0)):
         item = items + (first + j) * ITEM
         mask = j < count
-        start = begin + j * even * BLOCK_N
+        key = begin + j * even * BLOCK_N
         tl.store(item, row, mask=mask)
-        tl.store(item + 1, start, mask=mask)
-        tl.store(item + 2, tl.minimum(start + even * BLOCK_N, end), mask=mask)
+        tl.store(item + 1, key, mask=mask)
+        tl.store(item + 2, tl.minimum(key + even * BLOCK_N, end), mask=mask)
         tl.store(item + 3, count, mask=mask)
         tl.store(item + 4, first, mask=mask)
+    total = tl.sum(count, 0)
     for start in range(0, max_items, BLOCK_B):
         i = start + row
-        tl.store(items + i * ITEM, tl.full([BLOCK_B], -1, tl.int32), mask=(i >= tl.max(after, 0)) & (i < max_items))
+        tl.store(items + i * ITEM, tl.full([BLOCK_B], -1, tl.int32), mask=(i >= total) & (i < max_items))
 
 
-@triton.jit(do_not_specialize=["scale", "table_stride"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit(
+    do_not_specialize=["scale", "table_stride", "eps"],
+    do_not_specialize_on_alignment=["seq_lens", "positions", "slot_mapping"],
+)
 def _decode_kernel(
-    q,  # (rows, KV * G, D)
+    q,  # (rows, KV * G, D); if FUSED (rows, (KV * G + 2 * KV) * D): q, k and v
     k_cache,  # (blocks, BLOCK_SIZE, KV, D)
     v_cache,
     block_tables,  # (rows, table_stride) int32
@@ -77,6 +107,13 @@ def _decode_kernel(
     partial_lse,  # (max_items, KV, G) float32, base 2
     arrived,  # (rows, KV) int32: zero, and left zero
     out,  # (rows, KV * G, D)
+    q_weight,  # (D,) or None: from here to slot_mapping, read if FUSED
+    k_weight,
+    cos_sin,  # (positions, ROT) float32
+    positions,  # (rows,)
+    slot_mapping,  # (rows,): where the new key and value go
+    eps,
+    cos_sin_stride,
     scale,  # times log2(e)
     table_stride,
     q_stride,
@@ -99,7 +136,13 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    FUSED: tl.constexpr,
+    ROT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     index = tl.program_id(1)
     row = tl.load(items + index * ITEM)
@@ -113,7 +156,6 @@ def _decode_kernel(
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     q_mask = (g < G)[:, None] & (d < D)[None, :]
-    query = tl.load(q + row.to(tl.int64) * q_stride + (head * G + g)[:, None] * D + d[None, :], mask=q_mask, other=0.0)
     table = block_tables + row.to(tl.int64) * table_stride
     k_head = k_cache + head * k_stride_head
     v_head = v_cache + head * v_stride_head
@@ -121,6 +163,28 @@ def _decode_kernel(
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # summed over its columns at the end: no reduction a tile
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    q_row = q + row.to(tl.int64) * q_stride
+    if FUSED:
+        final = first_item + count - 1  # the item that ends the context: it takes the new key, from registers
+        last = tl.full([1, 1], final, tl.int32) == index
+        end -= tl.where(index == final, 1, 0)
+        angles = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride
+        q_heads = q_row + (head * G + g)[:, None] * D
+        query = normed_rotated(q_heads, (g < G)[:, None], q_weight, angles, eps, D, ROT, BLOCK_D)
+        new_head = q_row + (KV * G + head + tl.zeros([1, 1], tl.int32)) * D
+        new_key = normed_rotated(new_head, last, k_weight, angles, eps, D, ROT, BLOCK_D)
+        new_mask = last & (d[None, :] < D)
+        new_value = tl.load(new_head + KV * D + d[None, :], mask=new_mask, other=0.0)
+        place = tl.load(slot_mapping + row).to(tl.int64)
+        new_k = k_head + place // BLOCK_SIZE * k_stride_block + place % BLOCK_SIZE * k_stride_slot
+        new_v = v_head + place // BLOCK_SIZE * v_stride_block + place % BLOCK_SIZE * v_stride_slot
+        tl.store(new_k + d[None, :], new_key, mask=new_mask)
+        tl.store(new_v + d[None, :], new_value, mask=new_mask)
+        m = tl.where(index == final, tl.sum(query.to(tl.float32) * new_key.to(tl.float32), 1) * scale, m)
+        total += tl.where(last & (n == 0)[None, :], 1.0, 0.0)
+        acc += new_value.to(tl.float32)
+    else:
+        query = tl.load(q_row + (head * G + g)[:, None] * D + d[None, :], mask=q_mask, other=0.0)
     if WINDOW > 0:
         oldest = tl.load(seq_lens + row) - WINDOW
 
@@ -195,14 +259,14 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs: int  # about how many programs the contexts are cut into, beyond one a row and kv head
-    min_tiles: int = 1  # tiles of block_n keys an item has at least
+    min_tiles: int = 2  # tiles of block_n keys an item of a row in pieces has at least: merging costs more than a few
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int) -> DecodeConfig:
     """Keys and values in flight a program: (num_stages - 1) * 2 * block_n * head_dim elements, 64 KiB in bf16."""
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
     block_n = min(max((16 << 10) // padded, 16), 128)
-    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=3, programs=4 * num_sms)
+    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=3, programs=2 * num_sms)
 
 
 class DecodeWorkspace:
@@ -222,36 +286,59 @@ class DecodeWorkspace:
         device: torch.device | str,
         window: int | None = None,
         config: DecodeConfig | None = None,
+        max_len: int | None = None,
     ) -> None:
         device = torch.device(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self.config = config or decode_config(head_dim, dtype, sms)
         self.window = window or 0
-        self.extra = max(cdiv(self.config.programs, num_kv_heads), 1)
+        self._extra = max(cdiv(self.config.programs, num_kv_heads), 1)
+        tiles = MAX_SPLITS if max_len is None else max_len // (self.config.block_n * self.config.min_tiles)
+        self._splits = max(min(MAX_SPLITS, tiles), 2)  # items of a row at most
         self.block_b = max(next_power_of_2(max_seqs), 16)
-        most = max_seqs + self.extra
+        most = max_seqs + self._extra
         self.items = torch.zeros((most, ITEM), dtype=torch.int32, device=device)
         self.partial = torch.zeros((most, num_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((most, num_heads), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((max_seqs, num_kv_heads), dtype=torch.int32, device=device)
+        self.pdl = use_pdl(device)
+
+    def extra(self, rows: int) -> int:
+        """How many items there may be beyond one a row."""
+        return min(self._extra, rows * (self._splits - 1))
 
 
 def schedule_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
     """Cut the first ``rows`` contexts into items. Once a step (inside the graph): all layers share the result."""
+    extra = workspace.extra(rows)
     _schedule_kernel[(1,)](
         seq_lens,
         workspace.items,
         rows,
-        rows + workspace.extra,
-        workspace.extra,
+        rows + extra,
+        extra,
+        workspace.config.min_tiles,
         WINDOW=workspace.window,
         BLOCK_N=workspace.config.block_n,
-        MIN_TILES=workspace.config.min_tiles,
         MAX_SPLITS=MAX_SPLITS,
         ITEM=ITEM,
-        BLOCK_B=workspace.block_b,
-        num_warps=4,
+        BLOCK_B=16 if rows <= 16 else workspace.block_b,
+        PDL=workspace.pdl,
+        num_warps=1 if rows <= 16 else 8,
+        launch_pdl=workspace.pdl,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What makes q, k and v of a packed projection: as ``rotary.qk_norm_rope_store`` takes it."""
+
+    q_weight: torch.Tensor | None
+    k_weight: torch.Tensor | None
+    eps: float
+    cos_sin: torch.Tensor  # (positions, rot_dim) float32
+    positions: torch.Tensor  # (rows,) int64
+    slot_mapping: torch.Tensor  # (rows,) int64
 
 
 def paged_decode_triton(
@@ -263,13 +350,14 @@ def paged_decode_triton(
     scale: float,
     out: torch.Tensor,
     workspace: DecodeWorkspace,
+    new: NewTokens | None = None,
 ) -> None:
-    """After ``schedule_decode`` with the same seq_lens; rows are those of q."""
-    rows, heads, dim = q.shape
+    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection."""
+    rows, heads, dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group, block_d, c = heads // kv_heads, next_power_of_2(dim), workspace.config
     merge_g = next_power_of_2(group)
-    _decode_kernel[(kv_heads, rows + workspace.extra)](
+    _decode_kernel[(kv_heads, rows + workspace.extra(rows))](
         q,
         k_cache,
         v_cache,
@@ -280,6 +368,13 @@ def paged_decode_triton(
         workspace.lse,
         workspace.arrived,
         out,
+        new and new.q_weight,
+        new and new.k_weight,
+        new and new.cos_sin,
+        new and new.positions,
+        new and new.slot_mapping,
+        new.eps if new else 0.0,
+        new.cos_sin.stride(0) if new else 0,
         scale * LOG2E,
         block_tables.stride(0),
         q.stride(0),
@@ -298,8 +393,12 @@ def paged_decode_triton(
         BLOCK_D=block_d,
         BLOCK_N=c.block_n,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        FUSED=new is not None,
+        ROT=new.cos_sin.shape[1] if new else 0,
+        PDL=workspace.pdl,
         num_warps=c.num_warps,
         num_stages=c.num_stages,
+        launch_pdl=workspace.pdl,
     )
 
 

@@ -22,17 +22,18 @@ The rule:
    without it nothing orders the kernel after those before it. It is also what makes completion transitive. ``gdc_wait``
    waits for the one kernel before; that one is complete only after its own wait, and so on back. A kernel that
    skipped it would let the next one run beside the one before the last.
-2. Before ``gdc_wait`` a program loads only what no kernel of a step writes: weights, norm weights, cosines. Activations,
-   the KV cache, block tables, positions, lengths, workspaces come after it.
+2. Before ``gdc_wait`` a program loads only what no kernel of a step writes: weights, norm weights, cosines.
+   Activations, the KV cache, block tables, positions, lengths, workspaces come after it.
 3. All stores and atomics come after it too. A buffer that is written may still be read by an earlier kernel: the
    residual stream updated in place, a tensor whose memory the allocator has handed out again, a workspace.
-4. Nothing is said by ``gdc_launch_dependents`` but "you may start": it publishes no data, so it stands at the top. It is
-   no use in a kernel whose programs take many turns on each multiprocessor, and no harm: it takes effect with the last.
-5. Kernels that know nothing of this (cuBLAS, torch's own, copies) may stand anywhere in the chain. Launched the ordinary
-   way they start after the one before them is complete, and count as complete for the one behind them.
+4. Nothing is said by ``gdc_launch_dependents`` but "you may start": it publishes no data, so it stands at the top. In
+   a grid of many waves it takes effect with the last one.
+5. Kernels that know nothing of this (cuBLAS, torch's own, copies) may stand anywhere in the chain. Launched the
+   ordinary way they start after the one before them is complete, and count as complete for the one behind them.
 
-Stream capture keeps all this as programmatic edges of the CUDA graph. Weights that a kernel has just written (loading,
-random weights) must be complete before the first step: the engine synchronizes in between.
+Stream capture keeps all this as programmatic edges of the CUDA graph. What a kernel has just written is no constant
+yet: after loading or making weights, one ordinary kernel, copy or synchronization must come before the first kernel
+that reads them early. A step's first copy to the device is one; a test that draws weights synchronizes.
 """
 
 from functools import cache

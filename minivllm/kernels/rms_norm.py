@@ -7,14 +7,21 @@ elements; the weight stays in L2. 8192 rows of 1024 in bf16: 34 and 67 MB, so 8 
 import torch
 
 from minivllm.kernels._triton import next_power_of_2, tl, triton
+from minivllm.kernels.pdl import use_pdl
 
 
 @triton.jit(do_not_specialize=["eps"])
-def _rms_norm_kernel(x, weight, out, x_stride, out_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, out, x_stride, out_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     w = tl.load(weight + cols, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     h = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / N + eps)
     normed = (h * scale).to(out.dtype.element_ty) * w
@@ -23,12 +30,17 @@ def _rms_norm_kernel(x, weight, out, x_stride, out_stride, eps, N: tl.constexpr,
 
 @triton.jit(do_not_specialize=["eps"])
 def _add_rms_norm_kernel(
-    x, residual, weight, out, new_residual, x_stride, residual_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, residual, weight, out, new_residual, x_stride, residual_stride, eps, N: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < N
     w = tl.load(weight + cols, mask=mask, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     a = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(residual + row * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
     total = (a + b).to(out.dtype.element_ty)
@@ -52,10 +64,11 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
     rows, n = _rows(x), x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        block = next_power_of_2(n)
+        block, pdl = next_power_of_2(n), use_pdl(x.device)
         _rms_norm_kernel[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), n, eps, N=n, BLOCK=block, num_warps=_num_warps(block)
-        )
+            rows, weight, out, rows.stride(0), n, eps, N=n, BLOCK=block, PDL=pdl, num_warps=_num_warps(block),
+            launch_pdl=pdl,
+        )  # fmt: skip
     return out
 
 
@@ -66,7 +79,7 @@ def add_rms_norm_triton(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     new_residual = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.shape[0]:
-        block = next_power_of_2(n)
+        block, pdl = next_power_of_2(n), use_pdl(x.device)
         _add_rms_norm_kernel[(rows.shape[0],)](
             rows,
             other,
@@ -78,7 +91,9 @@ def add_rms_norm_triton(
             eps,
             N=n,
             BLOCK=block,
+            PDL=pdl,
             num_warps=_num_warps(block),
+            launch_pdl=pdl,
         )
     return out, new_residual
 

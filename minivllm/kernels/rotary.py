@@ -9,7 +9,28 @@ import torch
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.cache_write import write_cache_reference
+from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import rms_norm_reference
+
+
+@triton.jit
+def normed_rotated(heads, live, weight, angles, eps, D: tl.constexpr, ROT: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A head a row, (rows, BLOCK_D), read at the pointers ``heads`` (rows, 1) where ``live``, else zeros: normed if
+    there is a weight, and rotated. Each column is read with the one that it turns with."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    half = ROT // 2
+    other = tl.where(d < half, d + half, d - half)
+    turns = d < ROT
+    cos = tl.load(angles + d % half, mask=turns, other=1.0)
+    sin = tl.load(angles + half + d % half, mask=turns, other=0.0)
+    x = tl.load(heads + d, mask=live & (d < D), other=0.0).to(tl.float32)
+    y = tl.load(heads + other, mask=live & turns, other=0.0).to(tl.float32)
+    dtype = heads.dtype.element_ty
+    if weight is not None:
+        scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
+        x = ((x * scale).to(dtype) * tl.load(weight + d, mask=d < D, other=0.0)).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype) * tl.load(weight + other, mask=turns, other=0.0)).to(dtype).to(tl.float32)
+    return (x * cos + tl.where(d < half, -y, y) * sin).to(dtype)
 
 
 @triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
@@ -45,7 +66,11 @@ def _qk_norm_rope_kernel(
     BLOCK_P: tl.constexpr,  # D - ROT padded to a power of two, 0 if all of the head rotates
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     Q_GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     is_q = group < Q_GROUPS
@@ -136,6 +161,7 @@ def _launch(
     block_d = next_power_of_2(head_dim)
     hb = min(max(1024 // block_d, 1), next_power_of_2(num_heads))
     q_groups = cdiv(num_heads, hb)
+    pdl = use_pdl(qkv.device)
     unread = q_weight if q_weight is not None else k_weight if k_weight is not None else qkv
     _qk_norm_rope_kernel[(t, q_groups + cdiv(num_kv_heads, hb))](
         qkv,
@@ -165,7 +191,9 @@ def _launch(
         BLOCK_P=next_power_of_2(head_dim - rot) if rot < head_dim else 0,
         BLOCK_D=block_d,
         Q_GROUPS=q_groups,
+        PDL=pdl,
         num_warps=2,
+        launch_pdl=pdl,
     )
     return q
 

@@ -14,11 +14,11 @@ from minivllm.kernels.pdl import use_pdl
 
 _MASK = 0xFFFFFFFF
 _M1, _M2 = 0x7FEB352D, 0x846CA68B  # "lowbias32" (Wellons, hash-prospector)
-_GOLDEN, _SALT = 0x9E3779B9, 0x85EBCA6B
+_GOLDEN = 0x9E3779B9
 _LOG2E = 1.4426950408889634
 _UNIT, _HALF = 2.0**-32 - 2.0**-56, 2.0**-33  # bits * _UNIT + _HALF is in (0, 1) in float32
 _SERIES = 1 / 64  # below it, a series is more exact than the logarithm of one minus it
-_C1, _C2, _CG, _CS = tl.constexpr(_M1), tl.constexpr(_M2), tl.constexpr(_GOLDEN), tl.constexpr(_SALT)
+_C1, _C2, _CG = tl.constexpr(_M1), tl.constexpr(_M2), tl.constexpr(_GOLDEN)
 _CU, _CH, _CT = tl.constexpr(_UNIT), tl.constexpr(_HALF), tl.constexpr(_SERIES)
 _L1, _L2, _L3 = (tl.constexpr(_LOG2E / n) for n in (1, 2, 3))
 
@@ -44,14 +44,9 @@ def _log2(x, APPROX: tl.constexpr):
 
 @triton.jit
 def _scores(
-    logits, temperature, seeds, slots, positions, row, block, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-    APPROX: tl.constexpr,
-):  # fmt: skip
-    """Of one row's block, (BLOCK / 8, 8): the tokens; log2(e) * (logits / temperature + Gumbel noise) up to a constant,
-    or for a greedy row the logits."""
-    first = block * BLOCK + tl.arange(0, BLOCK // 8) * 8
-    j = tl.arange(0, 8)[None, :]
-    token = first[:, None] + j
+    logits, temperature, seeds, slots, positions, row, token, stride, VOCAB: tl.constexpr, APPROX: tl.constexpr
+):
+    """log2(e) * (logits / temperature + Gumbel noise) of a row's tokens, up to a constant; greedy: the logits."""
     score = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     slot = tl.load(slots + row)
     heat = tl.load(temperature + slot)
@@ -59,15 +54,15 @@ def _scores(
         seed = tl.load(seeds + slot)
         low, high, position = seed.to(tl.uint32), (seed >> 32).to(tl.uint32), tl.load(positions + row).to(tl.uint32)
         key = _mix_kernel(_mix_kernel(_mix_kernel(low) ^ high) ^ position)
-        key2 = _mix_kernel(_mix_kernel(_mix_kernel(high + _CS) ^ low) + position)
-        bits = (first.to(tl.uint32) * _CG + key)[:, None] + j.to(tl.uint32) * _CG  # token * golden ratio + key
+        key2 = _mix_kernel((key ^ high) + low)
+        bits = token.to(tl.uint32) * _CG + key
         bits = (bits ^ (bits >> 16)) * _C1 + key2
         bits = (bits ^ (bits >> 15)) * _C2
         x = bits.to(tl.float32) * _CU + _CH  # uniform in (0, 1), finest near 0, where the winners are
         wait = x * (_L1 + x * (_L2 + x * _L3))
         wait = tl.where(x < _CT, wait, -_log2(1.0 - x, APPROX))  # -log2(1 - x): exponentially distributed
         score = score * (_L1 / heat) - _log2(wait, APPROX)
-    return token, score
+    return score
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -79,8 +74,9 @@ def _best_of_block_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, score = _scores(logits, temperature, seeds, slots, positions, row, block, stride, VOCAB, BLOCK, APPROX)
-    tl.store(best + row * tl.num_programs(1) + block, tl.max(score))
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    score = _scores(logits, temperature, seeds, slots, positions, row, token, stride, VOCAB, APPROX)
+    tl.store(best + row * tl.num_programs(1) + block, tl.max(score, 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
@@ -94,8 +90,9 @@ def _best_of_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     block = tl.argmax(tl.load(best + row * BLOCKS + i, mask=i < BLOCKS, other=float("-inf")), 0)
-    token, score = _scores(logits, temperature, seeds, slots, positions, row, block, stride, VOCAB, BLOCK, APPROX)
-    tl.store(out + row, tl.min(tl.where(score == tl.max(score), token, VOCAB - 1)).to(tl.int64))
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    score = _scores(logits, temperature, seeds, slots, positions, row, token, stride, VOCAB, APPROX)
+    tl.store(out + row, (block * BLOCK + tl.argmax(score, 0)).to(tl.int64))
 
 
 def sample_tokens_triton(
@@ -110,11 +107,12 @@ def sample_tokens_triton(
     if n:
         args = (logits, temperature, seeds, slots, positions, best)
         _best_of_block_kernel[(n, blocks)](
-            *args, logits.stride(0), VOCAB=vocab, BLOCK=block, APPROX=approx, PDL=pdl, num_warps=4, launch_pdl=pdl
-        )
+            *args, logits.stride(0), VOCAB=vocab, BLOCK=block, APPROX=approx, PDL=pdl, num_warps=block // 512,
+            launch_pdl=pdl,
+        )  # fmt: skip
         _best_of_row_kernel[(n,)](
             *args, out, logits.stride(0), VOCAB=vocab, BLOCK=block, BLOCKS=blocks, PADDED=next_power_of_2(blocks),
-            APPROX=approx, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            APPROX=approx, PDL=pdl, num_warps=8, launch_pdl=pdl,
         )  # fmt: skip
     return out
 
@@ -137,7 +135,7 @@ def noise_bits(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torc
     """
     low, high, position = seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK
     key = _mix(_mix(_mix(low) ^ high) ^ position)[:, None]
-    key2 = _mix((_mix(_mix((high + _SALT) & _MASK) ^ low) + position) & _MASK)[:, None]
+    key2 = _mix(((key ^ high[:, None]) + low[:, None]) & _MASK)
     token = torch.arange(vocab, device=seeds.device, dtype=torch.int64)[None, :]
     bits = (token * _GOLDEN + key) & _MASK
     bits = ((bits ^ (bits >> 16)) * _M1 + key2) & _MASK

@@ -6,10 +6,14 @@ Bytes moved: 3 * t * i elements. 8192 tokens of i = 3072 in bf16: 151 MB, 35 µs
 import torch
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels.pdl import use_pdl
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N
@@ -24,8 +28,10 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
     rows = gate_up.reshape(-1, 2 * n)
     out = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype, device=gate_up.device)
     if rows.shape[0]:
-        block = min(next_power_of_2(n), 1024)
-        _silu_mul_kernel[(rows.shape[0], cdiv(n, block))](rows, out, rows.stride(0), N=n, BLOCK=block, num_warps=4)
+        block, pdl = min(next_power_of_2(n), 1024), use_pdl(out.device)
+        _silu_mul_kernel[(rows.shape[0], cdiv(n, block))](
+            rows, out, rows.stride(0), N=n, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
     return out
 
 

@@ -18,7 +18,8 @@ class Attention:
     """One layer's attention. It owns no weights (hence no Module) and no state but which path its backend takes.
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
-    write in one kernel, k and v never materialized. One that overrides either is handed q, k and v.
+    write in one kernel, k and v never materialized; if it ``fuses_qkv``, a step of decodes takes that kernel in with
+    attention. One that overrides either is handed q, k and v.
     """
 
     def __init__(
@@ -43,17 +44,38 @@ class Attention:
         self.q_norm, self.k_norm = q_norm, k_norm
         self.eps = 0.0 if q_norm is None else q_norm.eps
         self.sliding_window = sliding_window
-        self._chosen_for: type[AttentionBackend] | None = None
+        self._chosen_for: AttentionBackend | None = None
         self._path: _Path = self._separate
 
     def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         """qkv: (t, (heads + 2 * kv heads) * head_dim); positions: (t,); returns (t, heads * head_dim)."""
-        if type(backend) is not self._chosen_for:
-            self._chosen_for = type(backend)
-            self._path = self._fused if keeps_cache_write(type(backend)) else self._separate
+        if backend is not self._chosen_for:
+            self._chosen_for = backend
+            self._path = self._path_for(backend)
         return self._path(qkv, positions, backend)
 
     forward = __call__
+
+    def _path_for(self, backend: AttentionBackend) -> _Path:
+        if not backend.keeps_cache_write():
+            return self._separate
+        return self._fused_or_decode if backend.fuses_qkv else self._fused
+
+    def _fused_or_decode(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        batch = backend.batch
+        assert batch is not None
+        if batch.num_decodes < batch.num_seqs:
+            return self._fused(qkv, positions, backend)
+        out = backend.decode_qkv(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            self.rotary.cos_sin,
+            positions,
+            self,
+        )
+        return out.view(-1, self.num_heads * self.head_dim)
 
     def _fused(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         batch = backend.batch
@@ -87,8 +109,3 @@ class Attention:
             self.head_dim,
         )
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
-
-
-def keeps_cache_write(backend: type[AttentionBackend]) -> bool:
-    """Whether a backend leaves the cache's layout, and so the write into it, as the interface has them."""
-    return backend.write is AttentionBackend.write and backend.forward is AttentionBackend.forward

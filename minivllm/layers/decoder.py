@@ -29,7 +29,10 @@ class LayerFactory(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query self-attention with rotary positions; ``qk_norm`` normalizes each head's q and k before them."""
+    """Grouped-query self-attention with rotary positions; ``qk_norm`` normalizes each head's q and k before them.
+
+    Like the MLP it takes the residual stream and the norm in front of it, and adds its output to the stream in place.
+    """
 
     def __init__(
         self,
@@ -60,13 +63,16 @@ class SelfAttention(nn.Module):
             k_norm=self.k_norm,
         )
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """x: (t, hidden); returns the same shape."""
-        return self.o_proj(self.attention(self.qkv_proj(x), positions, attention))
+    def forward(
+        self, x: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """x: (t, hidden), the residual stream; returns it."""
+        qkv = self.qkv_proj.after_norm(x, norm)
+        return self.o_proj.add_to(x, self.attention(qkv, positions, attention))
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP; the residual stream travels beside the hidden states, so that additions fuse."""
+    """Attention, then the MLP, each with its norm before it and added to the residual stream."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -76,17 +82,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, attention: AttentionBackend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual: (t, hidden); the first layer has no residual yet. Returns both."""
-        if residual is None:
-            x, residual = self.input_layernorm(x), x
-        else:
-            x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, attention)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """x: (t, hidden), the residual stream, updated in place; returns it."""
+        x = self.self_attn(x, self.input_layernorm, positions, attention)
+        return self.mlp(x, self.post_attention_layernorm)
 
 
 class Decoder(nn.Module):
@@ -100,11 +99,10 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        x: torch.Tensor = self.embed_tokens(input_ids)
-        residual: torch.Tensor | None = None
+        x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
         for layer in self.layers:
-            x, residual = layer(x, residual, positions, attention)
-        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+            x = layer(x, positions, attention)
+        return self.norm(x)
 
 
 class CausalLM(nn.Module, Model):

@@ -1,4 +1,8 @@
-"""Linear layers that hold this rank's slice of a weight. Columns split the output, rows split the input."""
+"""Linear layers that hold this rank's slice of a weight. Columns split the output, rows split the input.
+
+A decoder's products come with what stands around them: columns with the norm before (``after_norm``), rows with the
+residual addition behind (``add_to``), so that a few rows take one kernel each.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
+from minivllm.kernels.skinny_linear import linear, linear_add, norm_linear
+from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 
 
@@ -20,7 +25,7 @@ class LinearBase(nn.Module):
     bias: nn.Parameter | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 class ReplicatedLinear(LinearBase):
@@ -47,6 +52,10 @@ class _StackedLinear(LinearBase):
             offset += size
         self.weight = sharded_parameter((offset, in_features), weight)
         self.bias = sharded_parameter((offset,), biases) if bias else None
+
+    def after_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """``self(norm(x))``."""
+        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class ColumnParallelLinear(_StackedLinear):
@@ -113,9 +122,20 @@ class RowParallelLinear(LinearBase):
         self.weight = sharded_parameter((out_features, size), {None: piece})
         held = out_features if tp.rank == 0 else 0
         self.bias = sharded_parameter((out_features,), {None: Piece((out_features,), size=held)}) if bias else None
+        self._add = self._add_whole if tp.size == 1 else self._add_part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(F.linear(x, self.weight, self.bias))
+        return self.tp.all_reduce(linear(x, self.weight, self.bias))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``residual + self(x)``, in place of residual (t, out), which every rank holds whole."""
+        return self._add(residual, x)
+
+    def _add_whole(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return linear_add(x, self.weight, self.bias, residual)
+
+    def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return residual.add_(self.forward(x))
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(silu(gate(x)) * up(x)), gate and up in one product."""
+"""The gated feed-forward block: x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one product."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.kernels.silu_mul import silu_mul
+from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minivllm.layers.norm import RMSNorm
 
-ACTIVATIONS = {"silu": silu_mul, "swish": silu_mul}  # hidden_act: (t, 2 * i) -> (t, i), gate first
+ACTIVATIONS = {"silu": norm_gate_up, "swish": norm_gate_up}  # hidden_act: norm, gate and up, activation
 
 
 class GatedMLP(nn.Module):
@@ -28,6 +29,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], tp, bias=bias, what=what)
         self.down_proj = RowParallelLinear(inner, hidden, tp, bias=bias, what=what)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (t, hidden); returns the same shape."""
-        return self.down_proj(self.activation(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x: (t, hidden), the residual stream, to which the block's output is added in place."""
+        up = self.gate_up_proj
+        return self.down_proj.add_to(x, self.activation(x, norm.weight, norm.eps, up.weight, up.bias))

@@ -10,12 +10,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from steps import LAYER, Step, relative_error, spec_of
 
 from minivllm.backends.triton import TritonBackend
 from minivllm.kernels.paged_decode import _decode_kernel
+from minivllm.layers.attention import Attention
 
 CPU = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 256}
 SPEC = spec_of(4, 2, 16, 16, **CPU)
@@ -66,6 +68,31 @@ def test_forward_writes_the_new_keys_and_values_before_it_attends():
     backend.plan(b)
     assert relative_error(backend.forward(world.q, k, v, LAYER), expected) < 1e-5
     assert torch.equal(world.cache.nan_to_num(), kept.nan_to_num())
+
+
+@interpreted
+@pytest.mark.parametrize("step", ["decodes", "mixed"])
+def test_a_layer_gets_the_same_from_the_fused_decode_as_from_the_separate_kernels(step):
+    class Separate(TritonBackend):
+        fuses_qkv = False
+
+    heads, kv_heads, dim = SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim
+    world = Step(SPEC, *STEPS[step])
+    rotary = SimpleNamespace(cos_sin=torch.rand(256, dim))
+    norm = SimpleNamespace(weight=torch.rand(dim) + 0.5, eps=1e-6)
+    layer = Attention(LAYER.index, heads, kv_heads, dim, rotary, scale=SPEC.scale, q_norm=norm, k_norm=norm)
+    qkv, b = torch.randn(len(world.q), (heads + 2 * kv_heads) * dim), world.batch
+    ends = torch.arange(len(qkv)) - b.query_start[1:].long().repeat_interleave(torch.from_numpy(b.host_query_lens))
+    positions = b.seq_lens.long().repeat_interleave(torch.from_numpy(b.host_query_lens)) + ends
+    outs, caches = [], []
+    for backend in (TritonBackend(SPEC), Separate(SPEC)):
+        cache = world.cache.clone()
+        backend.bind(cache)
+        backend.plan(b)
+        outs.append(layer(qkv, positions, backend))
+        caches.append(cache)
+    assert relative_error(*outs) < 1e-5
+    assert relative_error(*caches) < 1e-6
 
 
 @interpreted

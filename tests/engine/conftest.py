@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minivllm import LLM
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost these small matrices more than they bring, and much more where tests run side by side."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""RMSNorm, SiLU·gate, embedding, cache write, q/k-norm + rope + store: each launcher against its reference."""
+"""RMSNorm, SiLU·gate, embedding, cache write, q/k-norm + rope + store, a decode step's end: each launcher against its
+reference."""
 
 import pytest
 import torch
 
-from minivllm.kernels import cache_write, embedding, rms_norm, rotary, silu_mul
+from minivllm.kernels import cache_write, decode_inputs, embedding, rms_norm, rotary, silu_mul
 
 EPS = 1e-6
 
@@ -105,6 +106,38 @@ def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, 
     q, k, v = rotary.qk_norm_rope_triton(qkv, weights["q"], weights["k"], EPS, cos_sin, positions, *sizes)
     for out, want in zip((q, k, v), rotary.qk_norm_rope_reference(*args, *sizes), strict=True):
         close(out, want)
+
+
+@pytest.mark.parametrize(("rows", "live"), [(1, 1), (8, 5), (200, 130)])
+def test_finish_decode_equals_its_reference(where, rows, live):
+    device, _ = where
+    padding = 150
+    slots = torch.randperm(padding)[:rows].repeat(2)[:rows]
+    slots[live:] = padding
+    tokens, positions = torch.randint(1000, (rows,)), torch.randint(1000, (rows,))
+    tokens[live:] = 5  # several padding rows, one padding slot
+    args = [x.to(device) for x in (tokens, slots, positions)]
+    got, want = (
+        [torch.full((n,), -7, dtype=torch.int64, device=device) for n in (padding + 1, padding + 1, rows)]
+        for _ in range(2)
+    )
+    decode_inputs.finish_decode_triton(*args, *got, padding)
+    decode_inputs.finish_decode_reference(*args, *want, padding)
+    for name, a, b in zip(("last_token", "num_computed", "out_tokens"), got, want, strict=True):
+        assert torch.equal(a, b), name
+    assert got[1][padding] == (0 if live < rows else -7)
+
+
+def test_decode_inputs_say_where_the_next_token_will_stand(where):
+    device, _ = where
+    long = {"dtype": torch.int64, "device": device}
+    slots, last_token = torch.tensor([2, 0], device=device), torch.tensor([5, 6, 7], device=device)
+    num_computed, table = torch.tensor([3, 0, 8], device=device), torch.ones((3, 4), dtype=torch.int32, device=device)
+    out = [torch.zeros(2, **long), torch.zeros(2, **long), torch.zeros(2, dtype=torch.int32, device=device)]
+    out += [torch.zeros(2, **long), torch.zeros((2, 4), dtype=torch.int32, device=device)]
+    after = torch.zeros(2, **long)
+    decode_inputs.decode_inputs_triton(slots, last_token, num_computed, table, *out, 4, after)
+    assert after.tolist() == [9, 4]
 
 
 def test_on_the_cpu_the_public_functions_are_the_references():

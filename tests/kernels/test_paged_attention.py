@@ -8,6 +8,7 @@ import torch
 
 from minivllm.kernels import paged_decode as decode_module
 from minivllm.kernels import paged_prefill as prefill_module
+from minivllm.kernels import rotary
 
 
 def paged_world(where, seq_lens, heads, kv_heads, dim, block_size, poison=True):
@@ -79,6 +80,80 @@ def test_decode_of_padding_rows_writes_zeros(where, close):
 @pytest.mark.parametrize("window", [1, 20, 64, 1000])
 def test_decode_in_a_sliding_window(where, close, window):
     run_decode(where, close, [300, 7, 65], 4, 2, 32, 16, window=window, block_n=16)
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "heads", "kv_heads", "dim", "rot", "norms", "config"),
+    [
+        ([1, 130, 17, 64, 65], 4, 2, 64, 64, "qk", {}),
+        ([300, 7, 65, 129], 5, 1, 32, 32, "", {"block_n": 16}),
+        ([33, 2], 4, 4, 80, 80, "qk", {"block_n": 16}),
+        ([129, 128, 40], 8, 2, 64, 32, "q", {"block_n": 16, "window": 20, "block_size": 1}),
+        ([500, 1, 33], 4, 2, 32, 16, "k", {"block_n": 16, "window": 1, "block_size": 64}),
+    ],
+    ids=["qwen3", "five heads", "odd size", "window", "window of one"],
+)
+def test_decode_from_the_projection_is_norm_rotary_write_and_decode(
+    where, close, seq_lens, heads, kv_heads, dim, rot, norms, config
+):
+    device, dtype = where
+    if where == ("cuda", torch.float32):
+        pytest.skip("as in bfloat16; each shape is compiled for seconds")
+    block_size, window, rows = config.pop("block_size", 16), config.pop("window", None), len(seq_lens)
+    k, v, tables, lens = paged_world(where, seq_lens, heads, kv_heads, dim, block_size)
+    positions = lens.long() - 1
+    slots = tables.long()[torch.arange(rows), positions // block_size] * block_size + positions % block_size
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+    weights = [(torch.rand(dim, device=device) + 0.5).to(dtype) if c in norms else None for c in "qk"]
+    angle = torch.rand(max(seq_lens), rot // 2, device=device) * 6.28
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1)
+
+    wide, k_wide, v_wide = [None if w is None else w.float() for w in weights], k.float(), v.float()
+    q = rotary.qk_norm_rope_store_reference(
+        qkv.float(), *wide, 1e-6, cos_sin, positions, k_wide, v_wide, slots, heads, kv_heads, dim
+    )
+    expected = decode_module.paged_decode_reference(q, k_wide, v_wide, tables, lens, 0.3, window)
+    usual = decode_module.decode_config(dim, dtype, 132)
+    chosen = replace(usual, **({"programs": 8 * kv_heads} if device == "cpu" else {}), **config)
+    space = decode_module.DecodeWorkspace(rows + 1, heads, kv_heads, dim, dtype, device, window, chosen)
+    new = decode_module.NewTokens(*weights, 1e-6, cos_sin, positions, slots)
+    for _ in range(2):
+        k.view(-1, kv_heads, dim)[slots] = v.view(-1, kv_heads, dim)[slots] = float("nan")
+        out = torch.full((rows, heads, dim), float("nan"), device=device, dtype=dtype)
+        decode_module.schedule_decode(space, lens, rows)
+        decode_module.paged_decode_triton(qkv, k, v, tables, lens, 0.3, out, space, new)
+        close(out, expected)
+        close(k.nan_to_num(), k_wide.nan_to_num())
+        close(v.nan_to_num(), v_wide.nan_to_num())
+        assert torch.equal(k.isnan(), k_wide.isnan()), "wrote somewhere else"
+
+
+def test_a_context_is_cut_only_where_each_piece_is_worth_its_merge(where):
+    device, dtype = where
+    config = decode_module.DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs=1000, min_tiles=2)
+    space = decode_module.DecodeWorkspace(4, 1, 1, 16, dtype, device, config=config)
+    lens = torch.tensor([64, 192, 256, 640], dtype=torch.int32, device=device)
+    decode_module.schedule_decode(space, lens, 4)
+    rows = space.items[: 4 + space.extra(4), 0].tolist()
+    assert [rows.count(row) for row in range(4)] == [1, 1, 2, 5]
+
+
+def test_long_items_come_first(where):
+    device, dtype = where
+    config = decode_module.DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs=1)
+    space = decode_module.DecodeWorkspace(40, 1, 1, 16, dtype, device, config=config)
+    lens = torch.tensor([64 * (i * 7 % 33) + 1 for i in range(33)], dtype=torch.int32, device=device)
+    decode_module.schedule_decode(space, lens, 33)
+    items = space.items[:33].cpu()
+    sizes = (items[:, 2] - items[:, 1] + 63) // 64
+    assert sizes.tolist() == sorted(sizes.tolist(), reverse=True)
+    assert sorted(items[:, 0].tolist()) == list(range(33))
+
+
+def test_a_small_batch_gets_no_more_programs_than_its_longest_context_can_use():
+    config = decode_module.DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs=1000, min_tiles=2)
+    space = decode_module.DecodeWorkspace(64, 8, 8, 16, torch.float32, "cpu", config=config, max_len=1024)
+    assert (space.extra(1), space.extra(8), space.extra(64)) == (7, 56, 125)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Ctrl-C waits for the end of a step: cut off within one, the scheduler and the device would tell different stories."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+
+class Uninterrupted:
+    """``with``: a Ctrl-C is raised at the end. A second one does not wait.
+
+    Only where KeyboardInterrupt could come at all: in the main thread, under Python's own handler.
+    """
+
+    def __enter__(self) -> None:
+        self._came = False
+        self._mine = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._mine:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if self._came and kind is None:
+                raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            raise KeyboardInterrupt
+        self._came = True

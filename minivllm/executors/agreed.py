@@ -1,0 +1,46 @@
+"""Why every rank samples for itself, and where that is not enough.
+
+The all-gather behind the LM head gives every rank the same bytes of logits, and ``Sampler.sample`` is a function of
+logits, seed and position: every rank gets the same token, and ``last_token`` stays in step with no broadcast in the
+graph. ``refine`` may sum in an order that changes from run to run (a cumulative sum of one long row does, on a GPU),
+and a token at the border of top-p would differ between ranks; so there rank 0's choice counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces import DeviceLogprobs, Sampler
+from minivllm.core.parallel import TensorParallel
+from minivllm.core.sequence import Sequence
+
+
+class AgreedSampler(Sampler):
+    """A sampler whose refined tokens are rank 0's on all ranks."""
+
+    def __init__(self, inner: Sampler, tp: TensorParallel) -> None:
+        self.inner, self.tp = inner, tp
+        self.row = inner.row  # type: ignore[misc]  # of the instance: it wraps any sampler
+
+    @classmethod
+    def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
+        raise NotImplementedError("requests are encoded where they arrive, by the sampler itself")
+
+    def prepare(
+        self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
+    ) -> None:
+        self.inner.prepare(slots, rows, device_slots, device_rows)
+
+    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.inner.sample(logits, slots, positions)
+
+    def needs_refine(self, host_slots: np.ndarray) -> bool:
+        return self.inner.needs_refine(host_slots)
+
+    def refine(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
+        host_slots: np.ndarray,
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
+        tokens, logprobs = self.inner.refine(logits, slots, positions, tokens, host_slots)
+        return self.tp.broadcast(tokens), logprobs

@@ -1,0 +1,134 @@
+"""What a rank and its parent say to each other beside the steps: msgpack on a socket, each message behind its length.
+
+That the socket ends tells either side that the other is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+import traceback
+from typing import Any
+
+import msgspec
+
+from minivllm import errors
+from minivllm.config.engine_config import EngineConfig
+from minivllm.core.model_config import FrozenDict, ModelConfig
+from minivllm.errors import EngineDeadError, MinivllmError
+
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, tag=True):
+    """To a rank: who it is and what to build. Names of components are resolved where they are used."""
+
+    rank: int
+    size: int
+    device_index: int
+    store_port: int
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    steps_fd: int
+    results_fd: int
+    step_bytes: int  # of a slot
+    result_bytes: int
+    bell_fds: tuple[int, int]  # of the rank's own bell
+    results_bell_fds: tuple[int, int]  # of the parent's
+    parent_pid: int = 0
+    die_with_parent: bool = False
+
+
+class Ready(msgspec.Struct, tag=True):
+    """From a rank: it can take steps."""
+
+    num_blocks: int
+    about: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """From a rank, its last words."""
+
+    error: str  # the class's name
+    message: str
+    traceback: str
+    doing: str
+    at: float  # time.monotonic(), the same clock for all processes of a machine
+
+    @classmethod
+    def of(cls, error: BaseException, doing: str) -> Failed:
+        text = "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, str(error), text, doing, time.monotonic())
+
+    def as_error(self, rank: int, starting: bool) -> MinivllmError:
+        """What to raise in the parent: EngineDeadError; at the start, an error of ours as it was."""
+        kind = getattr(errors, self.error, None)
+        if starting and isinstance(kind, type) and issubclass(kind, MinivllmError):
+            error: MinivllmError = kind(self.message)
+        else:
+            error = EngineDeadError(f"rank {rank} failed {self.doing}: {self.error}: {self.message}")
+        error.add_note(f"on rank {rank}:\n{self.traceback}")
+        return error
+
+
+Message = Hello | Ready | Failed
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=lambda kind, value: _decode(kind, value))
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is FrozenDict:
+        return FrozenDict(value)
+    raise NotImplementedError(kind)
+
+
+class Link:
+    """One end of the socket between a rank and its parent."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.ended = False
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Raises nothing if the other side is gone: whoever waits for an answer will see that."""
+        data = msgspec.msgpack.encode(message, enc_hook=str)
+        with self._lock, contextlib.suppress(OSError):
+            self.socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> Message | None:
+        """Wait for the next message; None: the other side is gone."""
+        while (message := self._next()) is None and not self.ended:
+            self._fill()
+        return message
+
+    def hear(self) -> list[Message]:
+        """After a poll said that there is something: all messages that are complete. Sets ``ended``."""
+        self._fill()
+        found = []
+        while (message := self._next()) is not None:
+            found.append(message)
+        return found
+
+    def _fill(self) -> None:
+        try:
+            data = self.socket.recv(1 << 16)
+        except ConnectionError:
+            data = b""
+        self._buffer += data
+        self.ended = self.ended or not data
+
+    def _next(self) -> Message | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        message = _decoder.decode(bytes(self._buffer[_LENGTH.size : end]))
+        del self._buffer[:end]
+        return message

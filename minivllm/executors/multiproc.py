@@ -1,0 +1,199 @@
+"""Several ranks on one machine, each a child process; the parent schedules and stays responsive when one dies or hangs.
+
+Steps go to all ranks through one shared-memory ring, tokens come back from rank 0 through another. Children are
+started as ``python -m minivllm.executors.rank``, so a script needs no ``if __name__ == "__main__"``, and the config
+reaches them as msgpack.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minivllm.core.interfaces import Executor, StepHandle, StepResult
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.executors.group import open_store
+from minivllm.executors.messages import Hello
+from minivllm.executors.processes import RankProcesses
+from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
+from minivllm.executors.wire import pack_batch, unpack_result
+from minivllm.executors.worker import resolve_device
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.batch import Batch
+    from minivllm.core.model_config import ModelConfig
+    from minivllm.plugins.registry import Registry
+
+_STEP_TIMEOUT = 300.0  # seconds; a first step may compile kernels
+_LOGPROBS = 20  # a token, in a slot for results; more travel in pieces
+
+
+class MultiprocExecutor(Executor):
+    """Options: ``devices``, the GPUs' numbers (0, 1, … unless given); ``step_timeout`` in seconds."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
+        self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
+        self.devices = choose_devices(config)
+        refuse_unsplittable(config, model_config, registry)
+        self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize
+        self._step_timeout = float(config.executor.options.get("step_timeout", _STEP_TIMEOUT))
+        self._about: dict[str, Any] = {}
+        self._dead: MinivllmError | None = None
+        self._sent = self._received = 0
+        self._resources = ExitStack()
+        self._release = weakref.finalize(self, self._resources.close)  # for an engine that nobody shut down
+
+    def start(self) -> int:
+        size, held = self.config.tp, self._resources
+        step_bytes, result_bytes = self._slot_bytes()
+        steps = Ring(create_memory(Ring.size(size, step_bytes)), size, step_bytes)
+        results = Ring(create_memory(Ring.size(1, result_bytes)), 1, result_bytes)
+        bells = [Bell.create() for _ in range(size + 1)]
+        for close in (steps.close, results.close, *(bell.close for bell in bells)):
+            held.callback(close)
+        stores = [open_store("127.0.0.1")]  # it lives as long as the ranks
+        hellos = [
+            Hello(
+                rank=rank,
+                size=size,
+                device_index=self.devices[rank] if self.devices else 0,
+                store_port=stores[0].port,
+                config=self.config,
+                model_config=self.model_config,
+                max_model_len=self.max_model_len,
+                steps_fd=steps.fd,
+                results_fd=results.fd,
+                step_bytes=step_bytes,
+                result_bytes=result_bytes,
+                bell_fds=(bells[rank].read_fd, bells[rank].write_fd),
+                results_bell_fds=(bells[size].read_fd, bells[size].write_fd),
+            )
+            for rank in range(size)
+        ]
+        fds = [steps.fd, results.fd, *(fd for bell in bells for fd in (bell.read_fd, bell.write_fd))]
+        held.callback(stores.clear)
+        threads = max((os.cpu_count() or 1) // size, 1)
+        self._ranks = RankProcesses(fds=fds, beats=steps.beats, threads=threads)
+        held.callback(self._ranks.kill)
+        self._steps, self._results = Writer(steps, bells[:size]), Reader(results, 0, bells[size])
+        self._ranks.poller.register(bells[size].read_fd, select.POLLIN)
+        try:
+            self._ranks.spawn(hellos)
+            ready = self._ranks.wait_ready()
+        except MinivllmError as error:
+            self._dead = error
+            raise
+        self._about = ready[0].about | {"ranks": size}
+        return min(r.num_blocks for r in ready)
+
+    def _slot_bytes(self) -> tuple[int, int]:
+        """Room for all but a rare step in one slot: full batches, a few new blocks a sequence and a prompt's."""
+        s, cache = self.config.scheduler, self.config.cache
+        blocks = 4 * s.max_num_seqs + 2 * s.max_num_batched_tokens // cache.block_size
+        step = 4096 + s.max_num_seqs * (32 + self._row_bytes) + 4 * s.max_num_batched_tokens + 12 * blocks
+        return step, 4096 + s.max_num_seqs * (20 + 8 * _LOGPROBS)
+
+    # ------------------------------------------------------------------ steps
+
+    def launch(self, batch: Batch) -> StepHandle:
+        self._check_alive()
+        try:
+            self._steps.send(pack_batch(batch), self._ranks.watch)
+        except MinivllmError as error:
+            raise self._died(error) from None
+        self._sent += 1
+        return _Step(self, self._sent)
+
+    def result(self, number: int) -> StepResult:
+        """What step ``number`` (from 1, in the order of launches) sampled; earlier ones that nobody asked for go."""
+        self._check_alive()
+        waited = 0.0
+
+        def sleep() -> None:
+            nonlocal waited
+            waited += self._ranks.watch()
+            if waited > self._step_timeout:
+                slowest = min(self._ranks.ranks, key=lambda rank: self._steps.ring.read(rank.number))
+                why = f"did not finish a step in {waited:.0f} s (executor.options.step_timeout)"
+                raise self._ranks.give_up(slowest, why)
+
+        try:
+            while self._received < number:
+                data = self._results.receive(sleep)
+                self._received += 1
+        except MinivllmError as error:
+            raise self._died(error) from None
+        return unpack_result(data)
+
+    def check_health(self) -> None:
+        self._check_alive()
+        try:
+            self._ranks.check()
+        except MinivllmError as error:
+            raise self._died(error) from None
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+        if not self._release.alive:
+            raise EngineDeadError("the engine was shut down; make a new one")
+
+    def _died(self, error: MinivllmError) -> MinivllmError:
+        self._dead = error
+        self._release()
+        return error
+
+    # ------------------------------------------------------------------ the rest
+
+    def describe(self) -> dict[str, Any]:
+        return self._about
+
+    def shutdown(self) -> None:
+        if self._dead is None and self._release.alive and self._about:
+            try:
+                self._steps.send(b"", self._ranks.watch)
+                self._ranks.wait_ended()
+            except MinivllmError as error:  # one was gone already
+                self._dead = error
+        self._release()
+
+
+class _Step:
+    """A step under way."""
+
+    __slots__ = ("executor", "number")
+
+    def __init__(self, executor: MultiprocExecutor, number: int) -> None:
+        self.executor, self.number = executor, number
+
+    def result(self) -> StepResult:
+        return self.executor.result(self.number)
+
+
+def choose_devices(config: EngineConfig) -> list[int]:
+    """The GPUs of the ranks; none on a CPU. Raises ConfigError where there are too few."""
+    if resolve_device(config.device) == "cpu":
+        return []
+    there = torch.cuda.device_count()
+    devices = [int(d) for d in config.executor.options.get("devices") or range(config.tp)]
+    if len(set(devices)) != config.tp or not all(0 <= d < there for d in devices):
+        named = f"executor.options.devices={devices}" if config.executor.options.get("devices") else "one each"
+        raise ConfigError(
+            f"tp={config.tp} needs {config.tp} GPUs ({named}), and torch sees {there}; lower tp, or check "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return devices
+
+
+def refuse_unsplittable(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> None:
+    """Build the last rank's model without memory, so that what cannot be split is said before anything is started."""
+    model_class = registry.resolve("model", registry.model_for_architecture(model_config.architecture).name)
+    with torch.device("meta"):
+        model_class(model_config, TensorParallel(config.tp - 1, config.tp))

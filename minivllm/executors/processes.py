@@ -1,0 +1,205 @@
+"""The parent's side of rank processes: starting them, noticing that one is gone or silent, ending them all.
+
+A rank is watched in three ways: its socket ends when it dies, however it dies; it reports its own errors there; and
+its heartbeats stop if it is stopped or stuck where not even its threads run.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.executors.messages import Failed, Hello, Link, Ready
+
+_TICK = 0.25  # seconds between two looks at the heartbeats
+_SILENT = 6.0  # seconds without a heartbeat after which a rank counts as lost
+_SILENT_AT_START = 120.0  # importing and loading may hold up its threads for long
+_LAST_WORDS = 0.5  # how long the others may still report, to find out who began
+_GRACE = 3.0  # between asking ranks to end and ending them
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank, as its parent knows it."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    link: Link
+    ready: Ready | None = None
+    failed: Failed | None = None
+    beats: int = 0
+    silent: float = 0.0  # seconds, as far as we watched
+    others: list[str] = field(default_factory=list)
+
+    def hear(self) -> None:
+        for message in self.link.hear():
+            if isinstance(message, Ready):
+                self.ready = message
+            elif isinstance(message, Failed):
+                self.failed = self.failed or message
+
+    def end(self) -> str:
+        """How its process ended, in words."""
+        try:
+            code = self.process.wait(1)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+class RankProcesses:
+    """All ranks of one engine. ``beats(rank)`` reads a rank's heartbeat counter."""
+
+    def __init__(self, fds: Sequence[int], beats: Callable[[int], int], threads: int) -> None:
+        self.ranks: list[Rank] = []
+        self.fds, self.beats, self.threads = fds, beats, threads
+        self.poller = select.poll()  # for a blocking wait: the caller adds what else should end it
+        self._health = select.poll()
+        self._by_fd: dict[int, Rank] = {}
+        self._listened = time.monotonic()
+        self._limit = _SILENT_AT_START
+
+    def spawn(self, hellos: Sequence[Hello]) -> None:
+        """Start a process for each and tell it who it is."""
+        for hello in hellos:
+            self._spawn(hello)
+
+    def _spawn(self, hello: Hello) -> None:
+        ours, theirs = socket.socketpair()
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),  # what we import, they can
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
+        }
+        command = [sys.executable, "-P", "-m", "minivllm.executors.rank", str(theirs.fileno())]
+        # Blocked here, SIGINT is blocked in the child from its first moment: Ctrl-C is the parent's to handle.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *self.fds]
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        rank = Rank(hello.rank, process, Link(ours))
+        self.ranks.append(rank)
+        self._by_fd[ours.fileno()] = rank
+        for poller in (self.poller, self._health):
+            poller.register(ours.fileno(), select.POLLIN)
+        # What the parent dies of may end the thread that made the rank first; only the main thread lives as long as it.
+        hello.parent_pid = os.getpid()
+        hello.die_with_parent = threading.current_thread() is threading.main_thread()
+        rank.link.send(hello)
+
+    # ------------------------------------------------------------------ watching
+
+    def wait_ready(self) -> list[Ready]:
+        """Until every rank can take steps. Raises what a rank raised at its start."""
+        while any(rank.ready is None for rank in self.ranks):
+            self.watch()
+        for rank in self.ranks:
+            rank.silent = 0.0
+        self._limit = _SILENT
+        return [rank.ready for rank in self.ranks if rank.ready is not None]
+
+    def watch(self) -> float:
+        """Wait a moment, or until something on ``poller`` happens; returns the seconds since the last look.
+
+        Raises:
+            EngineDeadError: a rank failed, is gone or is silent; all of them are gone then.
+        """
+        self._hear(self.poller.poll(_TICK * 1000))
+        now = time.monotonic()
+        # Counted in our own ticks, so that time in which nobody ran (Ctrl-Z, a suspended machine) does not count.
+        elapsed, self._listened = min(now - self._listened, 2 * _TICK), now
+        for rank in self.ranks:
+            beats = self.beats(rank.number)
+            rank.silent = rank.silent + elapsed if beats == rank.beats else 0.0
+            rank.beats = beats
+            if rank.silent > self._limit:
+                raise self.give_up(rank, f"has not answered for {rank.silent:.0f} s (it is {_state(rank)})")
+        return elapsed
+
+    def check(self) -> None:
+        """As ``watch``, at once, and without the heartbeats."""
+        if events := self._health.poll(0):
+            self._hear(events)
+
+    def give_up(self, rank: Rank, why: str) -> MinivllmError:
+        """End all, because of what one rank does not do; returns the error to raise."""
+        self.kill()
+        return EngineDeadError(f"rank {rank.number} (process {rank.process.pid}) {why}; the engine was stopped")
+
+    def _hear(self, events: list[tuple[int, int]]) -> None:
+        heard = [rank for fd, _ in events if (rank := self._by_fd.get(fd)) is not None]
+        for rank in heard:
+            rank.hear()
+        if any(rank.link.ended or rank.failed is not None for rank in heard):
+            raise self._post_mortem()
+
+    def _post_mortem(self) -> MinivllmError:
+        """One rank's end makes the others fail, too: listen on for a moment, then name the one that began."""
+        end = time.monotonic() + _LAST_WORDS
+        while (left := end - time.monotonic()) > 0 and (open_ := [r for r in self.ranks if not r.link.ended]):
+            ready, _, _ = select.select([rank.link.socket for rank in open_], [], [], left)
+            for rank in open_:
+                if rank.link.socket in ready:
+                    rank.hear()
+        starting = any(rank.ready is None for rank in self.ranks)
+        mute = [rank for rank in self.ranks if rank.link.ended and rank.failed is None]
+        spoke = sorted((r for r in self.ranks if r.failed is not None), key=lambda r: r.failed.at if r.failed else 0)
+        culprit = (mute or spoke)[0]
+        if culprit.failed is not None:
+            error = culprit.failed.as_error(culprit.number, starting)
+        else:
+            how, when = culprit.end(), " before it was ready" if starting else ""
+            error = EngineDeadError(f"rank {culprit.number} (process {culprit.process.pid}) {how}{when}")
+        for rank in spoke:
+            if rank is not culprit and rank.failed is not None:
+                error.add_note(f"then rank {rank.number}: {rank.failed.error}: {rank.failed.message}")
+        self.kill()
+        return error
+
+    # ------------------------------------------------------------------ ending
+
+    def wait_ended(self) -> None:
+        """After the ranks were asked to end: let them, for a moment."""
+        end = time.monotonic() + _GRACE
+        for rank in self.ranks:
+            try:
+                rank.process.wait(max(end - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                return
+
+    def kill(self) -> None:
+        """End every process now, and wait until it is gone; safe to call twice."""
+        for rank in self.ranks:
+            rank.process.kill()  # a no-op for one that was waited for
+        for rank in self.ranks:
+            rank.process.wait()
+            if rank.link.socket.fileno() >= 0:
+                for poller in (self.poller, self._health):
+                    poller.unregister(rank.link.socket)
+                del self._by_fd[rank.link.socket.fileno()]
+                rank.link.socket.close()
+
+
+def _state(rank: Rank) -> str:
+    try:
+        with open(f"/proc/{rank.process.pid}/stat") as file:
+            return {"T": "stopped", "D": "waiting for a device", "R": "running", "S": "asleep"}.get(
+                state := file.read().rpartition(")")[2].split()[0], state
+            )
+    except OSError:
+        return "unknown"

@@ -1,0 +1,142 @@
+"""One rank's process: ``python -m minivllm.executors.rank FD`` is told on that socket who it is, then runs steps.
+
+It ends when its parent does, however that ends; Ctrl-C is the parent's to handle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from minivllm.executors.messages import Failed, Hello, Link, Ready
+from minivllm.executors.ring import Bell, Reader, Ring, Writer
+
+if TYPE_CHECKING:
+    from minivllm.core.model_runner import PendingStep
+    from minivllm.executors.worker import Worker
+    from minivllm.plugins.registry import Registry
+
+_BEAT = 0.2  # seconds
+_PR_SET_PDEATHSIG = 1
+
+
+class RankProcess:
+    """The main thread runs the model; one thread watches the parent and beats, one (rank 0) returns tokens."""
+
+    def __init__(self, link: Link, hello: Hello) -> None:
+        self.link, self.hello = link, hello
+        self.doing = "at its start"
+        self.steps = Reader(Ring(hello.steps_fd, hello.size, hello.step_bytes), hello.rank, Bell(*hello.bell_fds))
+        self._pending: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def run(self) -> None:
+        from minivllm.plugins.manager import default_registry
+
+        hello = self.hello
+        worker = start_worker(hello, default_registry())
+        returning = None
+        if hello.rank == 0:
+            returning = threading.Thread(target=self._return, args=(worker,), daemon=True)
+            returning.start()
+        self.link.send(Ready(worker.num_blocks, worker.describe()))
+        self._serve(worker)
+        if returning is not None:
+            self._pending.put(None)
+            returning.join(5)
+
+    def _serve(self, worker: Worker) -> None:
+        from minivllm.executors.wire import unpack_batch
+
+        runner = worker.runner
+        assert runner is not None
+        row = runner.sampler.row
+        while message := self.steps.receive():  # an empty one says that it is over
+            batch = unpack_batch(message, row)
+            self.doing = f"in step {batch.step}"
+            pending = runner.launch(batch)
+            if self.hello.rank == 0:
+                self._pending.put(pending)
+
+    def _return(self, worker: Worker) -> None:
+        """Tokens to the parent as soon as the device has them, while the main thread launches what comes next."""
+        from minivllm.executors.wire import pack_result
+
+        hello = self.hello
+        worker.use_device()  # per thread
+        results = Writer(Ring(hello.results_fd, 1, hello.result_bytes), [Bell(*hello.results_bell_fds)])
+        try:
+            while (pending := self._pending.get()) is not None:
+                results.send(pack_result(pending.result()))
+        except BaseException as error:
+            self.fail(error)
+
+    def _watch(self) -> None:
+        poller = select.poll()
+        poller.register(self.link.socket.fileno(), select.POLLIN)
+        while True:
+            self.steps.beat()
+            if poller.poll(_BEAT * 1000):
+                self.link.hear()
+                if self.link.ended:
+                    os._exit(0)
+
+    def fail(self, error: BaseException) -> None:
+        self.link.send(Failed.of(error, self.doing))
+        leave(1)
+
+
+def start_worker(hello: Hello, registry: Registry) -> Worker:
+    """Join the other ranks, then load this one's part."""
+    from minivllm.executors.group import join
+    from minivllm.executors.worker import Worker, resolve_device
+
+    device = resolve_device(hello.config.device)
+    tp = join(device, hello.device_index, hello.rank, hello.size, "127.0.0.1", hello.store_port)
+    worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)
+    worker.start()
+    return worker
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends (Linux); the socket's end says the same elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it ended before we asked
+            os._exit(0)
+
+
+def leave(code: int) -> None:
+    """End at once: the device's driver frees what we hold faster than we could, and a peer may be gone already."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    hello = link.receive()
+    if not isinstance(hello, Hello):
+        return
+    if hello.die_with_parent:
+        die_with_parent(hello.parent_pid)
+    for fd in (link.socket.fileno(), hello.steps_fd, hello.results_fd, *hello.bell_fds, *hello.results_bell_fds):
+        os.set_inheritable(fd, False)  # a process that the model starts must not keep them open
+    rank = RankProcess(link, hello)
+    try:
+        rank.run()
+    except BaseException as error:
+        rank.fail(error)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""This process is one rank, started from outside (``torchrun --nproc-per-node 2 script.py``), as RL trainers do.
+
+Every rank builds the same LLM and makes the same requests; every rank's scheduler then takes the same steps, and only
+the model's collectives communicate. That they are the same is checked each step, by comparing checksums of the steps.
+With more ranks than ``tp``, each ``tp`` neighbours form one replica, whose requests are its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from minivllm.core.interfaces import Executor, StepHandle, StepResult
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.executors.wire import pack_batch
+from minivllm.executors.worker import Worker, resolve_device
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.batch import Batch
+    from minivllm.core.model_config import ModelConfig
+    from minivllm.core.model_runner import PendingStep
+    from minivllm.plugins.registry import Registry
+
+_TIMEOUT = 600.0  # seconds that ranks may come to the same step apart
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class TorchrunExecutor(Executor):
+    """Options: ``timeout``, how long ranks wait for each other at a step, in seconds."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
+        self.rank, world = read_environment(os.environ, config.tp)
+        self._local = int(os.environ["LOCAL_RANK"])
+        self._device = resolve_device(config.device)
+        self._timeout = timedelta(seconds=float(config.executor.options.get("timeout", _TIMEOUT)))
+        self._args = config, model_config, max_model_len, registry
+        self._worker: Worker | None = None
+        self._about: dict[str, Any] = {}
+        self._dead: MinivllmError | None = None
+        self._groups: list[Any] = []
+        self._replicas = [list(range(first, first + config.tp)) for first in range(0, world, config.tp)]
+
+    def start(self) -> int:
+        config = self._args[0]
+        tp = TensorParallel()
+        if config.tp > 1:
+            tp = self._join()
+        self._worker = Worker(*self._args, tp, self._local if self._device == "cuda" else 0)
+        blocks = self._worker.start()
+        self._about = self._worker.describe() | {"ranks": config.tp, "replicas": len(self._replicas)}
+        return blocks
+
+    def _join(self) -> TensorParallel:
+        """Groups of their own beside the trainer's, if there is one: two engines, or an engine and it, never meet."""
+        if self._device == "cuda":
+            torch.cuda.set_device(self._local)
+        if not dist.is_initialized():
+            device = torch.device("cuda", self._local) if self._device == "cuda" else None
+            dist.init_process_group("nccl" if self._device == "cuda" else "gloo", device_id=device)
+        mine: list[Any] = []
+        for ranks in self._replicas:  # every rank takes part in making every group
+            talk = dist.new_group(ranks, backend="nccl" if self._device == "cuda" else "gloo")
+            check = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
+            if self.rank in ranks:
+                mine = [talk, check]
+        self._groups = mine
+        return TensorParallel(dist.get_rank(mine[0]), self._args[0].tp, mine[0])
+
+    # ------------------------------------------------------------------ steps
+
+    def launch(self, batch: Batch) -> StepHandle:
+        if self._worker is None or self._worker.runner is None:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        if not self._groups:
+            return self._worker.runner.launch(batch)
+        check = _SameStep(self._groups[1], self._args[0].tp, batch)
+        if self._device == "cpu":  # here a step runs at once, and would hang if ranks differed
+            self._verify(check, batch.step)
+        return _Step(self, check, batch.step, self._worker.runner.launch(batch))
+
+    def _verify(self, check: _SameStep, step: int) -> None:
+        try:
+            check.verify(step)
+        except EngineDeadError as error:
+            self._dead = error
+            raise
+
+    def check_health(self) -> None:
+        if self._dead is not None:
+            raise self._dead
+
+    def describe(self) -> dict[str, Any]:
+        return self._about
+
+    def shutdown(self) -> None:
+        if self._worker is not None and self._dead is None:
+            self._worker.shutdown()
+        self._worker = None
+        if self._dead is None:  # else others may hang in a collective, and destroying a group would wait for them
+            for group in self._groups:
+                dist.destroy_process_group(group)
+        self._groups = []
+
+
+class _SameStep:
+    """Asks the other ranks for their checksum of the step; the answer is waited for when it is needed."""
+
+    def __init__(self, group: Any, size: int, batch: Batch) -> None:
+        digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
+        self.mine = torch.tensor([batch.step, digest])
+        self.all = [torch.empty_like(self.mine) for _ in range(size)]
+        self.work = dist.all_gather(self.all, self.mine, group=group, async_op=True)
+
+    def verify(self, step: int) -> None:
+        """Raises EngineDeadError: other ranks take another step, or none."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise EngineDeadError(
+                f"not every rank came to step {step}: with executor=torchrun each must make the same requests in the "
+                f"same order ({str(error).splitlines()[0]})"
+            ) from error
+        different = [rank for rank, other in enumerate(self.all) if not torch.equal(other, self.mine)]
+        if different:
+            raise EngineDeadError(
+                f"rank {different[0]} computes another step {step} than this one: with executor=torchrun each rank "
+                "must make the same requests, in the same order and with the same parameters"
+            )
+
+
+class _Step:
+    """A step under way."""
+
+    __slots__ = ("check", "executor", "pending", "step")
+
+    def __init__(self, executor: TorchrunExecutor, check: _SameStep, step: int, pending: PendingStep) -> None:
+        self.executor, self.check, self.step, self.pending = executor, check, step, pending
+
+    def result(self) -> StepResult:
+        if self.executor._device != "cpu":
+            self.executor._verify(self.check, self.step)
+        return self.pending.result()
+
+
+def read_environment(environ: Mapping[str, str], tp: int) -> tuple[int, int]:
+    """(rank, world size). Raises ConfigError outside torchrun, or where ``tp`` does not divide its ranks."""
+    missing = [name for name in _NEEDED if name not in environ]
+    if missing:
+        raise ConfigError(
+            f"executor=torchrun: {', '.join(missing)} not set: this process is no rank of torchrun; start it with "
+            f"`torchrun --nproc-per-node {tp} script.py`, or use executor=auto"
+        )
+    world = int(environ["WORLD_SIZE"])
+    if world % tp:
+        raise ConfigError(f"tp={tp} does not divide torchrun's {world} ranks; set tp={world} or --nproc-per-node {tp}")
+    return int(environ["RANK"]), world

@@ -1,0 +1,102 @@
+"""A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
+
+# step:   counts (8,) int64 | generations int64 | eight int32 arrays | admitted_params | samples bool
+# result: counts (4,) int64 | token_ids int32 | with logprobs: rows int64, sampled f32, rank i32, top_ids i32, top f32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from minivllm.core.batch import Batch
+from minivllm.core.interfaces import Logprobs, StepResult
+
+_INT32 = np.dtype(np.int32)
+
+
+def pack_batch(batch: Batch) -> bytes:
+    counts = np.array(
+        [
+            batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
+            batch.num_decodes, batch.admitted_params.dtype.itemsize, 0,
+        ],
+        dtype=np.int64,
+    )  # fmt: skip
+    return _joined(
+        (
+            counts, batch.generations, batch.slots, batch.num_computed, batch.num_new, batch.token_ids,
+            batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.admitted_params,
+            batch.samples,
+        )
+    )  # fmt: skip
+
+
+def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
+    """The batch, as views of ``data``; ``row`` is the sampler's."""
+    take = _Taker(data)
+    step, n, t, b, a, num_decodes, itemsize, _ = take(8, np.int64).tolist()
+    if itemsize != row.itemsize:
+        raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
+    generations = take(n, np.int64)
+    slots, num_computed, num_new, token_ids = (take(k, _INT32) for k in (n, n, n, t))
+    block_slots, block_indices, block_ids, admitted_slots = (take(k, _INT32) for k in (b, b, b, a))
+    return Batch(
+        step=step,
+        slots=slots,
+        generations=generations,
+        num_computed=num_computed,
+        num_new=num_new,
+        admitted_params=take(a, row),
+        samples=take(n, np.bool_),
+        num_decodes=num_decodes,
+        token_ids=token_ids,
+        block_slots=block_slots,
+        block_indices=block_indices,
+        block_ids=block_ids,
+        admitted_slots=admitted_slots,
+    )
+
+
+def pack_result(result: StepResult) -> bytes:
+    lp = result.logprobs
+    m, k = lp.top.shape if lp is not None else (0, 0)
+    counts = np.array([len(result.token_ids), lp is not None, m, k], dtype=np.int64)
+    arrays = [counts, result.token_ids]
+    if lp is not None:
+        arrays += [
+            lp.rows.astype(np.int64), lp.sampled.astype(np.float32), lp.rank.astype(np.int32),
+            lp.top_ids.astype(np.int32), lp.top.astype(np.float32),
+        ]  # fmt: skip
+    return _joined(arrays)
+
+
+def unpack_result(data: bytearray) -> StepResult:
+    take = _Taker(data)
+    n, has_logprobs, m, k = take(4, np.int64).tolist()
+    token_ids = take(n, _INT32)
+    if not has_logprobs:
+        return StepResult(token_ids)
+    rows, sampled, rank = take(m, np.int64), take(m, np.float32), take(m, _INT32)
+    top_ids, top = take(m * k, _INT32).reshape(m, k), take(m * k, np.float32).reshape(m, k)
+    return StepResult(token_ids, Logprobs(rows, sampled, rank, top_ids, top))
+
+
+class _Taker:
+    """Arrays off the front of a buffer, one after another."""
+
+    def __init__(self, data: bytearray) -> None:
+        self.data, self.at = data, 0
+
+    def __call__(self, count: int, dtype: np.dtype | type) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        if not count:
+            return np.empty(0, dtype)
+        array = np.frombuffer(self.data, dtype, count, self.at)
+        self.at += array.nbytes
+        return array
+
+
+def _joined(arrays: Iterable[np.ndarray]) -> bytes:
+    return b"".join([np.ascontiguousarray(array).data for array in arrays])

@@ -1,0 +1,596 @@
+"""What a user sees of ``LLM`` and ``LLMEngine``: outputs, order, errors, ends, and engines that stay usable."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import byte_level_tokenizer, edit_json, reference_model, reference_tokens
+
+from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.errors import EngineDeadError, RequestError
+
+Engine = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"cache.block_size": 4, "cache.num_blocks": 64, "scheduler.max_num_seqs": 32, "max_model_len": 128}
+
+
+def prompts_of(count: int, longest: int = 20, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 512, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def run(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def usable(llm: LLM) -> None:
+    """Nothing is left of what went before, and the answers are right."""
+    engine = llm.engine
+    assert not engine.has_unfinished_requests() and not engine.scheduler.has_work
+    assert engine.scheduler.blocks.num_free == engine.num_blocks
+    engine.scheduler.check()
+    folder = Path(engine.config.model.path or "")
+    prompts = prompts_of(3, seed=99)
+    assert tokens(run(llm, prompts)) == [reference_tokens(folder, p, 8) for p in prompts]
+
+
+# --------------------------------------------------------------------------- prompts in, outputs out
+
+
+def test_outputs_come_in_the_order_of_the_prompts(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    prompts = prompts_of(20)
+    params = [GREEDY.clone(max_tokens=1 + (7 * i) % 13) for i in range(20)]  # they end in another order
+    outputs = run(llm, prompts, params)
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert [len(t) for t in tokens(outputs)] == [p.max_tokens for p in params]
+    assert all(o.finished and o.prompt is None and o.outputs[0].finish_reason == "length" for o in outputs)
+    assert len({o.request_id for o in outputs}) == 20
+    usable(llm)
+
+
+def test_an_empty_list_gives_an_empty_list(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    assert run(llm, []) == [] and llm.generate([]) == [] and run(llm, [], []) == []
+    usable(llm)
+
+
+def test_duplicates_agree_under_greedy(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    [prompt, other] = prompts_of(2)
+    got = tokens(run(llm, [prompt, other, prompt, prompt]))
+    assert got[0] == got[2] == got[3] != got[1]
+    assert tokens(run(llm, prompt)) == [got[0]], "a prefix found in the cache changes nothing"
+
+
+def test_token_id_0_is_a_token(engine: Engine, tiny_checkpoint: Callable[..., Path]) -> None:
+    llm = engine(**SMALL)
+    outputs = run(llm, [[0], [0, 0, 0], [5, 0]])
+    assert [o.prompt_token_ids for o in outputs] == [[0], [0, 0, 0], [5, 0]]
+    assert tokens(outputs) == [reference_tokens(tiny_checkpoint("qwen3"), p, 8) for p in ([0], [0, 0, 0], [5, 0])]
+    stop = run(llm, [[0], [9]], SamplingParams(temperature=1.0, seed=0, max_tokens=64, stop_token_ids=[0]))
+    assert all(o.outputs[0].finish_reason in ("stop", "length") for o in stop)
+
+
+def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    text = "once upon a time"
+    ids = llm.get_tokenizer().encode(text)
+    want = tokens(run(llm, [ids]))[0]
+    forms: list[Any] = [
+        text, [text], ids, [ids], tuple(ids), np.array(ids), {"prompt": text}, [{"prompt": text}],
+        {"prompt_token_ids": ids}, [{"prompt": text, "prompt_token_ids": ids}],
+    ]  # fmt: skip
+    for form in forms:
+        [output] = run(llm, form)
+        assert tokens([output]) == [want], form
+        assert output.prompt_token_ids == ids
+        has_text = isinstance(form, str | dict) or (isinstance(form, list) and isinstance(form[0], str))
+        assert not has_text or output.prompt == text or "prompt_token_ids" in form
+    mixed = run(llm, [text, ids, {"prompt": text}])
+    assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
+
+
+def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    prompts = prompts_of(3)
+    params = [GREEDY.clone(max_tokens=2), SamplingParams(seed=3, max_tokens=5), GREEDY.clone(logprobs=1)]
+    outputs = run(llm, prompts, params)
+    assert [len(t) for t in tokens(outputs)] == [2, 5, 8]
+    assert [o.outputs[0].logprobs is None for o in outputs] == [True, True, False]
+    with pytest.raises(RequestError, match="3 prompts with 2 sampling_params; give one for all, or one a prompt"):
+        run(llm, prompts, params[:2])
+    usable(llm)
+
+
+def test_the_callers_params_are_not_changed(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=3, seed=1)
+    run(engine(**SMALL), [[1], [2]], params)
+    assert params == SamplingParams(max_tokens=3, seed=1)
+
+
+def test_max_tokens_none_goes_on_to_max_model_len_or_to_the_end_of_the_cache(engine: Engine) -> None:
+    endless = GREEDY.clone(max_tokens=None)
+    [output] = run(engine(**SMALL | {"max_model_len": 40}), [[5] * 9], endless)
+    assert len(output.outputs[0].token_ids) == 31 and output.outputs[0].finish_reason == "length"
+    [output] = run(engine(**SMALL | {"cache.num_blocks": 6}), [[5] * 9], endless)
+    assert len(output.outputs[0].token_ids) == 6 * 4 + 1 - 9, "the last token is never written to the cache"
+
+
+# --------------------------------------------------------------------------- n, seeds
+
+
+def test_n_completions_use_the_seeds_that_follow(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    prompt = prompts_of(1)[0]
+    [output] = run(llm, prompt, SamplingParams(n=3, seed=11, max_tokens=6, ignore_eos=True))
+    assert [c.index for c in output.outputs] == [0, 1, 2] and output.finished
+    got = [list(c.token_ids) for c in output.outputs]
+    assert len({tuple(t) for t in got}) == 3
+    alone = [tokens(run(llm, prompt, SamplingParams(seed=11 + i, max_tokens=6, ignore_eos=True)))[0] for i in range(3)]
+    assert got == alone
+    [output] = run(llm, prompt, GREEDY.clone(n=2))
+    assert output.outputs[0].token_ids == output.outputs[1].token_ids
+    usable(llm)
+
+
+def test_a_seeded_request_gives_the_same_alone_and_with_thirty_others(engine: Engine) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 40}, {"top_p": 0.8}, {"min_p": 0.02, "logprobs": 2}]
+    prompts = prompts_of(len(kinds), seed=5)
+    params = [SamplingParams(seed=70 + i, max_tokens=12, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
+    alone = [tokens(run(engine(**SMALL), p, one))[0] for p, one in zip(prompts, params, strict=True)]
+    assert len({tuple(t) for t in alone}) == len(kinds)
+    others = prompts_of(30, seed=6)
+    noise = [SamplingParams(seed=i, max_tokens=3 + i % 9, top_k=i % 5, temperature=0.1 * i) for i in range(30)]
+    for llm in (engine(**SMALL), engine(**SMALL | {"scheduler.max_num_batched_tokens": 16, "scheduler": "prefill_first"})):
+        outputs = run(llm, others[:15] + prompts + others[15:], noise[:15] + params + noise[15:])
+        assert tokens(outputs)[15 : 15 + len(kinds)] == alone
+
+
+def test_requests_without_a_seed_differ_and_come_again_in_a_new_engine(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    first = tokens(run(engine(**SMALL, seed=1), [[7, 8]] * 3, params))
+    assert len({tuple(t) for t in first}) == 3
+    assert tokens(run(engine(**SMALL, seed=1), [[7, 8]] * 3, params)) == first
+    assert tokens(run(engine(**SMALL, seed=2), [[7, 8]] * 3, params)) != first
+
+
+# --------------------------------------------------------------------------- ends
+
+
+def test_a_stop_token_ends_the_answer_and_is_named(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    prompt = prompts_of(1, seed=3)[0]
+    [whole] = tokens(run(llm, prompt, GREEDY.clone(max_tokens=20)))
+    stop = next(t for i, t in enumerate(whole) if i >= 3 and t not in whole[:i])
+    at = whole.index(stop)
+    [output] = run(llm, prompt, GREEDY.clone(max_tokens=20, stop_token_ids=[511, stop]))
+    completion = output.outputs[0]
+    assert completion.token_ids == whole[: at + 1], "nothing comes after it"
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    [later] = run(llm, prompt, GREEDY.clone(max_tokens=20, stop_token_ids=[stop], min_tokens=at + 1))
+    assert stop not in later.outputs[0].token_ids[: at + 1]
+    assert len(later.outputs[0].token_ids) > at + 1
+    usable(llm)
+
+
+@pytest.mark.parametrize("pipeline", ["true", "false"])
+def test_every_end_token_of_the_checkpoint_ends_an_answer(
+    engine: Engine, tiny_checkpoint: Callable[..., Path], tmp_path: Path, pipeline: str
+) -> None:
+    plain = tiny_checkpoint("qwen3")
+    prompts = prompts_of(6, seed=4)
+    whole = [reference_tokens(plain, p, 16) for p in prompts]
+    ends = [whole[0][5], whole[1][7], whole[2][2]]
+    folder = tmp_path / "ends"
+    shutil.copytree(plain, folder)
+    edit_json(folder / "generation_config.json", eos_token_id=ends)
+    llm = engine(folder, **SMALL, **{"scheduler.async_scheduling": pipeline})
+    outputs = run(llm, prompts, SamplingParams(temperature=0, max_tokens=16))
+    for output, answer in zip(outputs, whole, strict=True):
+        at = next((i for i, t in enumerate(answer) if t in ends), None)
+        completion = output.outputs[0]
+        assert completion.token_ids == (answer if at is None else answer[: at + 1])
+        assert completion.finish_reason == ("length" if at is None else "stop")
+        assert completion.stop_reason is None
+    assert sum(o.outputs[0].finish_reason == "stop" for o in outputs) >= 3
+    ignoring = run(llm, prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    assert tokens(ignoring) == whole
+    held = run(llm, prompts[2], SamplingParams(temperature=0, max_tokens=16, min_tokens=6))
+    assert not set(tokens(held)[0][:6]) & set(ends) and len(tokens(held)[0]) >= 6
+
+
+# --------------------------------------------------------------------------- log-probabilities
+
+
+def test_logprobs_equal_transformers(engine: Engine, tiny_checkpoint: Callable[..., Path]) -> None:
+    llm, folder = engine(**SMALL), tiny_checkpoint("qwen3")
+    prompts = prompts_of(4, seed=8)
+    params = [GREEDY.clone(logprobs=3), SamplingParams(seed=1, max_tokens=6, logprobs=0, ignore_eos=True),
+              SamplingParams(seed=2, max_tokens=6, logprobs=5, top_k=50, temperature=2.0, ignore_eos=True),
+              GREEDY]  # fmt: skip
+    outputs = run(llm, prompts, params)
+    assert outputs[3].outputs[0].logprobs is None and outputs[3].outputs[0].cumulative_logprob is None
+    ranks = []
+    for prompt, one, output in zip(prompts[:3], params, outputs, strict=False):
+        completion = output.outputs[0]
+        ids = completion.token_ids
+        with torch.inference_mode():
+            logits = reference_model(folder)(torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1 :]
+        want = torch.log_softmax(logits.double(), -1)
+        assert completion.logprobs is not None and len(completion.logprobs) == len(ids)
+        for token, row, entry in zip(ids, want, completion.logprobs, strict=True):
+            best = row.topk(one.logprobs).indices.tolist()
+            assert set(entry) == {*best, token}
+            for t, lp in entry.items():
+                assert lp.logprob == pytest.approx(row[t].item(), abs=1e-3)
+                assert lp.rank == int((row > row[t]).sum()) + 1
+                assert lp.decoded_token == llm.get_tokenizer().decode([t], skip_special_tokens=False)
+            ranks.append(entry[token].rank)
+        assert completion.cumulative_logprob == pytest.approx(
+            sum(e[t].logprob for e, t in zip(completion.logprobs, ids, strict=True)), abs=1e-5
+        )
+    assert max(r for r in ranks if r) > 5, "some sampled token stood outside the best"
+
+
+# --------------------------------------------------------------------------- the prefix cache
+
+
+def test_cached_prompt_tokens_are_counted_and_can_be_forgotten(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    prompt = prompts_of(1, seed=1)[0] + list(range(20))
+    assert run(llm, prompt)[0].num_cached_tokens == 0
+    assert run(llm, prompt)[0].num_cached_tokens == (len(prompt) - 1) // 4 * 4
+    salted = {"prompt_token_ids": prompt, "cache_salt": "mine"}
+    assert run(llm, salted)[0].num_cached_tokens == 0
+    assert run(llm, salted)[0].num_cached_tokens > 0
+    llm.reset_prefix_cache()
+    assert run(llm, prompt)[0].num_cached_tokens == 0
+    usable(llm)
+
+
+# --------------------------------------------------------------------------- chat
+
+
+def test_chat_is_generate_with_the_template(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    messages = [{"role": "user", "content": "the fox"}]
+    prompt = byte_level_tokenizer().encode("<|user|>the fox<|end|><|assistant|>")
+    [answer] = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert answer.prompt_token_ids == prompt and answer.prompt == "<|user|>the fox<|end|><|assistant|>"
+    assert tokens([answer]) == tokens(run(llm, prompt))
+    two = llm.chat([messages, [*messages, {"role": "assistant", "content": "a"}]], GREEDY, use_tqdm=False)
+    assert len(two) == 2 and tokens(two)[0] == tokens([answer])[0]
+    assert llm.chat([], GREEDY, use_tqdm=False) == []
+    bare = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
+    assert bare[0].prompt_token_ids == prompt[:-1]
+    for wrong, why in [([[]], "at least one message"), (["hello"], "a message is"), ([{"role": "user"}], "a message is")]:
+        with pytest.raises(RequestError, match=why):
+            llm.chat(wrong, GREEDY, use_tqdm=False)
+    usable(llm)
+
+
+def test_chat_without_a_template_says_what_to_do(engine: Engine, tiny_checkpoint: Callable[..., Path]) -> None:
+    llm = engine(tiny_checkpoint("qwen3", chat=False), **SMALL)
+    with pytest.raises(RequestError, match="no chat template; use generate"):
+        llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+    usable(llm)
+
+
+# --------------------------------------------------------------------------- errors
+
+
+ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
+    # prompt, parameters, and what the message must say: value, limit, way out
+    ("", {}, ["the prompt is empty", "at least one token"]),
+    ([[]], {}, ["the prompt is empty", "at least one token"]),
+    ([5] * 128, {"max_tokens": 1}, ["128 tokens", "max_model_len=128", "shorten the prompt", "raise max_model_len"]),
+    ([5] * 500, {}, ["500 tokens", "max_model_len=128", "shorten the prompt"]),
+    ([5] * 120, {"max_tokens": 9}, ["max_tokens=9", "120-token prompt", "max_model_len=128", "lower max_tokens"]),
+    ([5] * 60, {"max_tokens": 30}, ["60-token prompt", "max_tokens=30", "needs 23 cache blocks", "has 20",
+                                    "raise cache.num_blocks"]),
+    ([5] * 90, {"max_tokens": None}, ["90-token prompt", "cache blocks", "has 20", "raise cache.num_blocks"]),
+    ([1, 512], {}, ["token id 512 at place 1", "outside the vocabulary", "0 to 511"]),
+    ([1, -1], {}, ["token id -1 at place 1", "outside the vocabulary", "0 to 511"]),
+    ([[1, 2.5]], {}, ["flat list of whole numbers"]),
+    ([[[1, 2], [3]]], {}, ["flat list of whole numbers"]),
+    ([None], {}, ["text or a list of token ids", "NoneType"]),
+    ({"prompt": "a", "max_tokens": 3}, {}, ["prompt_token_ids and cache_salt", "not max_tokens"]),
+    ({}, {}, ["text or a list of token ids"]),
+    ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
+    ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end tokens", "at most 16"]),
+    ([1], {"max_tokens": None, "min_tokens": 2**40}, ["min_tokens=", "lower min_tokens"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt,values,words", ERRORS, ids=[" ".join(e[2])[:50] for e in ERRORS])
+def test_a_request_that_cannot_run_is_refused_and_the_engine_goes_on(
+    engine: Engine, prompt: Any, values: dict[str, Any], words: list[str]
+) -> None:
+    llm = engine(**SMALL | {"cache.num_blocks": 20})
+    with pytest.raises(RequestError) as error:
+        run(llm, prompt, SamplingParams(**values))
+    for word in words:
+        assert word in str(error.value)
+    usable(llm)
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"logprobs": 99}]
+)
+def test_parameters_that_were_made_wrong_later_are_refused(engine: Engine, values: dict[str, Any]) -> None:
+    llm = engine(**SMALL)
+    with pytest.raises(RequestError):
+        SamplingParams(**values)
+    params = SamplingParams()
+    for name, value in values.items():
+        setattr(params, name, value)
+    with pytest.raises(RequestError, match=next(iter(values))):
+        run(llm, [[1]], params)
+    usable(llm)
+
+
+def test_one_bad_prompt_is_named_and_none_is_run(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    with pytest.raises(RequestError, match=r"prompt 2: token id 999"):
+        run(llm, [[1], [2], [999], [3]])
+    assert llm.engine.stats.steps == 0
+    usable(llm)
+
+
+def test_an_id_twice_is_refused(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    llm.engine.add_request("a", [1, 2], GREEDY)
+    for params in (GREEDY, GREEDY.clone(n=2)):
+        with pytest.raises(RequestError, match="'a' is already waiting or running"):
+            llm.engine.add_request("a", [1, 2], params)
+    llm.engine.add_request("0_b", [3], GREEDY)
+    with pytest.raises(RequestError, match="already waiting"):
+        llm.engine.add_request("b", [1, 2], GREEDY.clone(n=2))
+    assert llm.engine.num_unfinished_requests == 2
+    assert sorted(o.request_id for o in drain(llm)) == ["0_b", "a"]
+    usable(llm)
+
+
+# --------------------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_in_generate_leaves_a_usable_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    step, count = llm.engine.step, 0
+
+    def interrupted() -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, prompts_of(10), GREEDY.clone(max_tokens=30))
+    monkeypatch.undo()
+    usable(llm)
+
+
+@pytest.mark.parametrize("pipeline", ["true", "false"])
+@pytest.mark.parametrize("where", ["launch", "result", "schedule", "commit"])
+@pytest.mark.parametrize("moment", [1, 2, 5])
+def test_ctrl_c_anywhere_in_a_step_leaves_no_wrong_tokens_in_the_cache(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, pipeline: str, where: str, moment: int
+) -> None:
+    """A prompt whose step was cut off must not be found in the prefix cache; a neighbour loses nothing."""
+    llm = engine(**SMALL, **{"scheduler.async_scheduling": pipeline})
+    folder = Path(llm.engine.config.model.path or "")
+    prompts, other = prompts_of(4, longest=40, seed=2), prompts_of(1, longest=40, seed=12)[0]
+    llm.engine.add_request("other", other, GREEDY)
+    runner = llm.engine.executor._worker.runner
+    target, name = {
+        "launch": (runner, "_forward"),
+        "result": (runner, "land"),
+        "schedule": (llm.engine.scheduler.blocks, "take_updates"),
+        "commit": (llm.engine.scheduler, "commit"),
+    }[where]
+    inner, count = getattr(target, name), 0
+
+    def struck(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == moment:
+            os.kill(os.getpid(), signal.SIGINT)  # as a terminal does it
+        return inner(*args)
+
+    monkeypatch.setattr(target, name, struck)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, prompts)
+    monkeypatch.undo()
+    got = {o.request_id: o.outputs[0].token_ids for o in drain(llm)}
+    assert got == {"other": reference_tokens(folder, other, 8)}
+    assert tokens(run(llm, prompts)) == [reference_tokens(folder, p, 8) for p in prompts]
+    usable(llm)
+
+
+def test_a_second_ctrl_c_does_not_wait_and_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(**SMALL)
+
+    def stuck(*_: Any) -> Any:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("went on after the second Ctrl-C")
+
+    monkeypatch.setattr(llm.engine.executor, "launch", stuck)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, [[1]])
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(EngineDeadError, match="stopped earlier: KeyboardInterrupt"):
+        run(llm, [[1]])
+
+
+def test_somebody_elses_ctrl_c_handler_is_left_alone(engine: Engine) -> None:
+    llm, seen = engine(**SMALL), []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        launch = llm.engine.executor.launch
+        llm.engine.executor.launch = lambda batch: (os.kill(os.getpid(), signal.SIGINT), launch(batch))[1]
+        run(llm, [[1]])
+        del llm.engine.executor.launch
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(seen) == 8
+    usable(llm)
+
+
+# --------------------------------------------------------------------------- the engine beneath
+
+
+def drain(llm: LLM) -> list[RequestOutput]:
+    """Step to the end; the last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    while llm.engine.has_unfinished_requests():
+        for output in llm.engine.step():
+            last[output.request_id] = output
+    assert all(o.finished for o in last.values())
+    return list(last.values())
+
+
+@pytest.mark.parametrize("moment", range(7))
+def test_abort_at_any_moment(engine: Engine, moment: int) -> None:
+    llm = engine(**SMALL, **{"scheduler.max_num_batched_tokens": 16})
+    folder, prompts = Path(llm.engine.config.model.path or ""), prompts_of(4, longest=30, seed=6)
+    for i, prompt in enumerate(prompts):
+        llm.engine.add_request(str(i), prompt, GREEDY)
+    for _ in range(moment):
+        llm.engine.step()
+    llm.engine.abort("1")
+    llm.engine.abort(["2", "2", "unknown"])
+    outputs = drain(llm)
+    assert not {"1", "2"} & {o.request_id for o in outputs} and len(outputs) == 2
+    for o in outputs:
+        assert o.outputs[0].token_ids == reference_tokens(folder, prompts[int(o.request_id)], 8)
+    usable(llm)
+
+
+def test_abort_of_one_with_several_completions(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    llm.engine.add_request("many", [1, 2, 3], GREEDY.clone(n=4))
+    llm.engine.add_request("one", [1, 2, 3], GREEDY)
+    llm.engine.step()
+    llm.engine.abort("many")
+    assert llm.engine.num_unfinished_requests == 1
+    assert [o.request_id for o in drain(llm)] == ["one"]
+    usable(llm)
+
+
+def test_generate_beside_requests_of_the_engine_beneath(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    folder, prompts = Path(llm.engine.config.model.path or ""), prompts_of(3, seed=4)
+    llm.engine.add_request("mine", prompts[0], GREEDY.clone(max_tokens=40))
+    assert tokens(run(llm, prompts[1:])) == [reference_tokens(folder, p, 8) for p in prompts[1:]]
+    assert llm.engine.num_unfinished_requests == 1
+    [mine] = drain(llm)
+    assert mine.outputs[0].token_ids == reference_tokens(folder, prompts[0], 40)
+
+
+def test_requests_may_come_while_others_run(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    folder, prompts = Path(llm.engine.config.model.path or ""), prompts_of(12, longest=40, seed=3)
+    final: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        llm.engine.add_request(str(i), prompt, GREEDY.clone(output_kind=RequestOutputKind.FINAL_ONLY))
+        for output in llm.engine.step():
+            final[output.request_id] = output.outputs[0].token_ids
+    final |= {o.request_id: o.outputs[0].token_ids for o in drain(llm)}
+    assert final == {str(i): reference_tokens(folder, p, 8) for i, p in enumerate(prompts)}
+
+
+def test_a_step_with_nothing_to_do_is_empty(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    assert llm.engine.step() == [] and not llm.engine.has_unfinished_requests()
+    usable(llm)
+
+
+def test_stats_count_what_happened(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    run(llm, [[1, 2, 3], [4, 5]], GREEDY)
+    stats = llm.engine.stats
+    assert (stats.prompt_tokens, stats.output_tokens, stats.max_batch_size) == (5, 16, 2)
+    assert stats.steps >= 8 and stats.preemptions == stats.cached_tokens == 0
+
+
+# --------------------------------------------------------------------------- several engines, ends of engines
+
+
+def test_two_engines_one_after_the_other_and_two_at_once(
+    engine: Engine, tiny_checkpoint: Callable[..., Path]
+) -> None:
+    folders = [tiny_checkpoint("qwen3"), tiny_checkpoint("llama", seed=1)]
+    prompts = prompts_of(5, seed=21)
+    params = [GREEDY, *[SamplingParams(seed=i, max_tokens=9, ignore_eos=True) for i in range(4)]]
+    alone = []
+    for folder in folders:
+        llm = engine(folder, **SMALL)
+        alone.append(tokens(run(llm, prompts, params)))
+        llm.shutdown()
+    assert alone[0] != alone[1]
+    both = [engine(folder, **SMALL) for folder in folders]
+    for llm in both:
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            llm.engine.add_request(str(i), prompt, one)
+    final: list[dict[str, list[int]]] = [{}, {}]
+    while any(llm.engine.has_unfinished_requests() for llm in both):
+        for llm, mine in zip(both, final, strict=True):
+            for output in llm.engine.step():
+                mine[output.request_id] = output.outputs[0].token_ids
+    assert [[mine[str(i)] for i in range(5)] for mine in final] == alone
+    both[0].shutdown()
+    assert tokens(run(both[1], prompts, params)) == alone[1], "one engine's end is not the other's"
+
+
+def test_a_shut_down_engine_says_so_and_can_be_shut_down_again(engine: Engine) -> None:
+    with engine(**SMALL) as llm:
+        llm.engine.add_request("a", [1, 2], GREEDY)
+        llm.engine.step()
+    llm.shutdown()
+    llm.engine.shutdown()
+    for use in (lambda: run(llm, [[1]]), lambda: llm.engine.add_request("b", [1]), llm.engine.step):
+        with pytest.raises(EngineDeadError, match="shut down; make a new one"):
+            use()
+    assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("where", ["launch", "result"])
+def test_a_step_that_fails_is_one_clear_error_and_the_engine_stays_dead(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    llm = engine(**SMALL)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    class Handle:
+        result = broken
+
+    monkeypatch.setattr(llm.engine.executor, "launch", broken if where == "launch" else lambda batch: Handle())
+    with pytest.raises(EngineDeadError, match="a step failed: RuntimeError: out of memory"):
+        run(llm, [[1], [2]])
+    monkeypatch.undo()
+    with pytest.raises(EngineDeadError, match=r"stopped earlier: .*out of memory"):
+        run(llm, [[1]])
+    llm.shutdown()
+    llm.shutdown()

@@ -1,0 +1,1 @@
+from fake_plugins import fake_plugin  # noqa: F401

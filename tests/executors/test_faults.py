@@ -1,0 +1,293 @@
+"""However a rank ends, the caller gets one clear error, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.errors import CheckpointError, ConfigError, EngineDeadError
+from minivllm.executors.group import open_store
+from minivllm.plugins.manager import default_registry
+
+Checkpoints = Callable[..., Path]
+FakePlugin = Callable[..., Path]
+TIMEOUT = ["executor=multiproc", "+executor.options.step_timeout=3"]
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+
+FAULTY = """
+    import os, time
+    from minivllm.core.sampler import DefaultSampler
+    from minivllm.errors import CheckpointError
+    from minivllm.plugins import Component, hookimpl
+
+    def mine():
+        import torch.distributed as dist
+        return dist.get_rank() == int(os.environ["FAULT_RANK"])
+
+    class Faulty(DefaultSampler):
+        calls = 0
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            if os.environ["FAULT"] == "start" and mine():
+                raise CheckpointError("no such weights here")
+            if os.environ["FAULT"] == "start, not ours" and mine():
+                raise KeyError("where?")
+
+        def sample(self, *args):
+            self.calls += 1
+            if self.calls == 4 and mine():
+                if os.environ["FAULT"] == "raise":
+                    raise ArithmeticError("the numbers ran out")
+                if os.environ["FAULT"] == "exit":
+                    os._exit(7)
+                if os.environ["FAULT"] == "hang":
+                    time.sleep(600)
+            return super().sample(*args)
+
+    @hookimpl
+    def minivllm_samplers():
+        yield Component("faulty", __name__ + ":Faulty")
+"""
+
+
+@pytest.fixture
+def faulty(fake_plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
+    """``faulty("raise", 1)``: with sampler=faulty, rank 1 raises in a step. A plugin, so that workers must find it."""
+    fake_plugin("minivllm-faulty", FAULTY)
+    default_registry.cache_clear()
+
+    def arm(fault: str, rank: int) -> None:
+        monkeypatch.setenv("FAULT", fault)
+        monkeypatch.setenv("FAULT_RANK", str(rank))
+
+    yield arm
+    default_registry.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    open_store("127.0.0.1")  # torch opens a pipe with the first store of a process, and keeps it
+    before = children(), open_files(), shared_memory()
+    yield
+    assert (children(), open_files(), shared_memory()) == before
+
+
+def children(pid: int | str | None = None) -> set[int]:
+    """Processes whose parent is ``pid`` (this one), dead ones that nobody waited for included."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == int(pid or os.getpid()):
+                found.add(int(entry.name))
+    return found
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def gone(pids: set[int], within: float) -> bool:
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def make(folder: Path, *overrides: str, tp: int = 2) -> LLM:
+    return LLM(str(folder), device="cpu", tp=tp, overrides=list(overrides), num_gpu_blocks_override=64)
+
+
+def pids_of(llm: LLM) -> list[int]:
+    return [rank.process.pid for rank in llm.engine.executor._ranks.ranks]  # type: ignore[attr-defined]
+
+
+def dies(llm: LLM, within: float) -> EngineDeadError:
+    """Step until the engine dies; all is gone then, and it says the same again."""
+    pids = set(pids_of(llm))
+    if not llm.engine.has_unfinished_requests():
+        llm.engine.add_request("long", [1, 2, 3], LONG)
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError) as caught:
+        while True:
+            llm.engine.step()
+    assert time.monotonic() - began < within
+    assert gone(pids, 0.1)
+    with pytest.raises(EngineDeadError, match="stopped earlier"):
+        llm.engine.add_request("next", [1], LONG)
+    with pytest.raises(EngineDeadError):
+        llm.engine.step()
+    return caught.value
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_every_call_and_a_new_engine_starts(tiny_checkpoint: Checkpoints, rank: int) -> None:
+    folder = tiny_checkpoint("qwen3")
+    with make(folder) as llm:
+        llm.engine.add_request("a", [1, 2, 3], LONG)
+        for _ in range(3):
+            llm.engine.step()
+        victim = pids_of(llm)[rank]
+        os.kill(victim, signal.SIGKILL)
+        error = dies(llm, 5)
+        assert f"rank {rank} (process {victim}) was killed by SIGKILL" in str(error)
+        if rank:
+            with make(folder) as new:
+                said = new.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+            assert len(said[0].outputs[0].token_ids) == 4
+
+
+def test_a_rank_killed_while_nothing_runs_is_noticed_by_the_next_call(tiny_checkpoint: Checkpoints) -> None:
+    with make(tiny_checkpoint("qwen3")) as llm:
+        pids = pids_of(llm)
+        os.kill(pids[1], signal.SIGKILL)
+        time.sleep(0.2)
+        with pytest.raises(EngineDeadError, match="rank 1"):
+            llm.engine.add_request("a", [1, 2, 3], LONG)
+        assert gone(set(pids), 0.1)
+
+
+@pytest.mark.parametrize("fault,rank,message", [
+    ("raise", 1, r"rank 1 failed in step \d+: ArithmeticError: the numbers ran out"),
+    ("exit", 0, r"rank 0 \(process \d+\) ended with exit code 7"),
+    ("hang", 1, r"rank 1 .* did not finish a step"),
+])  # fmt: skip
+def test_a_fault_in_a_step(
+    tiny_checkpoint: Checkpoints, faulty: Callable[[str, int], None], fault: str, rank: int, message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    faulty(fault, rank)
+    with make(tiny_checkpoint("qwen3"), "sampler.name=faulty", *TIMEOUT) as llm:
+        error = dies(llm, 6)
+    assert error.__class__ is EngineDeadError
+
+    assert re.search(message, str(error)), error
+    if fault == "raise":
+        assert any("sample(" in note or "in sample" in note for note in error.__notes__)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fault,kind,message", [
+    ("start", CheckpointError, "^no such weights here"),
+    ("start, not ours", EngineDeadError, "rank 1 failed at its start: KeyError: 'where\\?'"),
+])  # fmt: skip
+def test_a_fault_at_the_start(
+    tiny_checkpoint: Checkpoints, faulty: Callable[[str, int], None], fault: str, kind: type[Exception], message: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    faulty(fault, 1)
+    with pytest.raises(kind, match=message):
+        make(tiny_checkpoint("qwen3"), "sampler.name=faulty")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_cannot_be_split_is_refused_before_anything_starts(tiny_checkpoint: Checkpoints) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"tp=3 does not divide the model's attention heads \(4\); use tp=1 or 2"):
+        make(tiny_checkpoint("qwen3"), tp=3)
+    with pytest.raises(ConfigError, match="tp=2 with executor=single"):
+        make(tiny_checkpoint("qwen3"), "executor=single")
+    assert time.monotonic() - began < 2
+
+
+def test_a_rank_that_stopped_is_named_within_ten_seconds(tiny_checkpoint: Checkpoints) -> None:
+    with make(tiny_checkpoint("qwen3")) as llm:
+        llm.engine.add_request("a", [1, 2, 3], LONG)
+        llm.engine.step()
+        os.kill(pids_of(llm)[1], signal.SIGSTOP)
+        assert "rank 1" in (said := str(dies(llm, 10))) and "stopped" in said
+
+
+def test_shutdown_is_quick_and_can_be_left_out(tiny_checkpoint: Checkpoints) -> None:
+    llm = make(tiny_checkpoint("qwen3"))
+    pids = set(pids_of(llm))
+    llm.engine.add_request("a", [1, 2, 3], LONG)
+    llm.engine.step()  # leaves a step under way
+    began = time.monotonic()
+    llm.shutdown()
+    llm.shutdown()
+    assert time.monotonic() - began < 2 and gone(pids, 0.1)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        llm.generate([[1]])
+
+    forgotten = make(tiny_checkpoint("qwen3"))
+    pids = set(pids_of(forgotten))
+    del forgotten
+    gc.collect()
+    assert gone(pids, 0.1)
+
+
+# --------------------------------------------------------------------------- the parent
+
+
+SCRIPT = """
+    import sys, time
+    from minivllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], device="cpu", tp=2)  # no __main__ guard
+    llm.engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=900, ignore_eos=True))
+    llm.engine.step()
+    print("ready", flush=True)
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+        time.sleep(0.02)
+"""
+
+
+def start_script(folder: Path, tmp_path: Path) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder)], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_ranks_end_with_their_parent(tiny_checkpoint: Checkpoints, tmp_path: Path, how: signal.Signals) -> None:
+    process = start_script(tiny_checkpoint("qwen3"), tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    if how is signal.SIGINT:
+        os.killpg(process.pid, how)  # as a terminal's Ctrl-C does
+    else:
+        process.send_signal(how)
+    _, err = process.communicate(timeout=10)
+    assert gone(ranks, 5)
+    if how is signal.SIGINT:
+        assert err.count("Traceback") == 1 and err.strip().endswith("KeyboardInterrupt")
+    else:
+        assert err == ""
+
+
+def test_ctrl_c_while_ranks_start(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    process = start_script(tiny_checkpoint("qwen3"), tmp_path)
+    end = time.monotonic() + 30
+    while len(ranks := children(process.pid)) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert gone(ranks, 5)
+    assert out == "" and err.count("Traceback") == 1 and "KeyboardInterrupt" in err

@@ -1,0 +1,84 @@
+"""tp 2 and 4 say what tp 1 says, in float32, under preemption, shared prefixes and aborts."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from minivllm import LLM, SamplingParams
+
+Checkpoints = Callable[..., Path]
+Answers = dict[str, tuple[list[int], list[float]]]
+BLOCKS = 40
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(0)
+    prefix = [rng.randrange(500) for _ in range(40)]
+    found = []
+    for i in range(16):
+        shared = prefix[: rng.choice([8, 24, 40])] if i % 2 else []
+        prompt = shared + [rng.randrange(500) for _ in range(rng.randint(1, 20))]
+        params = SamplingParams(
+            temperature=0, max_tokens=rng.randint(4, 24), ignore_eos=True, logprobs=3 if i % 3 == 0 else None
+        )
+        found.append((prompt, params))
+    return found
+
+
+def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
+    overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4"]
+    with LLM(
+        str(folder), device="cpu", tp=tp, overrides=overrides, num_gpu_blocks_override=BLOCKS, max_num_seqs=8
+    ) as llm:
+        engine, answers, steps = llm.engine, {}, 0
+        for i, (prompt, params) in enumerate(requests()):
+            engine.add_request(str(i), prompt, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    one = output.outputs[0]
+                    values = [next(iter(at.values())).logprob for at in one.logprobs or []]
+                    answers[output.request_id] = list(one.token_ids), values
+            steps += 1
+            if steps in (6, 11):
+                engine.abort(str(steps))
+            engine.scheduler.check()
+        assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
+        assert engine.scheduler.blocks.num_free == BLOCKS
+        assert engine.describe().get("ranks", 1) == tp
+    return answers
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_any_number_of_ranks_says_the_same(tiny_checkpoint: Checkpoints, architecture: str) -> None:
+    # 2 kv heads: 4 ranks share them; 511 tokens: the vocabulary divides by neither 2 nor 4
+    folder = tiny_checkpoint(architecture, vocab_size=511, tie_word_embeddings=architecture == "llama")
+    one = run(folder, 1)
+    assert len(one) >= 14
+    shared_memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    for tp in (2, 4):
+        many = run(folder, tp)
+        assert {k: v[0] for k, v in many.items()} == {k: v[0] for k, v in one.items()}
+        for name, (_, logprobs) in many.items():
+            assert logprobs == pytest.approx(one[name][1], abs=1e-3)
+    if shared_memory:
+        assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def test_two_engines_at_once_and_sampling_that_needs_agreement(tiny_checkpoint: Checkpoints) -> None:
+    """Ports, names and process groups do not meet; top-p and logprobs come from all ranks alike."""
+    folder, prompts = str(tiny_checkpoint("qwen3")), [[1, 2, 3], [7, 8]]
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=3, max_tokens=12, logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=4, max_tokens=12, min_tokens=5),
+    ]
+    with LLM(folder, device="cpu", tp=2) as a, LLM(folder, device="cpu", tp=2) as b, LLM(folder, device="cpu") as one:
+        said = [
+            [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] for llm in (a, b, one, a)
+        ]
+    assert said[0] == said[1] == said[2] == said[3]

@@ -1,0 +1,126 @@
+"""Steps and results survive the way over shared memory, however large they are and however slow a reader is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from minivllm.core.batch import Batch
+from minivllm.core.interfaces import Logprobs, StepResult
+from minivllm.core.sampler import DefaultSampler
+from minivllm.executors.ring import SLOTS, Bell, Reader, Ring, Writer, create_memory
+from minivllm.executors.wire import pack_batch, pack_result, unpack_batch, unpack_result
+
+
+def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, blocks: int, admitted: int) -> Batch:
+    def ints(count: int) -> np.ndarray:
+        return rng.integers(0, 2**31 - 1, count).astype(np.int32)
+
+    row = DefaultSampler.row
+    return Batch(
+        step=int(rng.integers(2**40)),
+        slots=ints(n),
+        generations=rng.integers(0, 2**60, n),
+        num_computed=ints(n),
+        num_new=ints(n),
+        samples=rng.random(n) < 0.5,
+        num_decodes=decodes,
+        token_ids=ints(tokens),
+        block_slots=ints(blocks),
+        block_indices=ints(2 * blocks)[::2],  # not contiguous
+        block_ids=ints(blocks),
+        admitted_slots=ints(admitted),
+        admitted_params=np.frombuffer(rng.bytes(row.itemsize * admitted), row),
+    )
+
+
+def same(a: object, b: object) -> bool:
+    return all(
+        np.asarray(getattr(a, f.name)).tobytes() == np.asarray(getattr(b, f.name)).tobytes()
+        and np.asarray(getattr(a, f.name)).dtype == np.asarray(getattr(b, f.name)).dtype
+        for f in dataclasses.fields(a)  # type: ignore[arg-type]
+    )
+
+
+SHAPES = [(1, 1, 0, 0, 0), (1, 0, 5, 2, 1), (256, 200, 8000, 900, 56), (3, 3, 0, 1, 0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_batch_comes_back_as_it_was(shape: tuple[int, ...]) -> None:
+    batch = random_batch(np.random.default_rng(0), *shape)
+    back = unpack_batch(bytearray(pack_batch(batch)), DefaultSampler.row)
+    assert same(batch, back)
+    assert back.slots.flags.writeable
+
+
+def test_parameters_of_another_sampler_are_refused() -> None:
+    batch = random_batch(np.random.default_rng(0), 2, 0, 4, 1, 1)
+    with pytest.raises(ValueError, match="has 4"):
+        unpack_batch(bytearray(pack_batch(batch)), np.dtype([("none", "i4")]))
+
+
+@pytest.mark.parametrize("rows,k", [(0, 0), (1, 1), (5, 20)])
+def test_a_result_comes_back_as_it_was(rows: int, k: int) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(-1, 1000, 7).astype(np.int32)
+    logprobs = Logprobs(
+        np.arange(rows), rng.random(rows).astype(np.float32), rng.integers(1, 9, rows).astype(np.int32),
+        rng.integers(0, 99, (rows, k)).astype(np.int32), rng.random((rows, k)).astype(np.float32),
+    )  # fmt: skip
+    assert unpack_result(bytearray(pack_result(StepResult(tokens)))).logprobs is None
+    back = unpack_result(bytearray(pack_result(StepResult(tokens, logprobs))))
+    assert back.token_ids.tolist() == tokens.tolist() and back.logprobs is not None
+    assert same(logprobs, back.logprobs)
+
+
+def test_messages_of_any_size_reach_every_reader_in_order() -> None:
+    """Longer than a slot, longer than the whole ring, empty; with a reader that dawdles."""
+    size, readers, rng = 256, 3, np.random.default_rng(0)
+    ring_fd, bells = create_memory(Ring.size(readers, size)), [Bell.create() for _ in range(readers)]
+    sent = [rng.bytes(int(n)) for n in (1, 256, 257, 0, 10 * SLOTS * size, *rng.integers(0, 3000, 200))]
+    got: list[list[bytes]] = [[] for _ in range(readers)]
+    rings = [Ring(os.dup(ring_fd), readers, size) for _ in range(readers)]
+
+    def listen(index: int) -> None:
+        reader = Reader(rings[index], index, bells[index])
+        while len(got[index]) < len(sent):
+            got[index].append(bytes(reader.receive()))
+            if index == 1 and len(got[1]) % 20 == 0:
+                time.sleep(0.005)
+
+    threads = [threading.Thread(target=listen, args=(i,), daemon=True) for i in range(readers)]
+    for thread in threads:
+        thread.start()
+    ring = Ring(ring_fd, readers, size)
+    writer = Writer(ring, bells)
+    for i, message in enumerate(sent):
+        writer.send(message)
+        if i % 50 == 0:
+            time.sleep(0.01)  # readers fall asleep
+    for thread in threads:
+        thread.join(30)
+    assert all(messages == sent for messages in got)
+    for resource in (ring, *rings, *bells):
+        resource.close()
+
+
+def test_a_full_ring_lets_the_writer_find_out_why() -> None:
+    class Gone(Exception):
+        pass
+
+    def check() -> None:
+        raise Gone
+
+    ring, bell = Ring(create_memory(Ring.size(1, 64)), 1, 64), Bell.create()
+    writer = Writer(ring, [bell])
+    for _ in range(SLOTS):
+        writer.send(b"x", check)
+    with pytest.raises(Gone):
+        writer.send(b"x", check)
+    ring.close()
+    bell.close()
