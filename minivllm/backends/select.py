@@ -56,8 +56,8 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
         for name, backend in ((prefill, prefill_class), (decode, decode_class)):
             if not backend.keeps_cache_write():
                 raise ConfigError(
-                    f"attention.prefill={prefill} with attention.decode={decode}: {name} writes the cache in its own way, "
-                    f"which the other cannot read; set attention={name} for both"
+                    f"attention.prefill={prefill} with attention.decode={decode}: {name} writes the cache in its own way, and "
+                    f"the other cannot read that; set attention={name} for both"
                 )
         why = f"prefill: {why}; decode: {decode_why}"
 
@@ -109,7 +109,7 @@ class HybridBackend(AttentionBackend):
         super().__init__(decode.spec)
         self._prefill, self._decode = prefill, decode
         self.plans_on_host = prefill.plans_on_host or decode.plans_on_host
-        self.fuses_qkv = decode.fuses_qkv
+        self.fused_decode_rows = decode.fused_decode_rows
         self.decode_qkv = decode.decode_qkv  # type: ignore[method-assign]
 
     def bind(self, kv_cache: torch.Tensor) -> None:

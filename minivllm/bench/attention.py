@@ -206,11 +206,12 @@ def sweep_decode(spec: AttentionSpec) -> None:
     from minivllm.kernels.paged_decode import decode_config
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    usual = decode_config(spec.head_dim, getattr(torch, spec.dtype), sms)
-    print(f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}; default: {describe(usual, sms)}")
+    print(f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}")
     behind: dict[str, list[float]] = {}  # of each configuration, its time over the case's best
     for work in decode_cases():
-        bench, backend = Bench(spec, work, fused=True), TritonBackend(spec)
+        rows, backend = len(work.seq_lens), TritonBackend(spec)
+        usual = decode_config(spec.head_dim, getattr(torch, spec.dtype), sms, rows)
+        bench = Bench(spec, work, fused=rows <= backend.fused_decode_rows)
         times: dict[DecodeConfig, float] = {}
 
         def measure(config: DecodeConfig, bench: Bench = bench, backend: TritonBackend = backend,

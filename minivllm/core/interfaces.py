@@ -194,7 +194,7 @@ class AttentionBackend(ABC):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
-    fuses_qkv: bool = False  # whether ``decode_qkv`` is there
+    fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -245,7 +245,7 @@ class AttentionBackend(ABC):
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
         cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
     ) -> torch.Tensor:  # fmt: skip
-        """For steps of decodes only, if ``fuses_qkv``: q/k-norm (weights (head_dim,) or None), rotary (``cos_sin``
+        """For steps of at most ``fused_decode_rows`` decodes: q/k-norm (weights (head_dim,) or None), rotary (``cos_sin``
         (max_position, rotary_dim) float32), the cache write and attention in one.
 
         qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); returns (rows, num_heads, head_dim).

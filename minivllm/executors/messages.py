@@ -43,6 +43,14 @@ class Hello(msgspec.Struct, tag=True):
     die_with_parent: bool = False
 
 
+class Build(msgspec.Struct, tag=True):
+    """What an actor builds; the rest it is told as it comes up."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+
+
 class Ready(msgspec.Struct, tag=True):
     """From a rank: it can take steps."""
 
@@ -75,7 +83,7 @@ class Failed(msgspec.Struct, tag=True):
         return error
 
 
-Message = Hello | Ready | Failed
+Message = Hello | Build | Ready | Failed
 _decoder = msgspec.msgpack.Decoder(Message, dec_hook=lambda kind, value: _decode(kind, value))
 
 
@@ -83,6 +91,14 @@ def _decode(kind: type, value: Any) -> Any:
     if kind is FrozenDict:
         return FrozenDict(value)
     raise NotImplementedError(kind)
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=str)
+
+
+def decode(data: bytes) -> Message:
+    return _decoder.decode(data)
 
 
 class Link:
@@ -96,7 +112,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Raises nothing if the other side is gone: whoever waits for an answer will see that."""
-        data = msgspec.msgpack.encode(message, enc_hook=str)
+        data = encode(message)
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -129,6 +145,6 @@ class Link:
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None
-        message = _decoder.decode(bytes(self._buffer[_LENGTH.size : end]))
+        message = decode(bytes(self._buffer[_LENGTH.size : end]))
         del self._buffer[:end]
         return message

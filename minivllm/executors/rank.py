@@ -95,11 +95,13 @@ class RankProcess:
 
 def start_worker(hello: Hello, registry: Registry) -> Worker:
     """Join the other ranks, then load this one's part."""
-    from minivllm.executors.group import join
+    from minivllm.executors.group import join, with_peer_memory
     from minivllm.executors.worker import Worker, resolve_device
 
     device = resolve_device(hello.config.device)
     tp = join(device, hello.device_index, hello.rank, hello.size, "127.0.0.1", hello.store_port)
+    if device == "cuda":
+        tp = with_peer_memory(tp, hello.device_index, hello.config.executor.options)
     worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)
     worker.start()
     return worker

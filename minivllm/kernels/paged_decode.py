@@ -70,13 +70,7 @@ def _schedule_kernel(
     begin, end, tiles = _keys(seq_lens, row, num_seqs, WINDOW, BLOCK_N)
     share = tl.maximum((tl.sum(tiles, 0) + extra - 1) // extra, 1)
     even, count = _cut(tiles, row < num_seqs, share, min_tiles, MAX_SPLITS)
-    first = tl.zeros_like(count)  # items before the row's: those of rows with longer items, or as long and above it
-    for start in range(0, num_seqs, 16):
-        other = start + tl.arange(0, 16)
-        other_tiles = _keys(seq_lens, other, num_seqs, WINDOW, BLOCK_N)[2]
-        size, pieces = _cut(other_tiles, other < num_seqs, share, min_tiles, MAX_SPLITS)
-        earlier = (size[None, :] > even[:, None]) | ((size[None, :] == even[:, None]) & (other[None, :] < row[:, None]))
-        first += tl.sum(tl.where(earlier, pieces[None, :], 0), 1)
+    first = tl.cumsum(count, 0) - count
     for j in range(tl.max(count, 0)):
         item = items + (first + j) * ITEM
         mask = j < count
@@ -262,11 +256,23 @@ class DecodeConfig:
     min_tiles: int = 2  # tiles of block_n keys an item of a row in pieces has at least: merging costs more than a few
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int) -> DecodeConfig:
-    """Keys and values in flight a program: (num_stages - 1) * 2 * block_n * head_dim elements, 64 KiB in bf16."""
+def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
+    """What measured best on an H200 (docs/performance.md): few rows want large tiles and little to merge, many rows
+    small tiles and many programs.
+
+    Keys and values in flight a program: (num_stages - 1) * 2 * block_n * head_dim elements, 64 to 96 KiB in bf16.
+    """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
     block_n = min(max((16 << 10) // padded, 16), 128)
-    return DecodeConfig(block_n=block_n, num_warps=4, num_stages=3, programs=2 * num_sms)
+    if rows <= _FEW_ROWS:
+        stages = 2 if block_n < 128 else 3
+        return DecodeConfig(min(2 * block_n, 128), num_warps=4, num_stages=stages, programs=4 * num_sms, min_tiles=1)
+    if rows <= _SOME_ROWS:
+        return DecodeConfig(block_n, num_warps=4, num_stages=4 if block_n < 128 else 3, programs=2 * num_sms)
+    return DecodeConfig(max(block_n // 2, 16), num_warps=4, num_stages=3, programs=4 * num_sms)
+
+
+_FEW_ROWS, _SOME_ROWS = 4, 64
 
 
 class DecodeWorkspace:
@@ -290,36 +296,40 @@ class DecodeWorkspace:
     ) -> None:
         device = torch.device(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        self.config = config or decode_config(head_dim, dtype, sms)
-        self.window = window or 0
-        self._extra = max(cdiv(self.config.programs, num_kv_heads), 1)
-        tiles = MAX_SPLITS if max_len is None else max_len // (self.config.block_n * self.config.min_tiles)
-        self._splits = max(min(MAX_SPLITS, tiles), 2)  # items of a row at most
+        self._configs = [config or decode_config(head_dim, dtype, sms, n) for n in (1, _FEW_ROWS + 1, _SOME_ROWS + 1)]
+        self.window, self._kv_heads, self._max_len = window or 0, num_kv_heads, max_len
         self.block_b = max(next_power_of_2(max_seqs), 16)
-        most = max_seqs + self._extra
+        most = max(n + self.extra(n) for n in {1, _FEW_ROWS, _FEW_ROWS + 1, _SOME_ROWS, _SOME_ROWS + 1, max_seqs})
+        most = max(most, max_seqs)
         self.items = torch.zeros((most, ITEM), dtype=torch.int32, device=device)
         self.partial = torch.zeros((most, num_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((most, num_heads), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((max_seqs, num_kv_heads), dtype=torch.int32, device=device)
         self.pdl = use_pdl(device)
 
+    def config(self, rows: int) -> DecodeConfig:
+        return self._configs[0 if rows <= _FEW_ROWS else 1 if rows <= _SOME_ROWS else 2]
+
     def extra(self, rows: int) -> int:
         """How many items there may be beyond one a row."""
-        return min(self._extra, rows * (self._splits - 1))
+        c = self.config(rows)
+        tiles = MAX_SPLITS if self._max_len is None else self._max_len // (c.block_n * c.min_tiles)
+        splits = max(min(MAX_SPLITS, tiles), 2)  # items of a row at most
+        return min(max(cdiv(c.programs, self._kv_heads), 1), rows * (splits - 1))
 
 
 def schedule_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
     """Cut the first ``rows`` contexts into items. Once a step (inside the graph): all layers share the result."""
-    extra = workspace.extra(rows)
+    extra, config = workspace.extra(rows), workspace.config(rows)
     _schedule_kernel[(1,)](
         seq_lens,
         workspace.items,
         rows,
         rows + extra,
         extra,
-        workspace.config.min_tiles,
+        config.min_tiles,
         WINDOW=workspace.window,
-        BLOCK_N=workspace.config.block_n,
+        BLOCK_N=config.block_n,
         MAX_SPLITS=MAX_SPLITS,
         ITEM=ITEM,
         BLOCK_B=16 if rows <= 16 else workspace.block_b,
@@ -355,7 +365,7 @@ def paged_decode_triton(
     """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection."""
     rows, heads, dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    group, block_d, c = heads // kv_heads, next_power_of_2(dim), workspace.config
+    group, block_d, c = heads // kv_heads, next_power_of_2(dim), workspace.config(rows)
     merge_g = next_power_of_2(group)
     _decode_kernel[(kv_heads, rows + workspace.extra(rows))](
         q,

@@ -382,6 +382,7 @@ def prepare(
 
     x (rows, k), weight (n or 2 * n, k), out (rows, n) contiguous; 1 to 16 rows.
     """
+    assert weight.is_contiguous() and out.is_contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
     (rows, k), n = x.shape, out.shape[1]
     config = config or skinny_config(rows, n, k, x.dtype, gated, _num_sms(x.device))
@@ -396,7 +397,7 @@ def prepare(
     )
     flags: dict[str, Any] = {"K": k, "NORM": norm_weight is not None, "GATED": gated, "BIAS": bias is not None,
              "ADD": residual is not None, "WARPS": config.warps, "DEPTH": config.depth, "PDL": pdl}  # fmt: skip
-    options = {"num_warps": config.warps, "num_stages": 1, "launch_pdl": pdl}
+    options = {"num_warps": config.warps, "num_stages": 1, "enable_fp_fusion": True, "launch_pdl": pdl}
     if config.per_warp:
         packed = x.dtype == torch.bfloat16 and k % 2 == 0 and x.stride(0) % 2 == 0
         kernel, features = _vector_kernel, config.warps * config.per_warp

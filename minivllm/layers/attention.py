@@ -18,8 +18,8 @@ class Attention:
     """One layer's attention. It owns no weights (hence no Module) and no state but which path its backend takes.
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
-    write in one kernel, k and v never materialized; if it ``fuses_qkv``, a step of decodes takes that kernel in with
-    attention. One that overrides either is handed q, k and v.
+    write in one kernel, k and v never materialized; where it has ``fused_decode_rows``, a step of few decodes takes
+    that kernel in with attention. One that overrides either is handed q, k and v.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Attention:
     def _path_for(self, backend: AttentionBackend) -> _Path:
         if not backend.keeps_cache_write():
             return self._separate
-        return self._fused_or_decode if backend.fuses_qkv else self._fused
+        return self._fused_or_decode if backend.fused_decode_rows else self._fused
 
     def _fused_or_decode(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         batch = backend.batch
         assert batch is not None
-        if batch.num_decodes < batch.num_seqs:
+        if batch.num_decodes < batch.num_seqs or batch.num_decodes > backend.fused_decode_rows:
             return self._fused(qkv, positions, backend)
         out = backend.decode_qkv(
             qkv,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.embedding import embedding
+from minivllm.kernels.skinny_linear import linear
 from minivllm.layers.parameter import Piece, sharded_parameter
 
 
@@ -49,7 +49,7 @@ class ParallelLMHead(_VocabParallel):
     """hidden (n, hidden) -> logits (n, vocab_size), on every rank."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self.weight)  # (n, rows)
+        logits = linear(hidden, self.weight)  # (n, rows)
         return self.tp.all_gather(logits)[:, : self.vocab_size] if self.tp.size > 1 else logits
 
     def tie(self, tokens: VocabParallelEmbedding) -> None:

@@ -89,13 +89,21 @@ def minivllm_executors() -> Iterator[Component]:
         "multiproc",
         "minivllm.executors.multiproc:MultiprocExecutor",
         description="a child process a rank, on one machine; what auto takes for tp>1",
-        options=("devices", "step_timeout"),
+        options=("devices", "step_timeout", "all_reduce", "all_reduce_bytes"),
     )
     yield Component(
         "torchrun",
         "minivllm.executors.torchrun:TorchrunExecutor",
         description="this process is one rank of many, started by torchrun; every rank makes the same requests",
         options=("timeout",),
+    )
+    yield Component(
+        "ray",
+        "minivllm.executors.ray:RayExecutor",
+        requires=("ray",),
+        description="an actor a rank, on the nodes of a Ray cluster",
+        options=("address", "step_timeout"),
+        install="pip install 'minivllm[ray]'",
     )
 
 

@@ -74,7 +74,7 @@ def test_forward_writes_the_new_keys_and_values_before_it_attends():
 @pytest.mark.parametrize("step", ["decodes", "mixed"])
 def test_a_layer_gets_the_same_from_the_fused_decode_as_from_the_separate_kernels(step):
     class Separate(TritonBackend):
-        fuses_qkv = False
+        fused_decode_rows = 0
 
     heads, kv_heads, dim = SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim
     world = Step(SPEC, *STEPS[step])

@@ -1,4 +1,4 @@
-"""A device in twenty lines of Python: it runs what a scheduler decides, and sees whether each row reads its own history.
+"""A device in a few lines of Python: it runs what a scheduler decides, and sees whether each row reads its own history.
 
 A token's "key and value" is the chained hash of all tokens before it (and of the cache salt), so a block that was
 stolen, freed too early or shared wrongly is read as a foreign history. The model's next token is a function of that
@@ -233,7 +233,9 @@ class World:
         left = (s.known_len[run] - s.computed[run])[s.computed[run] < s.known_len[run]]
         assert len(left) <= options.max_num_partial_prefills, "too many prompts are half done"
         if s.threshold:
-            assert (left > s.threshold).sum() <= options.max_long_partial_prefills, "too many long prompts are half done"
+            assert (left > s.threshold).sum() <= options.max_long_partial_prefills, (
+                "too many long prompts are half done"
+            )
             assert (batch.num_new <= s.threshold).all(), "a chunk is over the threshold"
 
 

@@ -74,11 +74,13 @@ def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: in
 
 
 adds = st.builds(
-    lambda *numbers: Add(ask(*numbers)), st.integers(0, 1), st.integers(0, 5) | st.integers(0, 20), st.integers(0, 5), st.integers(1, 20),
-    st.integers(0, 6), st.integers(0, 3),
+    lambda *numbers: Add(ask(*numbers)), st.integers(0, 1), st.integers(0, 5) | st.integers(0, 20), st.integers(0, 5),
+    st.integers(1, 20), st.integers(0, 6), st.integers(0, 3),
 )  # fmt: skip
 ops = st.one_of(adds, adds, st.builds(Step, st.integers(1, 6)), st.builds(Abort, st.integers(0, 7)))
-stories = st.builds(lambda first, then: first + then, st.lists(adds, min_size=1, max_size=8), st.lists(ops, max_size=24))
+stories = st.builds(
+    lambda first, then: first + then, st.lists(adds, min_size=1, max_size=8), st.lists(ops, max_size=24)
+)
 
 
 @pytest.mark.parametrize("name", ["mixed", "prefill_first"])

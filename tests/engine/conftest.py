@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,17 @@ import pytest
 import torch
 
 from minivllm import LLM
+
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_heap() -> Iterator[None]:
+    """Each engine's end collects garbage; what the libraries made at import need not be looked at each time."""
+    import transformers  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The same equality with the triton backend, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+"""The same equality with the triton backend, in a process of its own: TRITON_INTERPRET is read at import."""
 
 from __future__ import annotations
 

@@ -148,14 +148,22 @@ def test_n_completions_use_the_seeds_that_follow(engine: Engine) -> None:
 
 
 def test_a_seeded_request_gives_the_same_alone_and_with_thirty_others(engine: Engine) -> None:
-    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 40}, {"top_p": 0.8}, {"min_p": 0.02, "logprobs": 2}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "top_k": 40},
+        {"top_p": 0.8},
+        {"min_p": 0.02, "logprobs": 2},
+    ]
     prompts = prompts_of(len(kinds), seed=5)
     params = [SamplingParams(seed=70 + i, max_tokens=12, ignore_eos=True, **kind) for i, kind in enumerate(kinds)]
     alone = [tokens(run(engine(**SMALL), p, one))[0] for p, one in zip(prompts, params, strict=True)]
     assert len({tuple(t) for t in alone}) == len(kinds)
     others = prompts_of(30, seed=6)
     noise = [SamplingParams(seed=i, max_tokens=3 + i % 9, top_k=i % 5, temperature=0.1 * i) for i in range(30)]
-    for llm in (engine(**SMALL), engine(**SMALL | {"scheduler.max_num_batched_tokens": 16, "scheduler": "prefill_first"})):
+    for llm in (
+        engine(**SMALL),
+        engine(**SMALL | {"scheduler.max_num_batched_tokens": 16, "scheduler": "prefill_first"}),
+    ):
         outputs = run(llm, others[:15] + prompts + others[15:], noise[:15] + params + noise[15:])
         assert tokens(outputs)[15 : 15 + len(kinds)] == alone
 
@@ -246,6 +254,12 @@ def test_logprobs_equal_transformers(engine: Engine, tiny_checkpoint: Callable[.
     assert max(r for r in ranks if r) > 5, "some sampled token stood outside the best"
 
 
+def test_the_logprobs_of_an_only_token(engine: Engine) -> None:
+    [short] = run(engine(**SMALL), [4, 5], GREEDY.clone(max_tokens=1, logprobs=2))
+    [longer] = run(engine(**SMALL), [4, 5], GREEDY.clone(max_tokens=3, logprobs=2))
+    assert short.outputs[0].logprobs == longer.outputs[0].logprobs[:1] and len(short.outputs[0].logprobs) == 1
+
+
 # --------------------------------------------------------------------------- the prefix cache
 
 
@@ -277,7 +291,11 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     assert llm.chat([], GREEDY, use_tqdm=False) == []
     bare = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert bare[0].prompt_token_ids == prompt[:-1]
-    for wrong, why in [([[]], "at least one message"), (["hello"], "a message is"), ([{"role": "user"}], "a message is")]:
+    for wrong, why in [
+        ([[]], "at least one message"),
+        (["hello"], "a message is"),
+        ([{"role": "user"}], "a message is"),
+    ]:
         with pytest.raises(RequestError, match=why):
             llm.chat(wrong, GREEDY, use_tqdm=False)
     usable(llm)
@@ -311,7 +329,7 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ({"prompt": "a", "max_tokens": 3}, {}, ["prompt_token_ids and cache_salt", "not max_tokens"]),
     ({}, {}, ["text or a list of token ids"]),
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
-    ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end tokens", "at most 16"]),
+    ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end", "at most 16"]),
     ([1], {"max_tokens": None, "min_tokens": 2**40}, ["min_tokens=", "lower min_tokens"]),
 ]  # fmt: skip
 
@@ -423,9 +441,7 @@ def test_ctrl_c_anywhere_in_a_step_leaves_no_wrong_tokens_in_the_cache(
     usable(llm)
 
 
-def test_a_second_ctrl_c_does_not_wait_and_ends_the_engine(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_ctrl_c_does_not_wait_and_ends_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(**SMALL)
 
     def stuck(*_: Any) -> Any:
@@ -536,9 +552,7 @@ def test_stats_count_what_happened(engine: Engine) -> None:
 # --------------------------------------------------------------------------- several engines, ends of engines
 
 
-def test_two_engines_one_after_the_other_and_two_at_once(
-    engine: Engine, tiny_checkpoint: Callable[..., Path]
-) -> None:
+def test_two_engines_one_after_the_other_and_two_at_once(engine: Engine, tiny_checkpoint: Callable[..., Path]) -> None:
     folders = [tiny_checkpoint("qwen3"), tiny_checkpoint("llama", seed=1)]
     prompts = prompts_of(5, seed=21)
     params = [GREEDY, *[SamplingParams(seed=i, max_tokens=9, ignore_eos=True) for i in range(4)]]

@@ -1,7 +1,8 @@
-"""From tokens to text: stop strings, streaming, characters in pieces. A scripted executor says exactly what we choose."""
+"""From tokens to text: stop strings, streaming, characters in pieces. A scripted executor says what we choose."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,7 +96,7 @@ def whole(outputs: list[RequestOutput], kind: RequestOutputKind) -> tuple[str, l
         text, tokens = "".join(p.text for p in parts), [t for p in parts for t in p.token_ids]
     else:
         text, tokens = last.text, list(last.token_ids)
-        for before, after in zip(outputs, outputs[1:], strict=False):  # nothing that was shown is taken back
+        for before, after in itertools.pairwise(outputs):  # nothing that was shown is taken back
             assert after.outputs[0].text.startswith(before.outputs[0].text)
             assert after.outputs[0].token_ids[: len(before.outputs[0].token_ids)] == before.outputs[0].token_ids
     return text, tokens, last.finish_reason, last.stop_reason
@@ -124,7 +125,9 @@ def test_a_stop_string_may_be_kept(script: Script) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("words", [("a", "b", "S", "T", "O", "P", "c"), ("abS", "TOPc"), ("ab", "STOP", "c"), ("abST", "OPc")])
+@pytest.mark.parametrize(
+    "words", [("a", "b", "S", "T", "O", "P", "c"), ("abS", "TOPc"), ("ab", "STOP", "c"), ("abST", "OPc")]
+)
 def test_a_stop_string_across_tokens(script: Script, words: tuple[str, ...], keep: bool) -> None:
     text, tokens, reason, stop = told(script, pieces(*words), stop="STOP", include_stop_str_in_output=keep)
     assert (text, reason, stop) == ("abSTOP" if keep else "ab", "stop", "STOP")
@@ -134,7 +137,7 @@ def test_a_stop_string_across_tokens(script: Script, words: tuple[str, ...], kee
 def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_known(script: Script) -> None:
     outputs = say(script, [pieces("x", "S", "T", "O", "x", "S")], stop="STOP")[0]
     shown = [o.outputs[0].text for o in outputs]
-    assert "xSTOxS" == shown[-1] and outputs[-1].outputs[0].finish_reason == "length"
+    assert shown[-1] == "xSTOxS" and outputs[-1].outputs[0].finish_reason == "length"
     assert all("xSTOxS".startswith(text) for text in shown)
     assert shown[3] != "xSTO", "it could have been the stop string still"
 
@@ -154,11 +157,10 @@ def test_a_stop_string_in_the_last_token_is_a_stop(script: Script) -> None:
 def test_a_stop_string_of_the_prompt_is_no_stop(script: Script) -> None:
     script.lines = [pieces("b", "c")]
     script.engine.add_request("x", pieces("a", "a"), SamplingParams(seed=0, max_tokens=2, stop=["aab", "a"]))
-    last = None
+    outputs: list[RequestOutput] = []
     while script.engine.has_unfinished_requests():
-        for last in script.engine.step():
-            pass
-    assert last is not None and last.outputs[0].text == "bc"
+        outputs += script.engine.step()
+    assert outputs[-1].outputs[0].text == "bc"
 
 
 def test_min_tokens_reads_past_stop_strings(script: Script) -> None:
@@ -170,7 +172,12 @@ def test_min_tokens_reads_past_stop_strings(script: Script) -> None:
 
 
 def test_one_that_stops_harms_no_other(script: Script) -> None:
-    lines = [pieces("a", "b", "STOP", "c"), pieces("no", "thing", " here", " and", " on"), pieces("STOP"), pieces("S", "T")]
+    lines = [
+        pieces("a", "b", "STOP", "c"),
+        pieces("no", "thing", " here", " and", " on"),
+        pieces("STOP"),
+        pieces("S", "T"),
+    ]
     got = [whole(outputs, RequestOutputKind.CUMULATIVE) for outputs in say(script, lines, stop="STOP")]
     assert [g[0] for g in got] == ["ab", "nothing here and on", "", "ST"]
     assert [g[2] for g in got] == ["stop", "length", "stop", "length"]
@@ -208,6 +215,13 @@ def test_the_end_tokens_text_is_never_part_of_the_answer(script: Script, special
 def test_detokenize_false_gives_tokens_only(script: Script) -> None:
     line = pieces("a", "b", "c")
     assert told(script, line, detokenize=False) == ("", line, "length", None)
+
+
+@pytest.mark.parametrize("values", [{}, {"stop": "zz"}, {"stop_token_ids": [67]}])
+def test_an_answer_of_one_token_is_read(script: Script, values: dict[str, Any]) -> None:
+    """It ends in the step that admits it."""
+    assert told(script, [64], **values)[:3] == ("a", [64], "length")
+    assert told(script, [64, 65], stop="a")[1:] == ([64], "stop", "a")
 
 
 # --------------------------------------------------------------------------- characters in pieces

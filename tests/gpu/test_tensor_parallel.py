@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ SIZES = [tp for tp in (2, 4) if tp <= max(GPUS, 2)]
 
 
 @pytest.fixture(scope="module")
-def on_one() -> Iterator[list[RequestOutput]]:
+def on_one() -> list[RequestOutput]:
     with LLM("demo", attention="triton", max_num_seqs=16, gpu_memory_utilization=0.3) as llm:
-        yield llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        return llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
@@ -68,9 +69,8 @@ def test_500_random_requests_with_aborts_end_and_leak_nothing() -> None:
     with LLM("demo", tp=2, max_num_seqs=48, num_gpu_blocks_override=blocks, overrides=overrides) as llm:
         engine, done, aborted = llm.engine, set(), set()
         for i in range(500):
-            prompt = (prefix[: rng.choice([16, 40, 70])] if i % 2 else []) + [
-                rng.randrange(1000) for _ in range(1 + i % 60)
-            ]
+            shared = prefix[: rng.choice([16, 40, 70])] if i % 2 else []
+            prompt = shared + [rng.randrange(1000) for _ in range(1 + i % 60)]
             params = SamplingParams(
                 temperature=rng.choice([0, 0.7]), seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True,
                 top_k=rng.choice([0, 0, 20]), top_p=rng.choice([1.0, 0.9]), logprobs=rng.choice([None, None, 3]),
@@ -120,3 +120,82 @@ def test_a_stopped_rank_is_named_within_ten_seconds() -> None:
         while True:
             llm.engine.step()
     assert time.monotonic() - began < 10
+
+
+# --------------------------------------------------------------------------- the all-reduce through peer memory
+
+PEER = ["executor=multiproc", "+executor.options.all_reduce=peer"]
+
+
+def check_all_reduce(rank: int, ranks: int, port: int) -> None:
+    """One rank, in its own process: random data against NCCL and the reference, eager and in a graph."""
+    import torch.distributed as dist
+
+    from minivllm.executors.group import join
+    from minivllm.kernels.all_reduce import PeerAllReduce, all_reduce_reference
+
+    tp = join("cuda", rank, rank, ranks, "127.0.0.1", port)
+    device = torch.device("cuda", rank)
+    peer = PeerAllReduce.create(tp.group, 64 << 20, device)
+    generator = torch.Generator(device).manual_seed(rank)
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in [1 << k for k in range(10, 27)] + [5120 * 2, 5120 * 2 * 33]:
+            x = torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype)
+            parts = [torch.empty_like(x) for _ in range(ranks)]
+            dist.all_gather(parts, x)
+            expected = all_reduce_reference(parts)
+            nccl = x.clone()
+            dist.all_reduce(nccl)
+            torch.testing.assert_close(nccl, expected, rtol=2e-2, atol=2e-2)
+            for two_shots in (False, True):
+                assert torch.equal(peer(x.clone(), two_shots), expected), (dtype, size, two_shots)
+    # an odd number of calls in a graph, other calls between its replays, and one rank that is late
+    x, y = torch.zeros(5120, dtype=torch.bfloat16, device=device), torch.ones(4096, device=device)
+    start = torch.full_like(x, rank + 1)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        x.copy_(start)
+        for _ in range(3):
+            peer(x).div_(ranks)
+    for turn in range(200):
+        if turn % 50 == rank:
+            time.sleep(0.02)
+        graph.replay()
+        y.fill_(turn)
+        peer(y, turn % 2 == 0)
+        assert float(y.min()) == float(y.max()) == turn * ranks
+        assert abs(float(x.float().mean()) - (ranks + 1) / 2) < 1e-2
+    dist.barrier()
+    print("right", flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_all_reduce_through_peer_memory_equals_the_reference(ranks: int) -> None:
+    from minivllm.executors.group import open_store
+
+    store = open_store("127.0.0.1")
+    here = os.path.dirname(os.path.abspath(__file__))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([here, *(p for p in sys.path if p), os.getcwd()])}
+    code = "import sys, test_tensor_parallel as t; t.check_all_reduce(*map(int, sys.argv[1:]))"
+    options = {"env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, "-c", code]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(ranks), str(store.port)], **options) for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=180)
+            assert process.returncode == 0 and "right" in said, said
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_the_demo_says_the_same_through_peer_memory(eager: bool, on_one: list[RequestOutput]) -> None:
+    with LLM("demo", attention="triton", tp=2, enforce_eager=eager, max_num_seqs=16, overrides=PEER) as llm:
+        for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), on_one, strict=True):
+            assert_close(ours, reference)

@@ -138,18 +138,6 @@ def test_a_context_is_cut_only_where_each_piece_is_worth_its_merge(where):
     assert [rows.count(row) for row in range(4)] == [1, 1, 2, 5]
 
 
-def test_long_items_come_first(where):
-    device, dtype = where
-    config = decode_module.DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs=1)
-    space = decode_module.DecodeWorkspace(40, 1, 1, 16, dtype, device, config=config)
-    lens = torch.tensor([64 * (i * 7 % 33) + 1 for i in range(33)], dtype=torch.int32, device=device)
-    decode_module.schedule_decode(space, lens, 33)
-    items = space.items[:33].cpu()
-    sizes = (items[:, 2] - items[:, 1] + 63) // 64
-    assert sizes.tolist() == sorted(sizes.tolist(), reverse=True)
-    assert sorted(items[:, 0].tolist()) == list(range(33))
-
-
 def test_a_small_batch_gets_no_more_programs_than_its_longest_context_can_use():
     config = decode_module.DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs=1000, min_tiles=2)
     space = decode_module.DecodeWorkspace(64, 8, 8, 16, torch.float32, "cpu", config=config, max_len=1024)

@@ -20,6 +20,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import pieces_of
 from minivllm.layers.rotary import RotaryTable
 
@@ -80,6 +81,31 @@ def test_row_parts_add_up_to_the_whole_with_one_bias(x: torch.Tensor, size: int)
         load(layer, weight={None: weight}, bias={None: bias})
         total += layer(x[:, rank * 12 // size : (rank + 1) * 12 // size])
     torch.testing.assert_close(total, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_row_parts_add_up_on_the_residual_in_place_with_one_bias(x: torch.Tensor, size: int, bias: bool) -> None:
+    weight, one, stream = torch.randn(7, 12), torch.randn(7), torch.randn(5, 7)
+    total = stream.clone()
+    for rank in range(size):
+        layer = RowParallelLinear(12, 7, Silent(rank, size), bias=bias)
+        load(layer, weight={None: weight}, **({"bias": {None: one}} if bias else {}))
+        residual = stream.clone()
+        out = layer.add_to(residual, x[:, rank * 12 // size : (rank + 1) * 12 // size])
+        assert out is residual
+        total += out - stream
+    torch.testing.assert_close(total, stream + F.linear(x, weight, one if bias else None))
+
+
+def test_a_norm_in_front_of_columns(x: torch.Tensor) -> None:
+    norm, layer = RMSNorm(12, 1e-5), MergedColumnParallelLinear(12, [8, 4], TensorParallel(), bias=True)
+    load(norm, weight={None: torch.randn(12)})
+    load(layer, weight={0: torch.randn(8, 12), 1: torch.randn(4, 12)}, bias={0: torch.randn(8), 1: torch.randn(4)})
+    before = x.clone()
+    expected = F.linear(F.rms_norm(x, (12,), norm.weight, 1e-5), layer.weight, layer.bias)
+    torch.testing.assert_close(layer.after_norm(x, norm), expected)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(8, 8), (8, 4), (8, 2), (8, 1)])

@@ -1,0 +1,100 @@
+"""Times the all-reduce alone, NCCL beside our one and two shots: ``python -m minivllm.bench.all_reduce [--ranks N]``.
+
+Each time is that of a CUDA graph of many calls in a row, divided by them, the slowest rank's. It starts its own ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from minivllm.bench.table import show
+from minivllm.core.parallel import TensorParallel
+from minivllm.executors.group import join, open_store
+from minivllm.kernels.all_reduce import PeerAllReduce
+
+SIZES = [1 << k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
+_CALLS, _REPEATS = 20, 20
+
+
+def time_of(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
+    """Seconds a call."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call(x)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(_CALLS):
+            call(x)
+    for _ in range(3):
+        graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    dist.barrier()
+    start.record()
+    for _ in range(_REPEATS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / _CALLS / _REPEATS
+
+
+def run_rank(rank: int, ranks: int, port: int) -> None:
+    tp = join("cuda", rank, rank, ranks, "127.0.0.1", port)
+    device = torch.device("cuda", rank)
+    peer = PeerAllReduce.create(tp.group, max(SIZES), device)
+    nccl = TensorParallel(rank, ranks, tp.group)
+    rows = []
+    for size in SIZES:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        calls: list[Callable[[torch.Tensor], object]] = [
+            nccl.all_reduce, lambda x: peer(x, False), lambda x: peer(x, True),
+        ]  # fmt: skip
+        times = torch.tensor([time_of(call, x) for call in calls], device=device)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        us = [t * 1e6 for t in times.tolist()]
+        rows.append([_bytes(size), *(f"{t:.1f}" for t in us), f"{size / min(us) / 1e3:.0f}"])
+    if rank == 0:
+        show(
+            f"all-reduce of bfloat16 over {ranks} {torch.cuda.get_device_name()}, µs a call",
+            ["size", "NCCL", "one shot", "two shots", "best, GB/s"], rows,
+        )  # fmt: skip
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)
+
+
+def _bytes(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        return run_rank(args.rank, args.ranks, args.port)
+    if torch.cuda.device_count() < args.ranks:
+        sys.exit(f"--ranks {args.ranks} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
+    store = open_store("127.0.0.1")
+    command = [sys.executable, "-m", "minivllm.bench.all_reduce", "--ranks", str(args.ranks), "--port", str(store.port)]
+    ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.ranks)]
+    try:
+        codes = [rank.wait(300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    sys.exit(max(map(abs, codes)))
+
+
+if __name__ == "__main__":
+    main()
