@@ -245,8 +245,8 @@ class AttentionBackend(ABC):
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
         cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
     ) -> torch.Tensor:  # fmt: skip
-        """For steps of at most ``fused_decode_rows`` decodes: q/k-norm (weights (head_dim,) or None), rotary (``cos_sin``
-        (max_position, rotary_dim) float32), the cache write and attention in one.
+        """For steps of at most ``fused_decode_rows`` decodes: q/k-norm (weights (head_dim,) or None), rotary
+        (``cos_sin`` (max_position, rotary_dim) float32), the cache write and attention in one.
 
         qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); returns (rows, num_heads, head_dim).
         """

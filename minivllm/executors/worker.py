@@ -14,6 +14,7 @@ from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors.agreed import AgreedSampler
+from minivllm.kernels._triton import compile_only
 from minivllm.models.checkpoint import fetch
 from minivllm.models.loader import build_model, iterate_safetensors
 
@@ -116,6 +117,10 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
+        if self.device_type == "cuda":
+            self.runner.attention.bind(self._cache(0, device))
+            with compile_only():
+                self.runner.dry_run(min(self.spec.max_num_batched_tokens, 512), self.max_model_len)
         self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))
         if self.device_type == "cuda" and not config.enforce_eager and self.choice.cuda_graphs():
@@ -182,9 +187,8 @@ class Worker:
         return min(blocks, most)
 
     def _free_bytes_at_peak(self, device: torch.device) -> float:
-        """Run the largest batch once on a cache of one block, and see what it leaves."""
+        """Run the largest batch once, on the cache of one block that is bound, and see what it leaves."""
         assert self.runner is not None
-        self.runner.attention.bind(self._cache(0, device))
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

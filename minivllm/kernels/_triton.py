@@ -3,6 +3,10 @@
 Kernel files must not use ``from __future__ import annotations``: Triton reads ``tl.constexpr`` from the annotation.
 """
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from os import cpu_count
 from typing import Any
 
 try:
@@ -30,3 +34,28 @@ def next_power_of_2(n: int) -> int:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within, kernels are not launched but compiled, all at once, on all cores; their outputs stay as they were.
+
+    A step run so costs its Python once and brings every kernel that it needs into Triton's cache. Where Triton has no
+    asynchronous compilation, or interprets, the step's kernels are left to be compiled when they are launched.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if not HAVE_TRITON or mode is None or triton.knobs.runtime.interpret:
+        yield
+        return
+    function = triton.runtime.JITFunction
+    run = function.run
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    function.run = compiled
+    try:
+        with ThreadPoolExecutor(cpu_count()) as pool, mode(pool, ignore_errors=True):
+            yield
+    finally:
+        function.run = run

@@ -290,6 +290,15 @@ def test_two_long_prompts_share_a_step_where_that_is_allowed() -> None:
     w.drain()
 
 
+def test_the_limit_counts_short_prompts_that_the_budget_cuts() -> None:
+    w = world(depth=1, max_num_batched_tokens=5, long_prefill_token_threshold=3)
+    w.add(Ask(prompt(8), max_tokens=1))
+    short = w.add(Ask(prompt(3, first=2), max_tokens=1))
+    w.step()
+    assert w.batches[-1].num_new.tolist() == [3] and short.status is Status.WAITING, "2 of its 3 tokens would fit"
+    w.drain()
+
+
 def test_several_partial_prefills_bring_vllms_threshold() -> None:
     assert make_scheduler(max_model_len=200, max_num_partial_prefills=2).threshold == 8
     assert make_scheduler(max_model_len=200, max_num_partial_prefills=1).threshold == 0
@@ -466,6 +475,22 @@ def test_aborted_requests_leave_the_queue() -> None:
     assert w.scheduler.num_waiting == 1
     step_until(w, last, Status.RUNNING)
     assert len(w.scheduler.waiting) == 0
+    w.drain()
+
+
+def test_an_abort_lets_the_next_in_sight() -> None:
+    """A step looks at the first 32 that wait. Those that cannot be admitted hide a small one, until one of them goes."""
+    w = world(block_size=4, num_blocks=10, max_num_seqs=4)
+    w.add(Ask(prompt(20), max_tokens=20))
+    w.step()
+    for i in range(32):
+        w.add(Ask(prompt(30, first=i), max_tokens=2), name=f"big{i}")
+    small = w.add(Ask(prompt(2), max_tokens=2))
+    w.step()
+    assert small.status is Status.WAITING
+    w.abort("big7")
+    w.step()
+    assert small.status is Status.RUNNING
     w.drain()
 
 

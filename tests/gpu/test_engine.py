@@ -16,7 +16,9 @@ from minivllm.plugins.manager import load_plugins
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 PROMPTS = ["Once upon a time", "The engine", "In a small village", "The sea was", "My favourite animal is", "Hello"]
-GREEDY = SamplingParams(temperature=0, max_tokens=64, logprobs=5)
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=64, logprobs=20
+)  # the demo often has more than five equally good words
 
 
 def usable(dtype: str = "bfloat16") -> list[str]:
@@ -34,13 +36,13 @@ BACKENDS = usable() if torch.cuda.is_available() else ["triton"]
 
 
 def assert_close(ours: RequestOutput, reference: RequestOutput) -> None:
-    """The same tokens; or where they first differ, each side has the other's token among its best five."""
+    """The same tokens; or where they first differ, each side has the other's among its best, nearly as likely."""
     a, b = ours.outputs[0], reference.outputs[0]
     for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
         if x != y:
             assert a.logprobs is not None and b.logprobs is not None
             assert x in b.logprobs[i] and y in a.logprobs[i], (i, x, y, a.text, b.text)
-            assert abs(b.logprobs[i][x].logprob - b.logprobs[i][y].logprob) < 0.25, (i, x, y, a.text, b.text)
+            assert abs(b.logprobs[i][x].logprob - b.logprobs[i][y].logprob) < 0.1, (i, x, y, a.text, b.text)
             return
     assert len(a.token_ids) == len(b.token_ids)
 
@@ -80,7 +82,7 @@ def test_random_requests_with_aborts_preemption_and_prefixes_equal_their_lone_ru
         own = [rng.randrange(1000) for _ in range(rng.randint(1, 60))]
         prompt = (prefix[: rng.choice([16, 40, 70])] if rng.random() < 0.5 else []) + own
         params = SamplingParams(
-            temperature=rng.choice([0, 0, 0.7]), seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True, logprobs=5,
+            temperature=rng.choice([0, 0, 0.7]), seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True, logprobs=20,
             top_k=rng.choice([0, 0, 20]), top_p=rng.choice([1.0, 0.9]),
         )  # fmt: skip
         requests.append((prompt, params))
