@@ -56,8 +56,8 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
         for name, backend in ((prefill, prefill_class), (decode, decode_class)):
             if not backend.keeps_cache_write():
                 raise ConfigError(
-                    f"attention.prefill={prefill} with attention.decode={decode}: {name} writes the cache in its own way, and "
-                    f"the other cannot read that; set attention={name} for both"
+                    f"attention.prefill={prefill} with attention.decode={decode}: {name} writes the cache in its own "
+                    f"way, which the other cannot read; set attention={name} for both"
                 )
         why = f"prefill: {why}; decode: {decode_why}"
 

@@ -479,12 +479,12 @@ def test_aborted_requests_leave_the_queue() -> None:
 
 
 def test_an_abort_lets_the_next_in_sight() -> None:
-    """A step looks at the first 32 that wait. Those that cannot be admitted hide a small one, until one of them goes."""
+    """A step looks at the first 32 that wait; if none of them can be admitted, they hide a small one behind them."""
     w = world(block_size=4, num_blocks=10, max_num_seqs=4)
     w.add(Ask(prompt(20), max_tokens=20))
     w.step()
     for i in range(32):
-        w.add(Ask(prompt(30, first=i), max_tokens=2), name=f"big{i}")
+        w.add(Ask(prompt(30, first=2), max_tokens=2), name=f"big{i}")
     small = w.add(Ask(prompt(2), max_tokens=2))
     w.step()
     assert small.status is Status.WAITING

@@ -73,7 +73,7 @@ def test_500_random_requests_with_aborts_end_and_leak_nothing() -> None:
             prompt = shared + [rng.randrange(1000) for _ in range(1 + i % 60)]
             params = SamplingParams(
                 temperature=rng.choice([0, 0.7]), seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True,
-                top_k=rng.choice([0, 0, 20]), top_p=rng.choice([1.0, 0.9]), logprobs=20,
+                top_k=rng.choice([0, 0, 20]), top_p=rng.choice([1.0, 0.9]), logprobs=rng.choice([None, None, 3]),
             )  # fmt: skip
             engine.add_request(str(i), prompt, params)
         while engine.has_unfinished_requests():

@@ -292,7 +292,7 @@ def on_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(ThreadRank(rank, size, None, board, barrier))
+            results[rank] = work(ThreadRank(rank, size, board=board, barrier=barrier))
         except BaseException as error:
             results[rank] = error
             barrier.abort()
