@@ -20,7 +20,7 @@ class TritonBackend(AttentionBackend):
         cuda_graphs=CudaGraphs.DECODE,
         packages=("triton",),
     )
-    fused_decode_rows = 32  # beyond, norming q in every program costs more than a kernel of its own
+    fused_decode_rows = 16  # beyond, norming q in every program costs more than a kernel of its own
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
