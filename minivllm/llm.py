@@ -147,7 +147,10 @@ class LLM:
         with _progress(len(ids), use_tqdm) as bar:
             began, tokens = time.perf_counter(), 0
             while len(done) < len(ids):
-                for output in self.engine.step():
+                outputs = self.engine.step()
+                if not outputs and not self.engine.has_unfinished_requests():
+                    raise RequestError(f"{len(ids) - len(done)} of {len(ids)} requests were aborted from elsewhere")
+                for output in outputs:
                     if output.request_id not in ours:
                         continue  # of somebody who uses the engine beneath
                     done[output.request_id] = output

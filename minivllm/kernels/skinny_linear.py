@@ -323,9 +323,11 @@ def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
     """Whether (rows, k) @ (n, k).T is faster here than in the library; the one place that knows."""
     if rows > MAX_ROWS or device.type != "cuda" or not rows or k % 8:
         return False
-    if rows <= 4:
-        return True
-    return dtype == torch.bfloat16 and n * k <= 1 << 25  # larger ones hide the library's launches
+    if rows <= 2:
+        return rows == 1 or k <= 8192
+    if rows > 4 and dtype != torch.bfloat16:
+        return False
+    return n * k <= 1 << 24 and (rows <= 8 or n <= 4096)  # larger ones hide the library's launches
 
 
 @cache
@@ -337,6 +339,8 @@ def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, nu
         steps = cdiv(k, warps * 128)
         return SkinnyConfig(0, warps, steps) if steps * width <= 4 else SkinnyConfig(0, warps, 2, slice=64)
     steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load a lane each
+    if steps > 16 and not gated:  # two features a warp, a few loads of each at a time
+        return SkinnyConfig(2, 4, next(d for d in range(5, 0, -1) if steps % d == 0))
     per_warp = 1
     while (
         per_warp < 4

@@ -608,3 +608,18 @@ def test_a_step_that_fails_is_one_clear_error_and_the_engine_stays_dead(
         run(llm, [[1]])
     llm.shutdown()
     llm.shutdown()
+
+
+def test_a_request_aborted_from_elsewhere_ends_generate_with_an_error(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    step = llm.engine.step
+
+    def aborting() -> list[RequestOutput]:
+        llm.engine.abort(["0", "1"])
+        return step()
+
+    llm.engine.step = aborting  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="2 of 2 requests were aborted from elsewhere"):
+        run(llm, [[1, 2], [3]])
+    llm.engine.step = step  # type: ignore[method-assign]
+    usable(llm)

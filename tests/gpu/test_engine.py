@@ -36,13 +36,15 @@ BACKENDS = usable() if torch.cuda.is_available() else ["triton"]
 
 
 def assert_close(ours: RequestOutput, reference: RequestOutput) -> None:
-    """The same tokens; or where they first differ, each side has the other's among its best, nearly as likely."""
+    """The same tokens; or where they first differ, each side has the other's among its best, nearly as likely: within two
+    steps of a bfloat16 logit near 16.
+    """
     a, b = ours.outputs[0], reference.outputs[0]
     for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=False)):
         if x != y:
             assert a.logprobs is not None and b.logprobs is not None
             assert x in b.logprobs[i] and y in a.logprobs[i], (i, x, y, a.text, b.text)
-            assert abs(b.logprobs[i][x].logprob - b.logprobs[i][y].logprob) < 0.1, (i, x, y, a.text, b.text)
+            assert abs(b.logprobs[i][x].logprob - b.logprobs[i][y].logprob) < 0.26, (i, x, y, a.text, b.text)
             return
     assert len(a.token_ids) == len(b.token_ids)
 
