@@ -36,7 +36,7 @@ BACKENDS = usable() if torch.cuda.is_available() else ["triton"]
 
 
 def assert_close(ours: RequestOutput, reference: RequestOutput) -> None:
-    """The same tokens; or where they first differ, each side has the other's among its best, nearly as likely: within two
+    """The same tokens; or where they first differ, each has the other's among its best, nearly as likely: within two
     steps of a bfloat16 logit near 16.
     """
     a, b = ours.outputs[0], reference.outputs[0]
