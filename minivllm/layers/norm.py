@@ -1,11 +1,11 @@
-"""Root-mean-square normalization, alone or with the residual stream's addition."""
+"""Root-mean-square normalization."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from minivllm.kernels.rms_norm import add_rms_norm, rms_norm
+from minivllm.kernels.rms_norm import rms_norm
 from minivllm.layers.parameter import Piece, sharded_parameter
 
 
@@ -19,7 +19,3 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (t, size); returns the same shape."""
         return rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the norm of x + residual, x + residual)."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
