@@ -70,7 +70,7 @@ def _lines(terminal: bool) -> Iterator[str]:
 def _reply(llm: LLM, messages: list[Message], params: SamplingParams, request_id: str) -> str:
     """Stream one reply to standard output. Ctrl-C ends it early; what was said so far stays in the conversation."""
     engine = llm.engine
-    tokens = llm.get_tokenizer().apply_chat_template(messages)
+    tokens = llm.engine.tokenizer.apply_chat_template(messages)
     engine.add_request(request_id, tokens, params)
     text = ""
     try:

@@ -14,7 +14,6 @@ from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.models.tokenizer import Tokenizer
 
 
 class LLM:
@@ -115,8 +114,9 @@ class LLM:
             output.prompt = self.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
         return outputs
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's tokenizer as transformers made it, as in vLLM."""
+        return self.engine.tokenizer.hf_tokenizer
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""

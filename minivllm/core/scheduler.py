@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LOOK_AHEAD = 32  # how many waiting sequences a step considers: what it costs does not grow with the queue
 _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
+_NEVER = 1 << 62
 _WATERMARK = 0.01  # the share of the pool that an admission leaves free for running sequences to grow
 
 
@@ -75,7 +76,8 @@ class SlotScheduler(Scheduler):
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
         self._steps = 0
-        self._retry_at = 0  # free blocks below which no waiting sequence in sight can be admitted
+        self._retry_at = 0  # free blocks below which, …
+        self._retry_partial = 0  # … and prompts half done from which on, no waiting sequence in sight can be admitted
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
         self._admitted: list[Sequence] = []
 
@@ -168,14 +170,16 @@ class SlotScheduler(Scheduler):
             self.waiting
             and budget > 0
             and self._free_slots
-            and (self.blocks.num_free >= self._retry_at or not len(self.running))
+            and (
+                self.blocks.num_free >= self._retry_at or partial < self._retry_partial or not len(self.running)
+            )
         ):
             self._admit(budget, chunks, partial, long)
         return chunks
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
         reserve = max(1, int(_WATERMARK * self.blocks.num_blocks))
-        at, looked, retry_at = 0, 0, None
+        at, looked, retry_at, no_room = 0, 0, _NEVER, False
         while at < len(self.waiting) and looked < _LOOK_AHEAD and budget > 0 and self._free_slots:
             if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
                 break  # nobody goes before the head any more
@@ -206,13 +210,13 @@ class SlotScheduler(Scheduler):
                 del self.waiting[at]
                 continue
             if lacking > 0:
-                need = self.blocks.num_free + lacking
-                retry_at = need if retry_at is None else min(retry_at, need)
+                retry_at = min(retry_at, self.blocks.num_free + lacking)
             else:
-                retry_at = 0
+                no_room = True
             at += 1
-        blocked = looked and retry_at is not None and budget > 0 and self._free_slots
-        self._retry_at = retry_at if blocked and retry_at is not None else 0
+        blocked = at > 0 and budget > 0 and self._free_slots
+        self._retry_at = retry_at if blocked else 0
+        self._retry_partial = partial if blocked and no_room else 0
 
     def _give(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
         """Schedule the first chunk of a sequence that was just admitted, and share its blocks from now on.

@@ -32,6 +32,11 @@ class Tokenizer(ABC):
     def has_chat_template(self) -> bool:
         return True
 
+    @property
+    def hf_tokenizer(self) -> Any:
+        """transformers' own object, where there is one beneath; else this one."""
+        return self
+
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -70,6 +75,10 @@ class CheckpointTokenizer(Tokenizer):
     @property
     def has_chat_template(self) -> bool:
         return bool(self._inner.chat_template)
+
+    @property
+    def hf_tokenizer(self) -> Any:
+        return self._inner
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False)

@@ -53,6 +53,14 @@ def test_greeting_gets_a_sentence(llm: LLM) -> None:
     assert reason == "stop"
 
 
+def test_the_tokenizer_is_transformers_own_as_in_vllm(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is 7 plus 5?"}]
+    text = llm.get_tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    params = SamplingParams(max_tokens=80, temperature=0.0)
+    alone = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
+    assert alone == llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+
+
 def ask(llm: LLM, question: str) -> tuple[str, str | None]:
     params = SamplingParams(max_tokens=80, temperature=0.0)
     completion = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False)[0].outputs[0]
