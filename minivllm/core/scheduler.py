@@ -170,9 +170,7 @@ class SlotScheduler(Scheduler):
             self.waiting
             and budget > 0
             and self._free_slots
-            and (
-                self.blocks.num_free >= self._retry_at or partial < self._retry_partial or not len(self.running)
-            )
+            and (self.blocks.num_free >= self._retry_at or partial < self._retry_partial or not len(self.running))
         ):
             self._admit(budget, chunks, partial, long)
         return chunks
