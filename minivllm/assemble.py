@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from minivllm.core.block_manager import PagedBlockManager
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
     from minivllm.config.engine_config import EngineConfig
     from minivllm.plugins.registry import Registry
-
-logger = logging.getLogger("minivllm")
 
 
 def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLMEngine:

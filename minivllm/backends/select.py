@@ -73,9 +73,7 @@ def _one(
 ) -> tuple[str, type[AttentionBackend], str]:
     if name != "auto":
         component = registry.get("attention", name)
-        missing = registry.why_not(component)
-        reasons = missing or registry.resolve("attention", name).unsupported(spec)
-        if reasons:
+        if reasons := _reasons(name, spec, registry):
             others = [c.name for c in registry.by_priority("attention") if not _reasons(c.name, spec, registry)]
             raise ConfigError(
                 f"attention={name} cannot run this: {'; '.join(reasons)}. "

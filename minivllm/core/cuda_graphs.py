@@ -8,7 +8,6 @@ Rows past the batch hold the padding slot: its table row is all zeros, so they u
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,12 +55,8 @@ class DecodeGraphs:
     # ------------------------------------------------------------------ capture
 
     @torch.inference_mode()
-    def capture(self, progress: Iterable[int] | None = None) -> None:
-        """Capture every size, largest first so that the smaller ones live in its memory; then check each.
-
-        Raises:
-            MinivllmError: a replay differs from the eager step; backend and size are named.
-        """
+    def capture(self) -> None:
+        """Capture every size, largest first so that the smaller ones live in its memory."""
         with compile_only():  # kernels differ between a few rows, some, and many
             for size in self.sizes:
                 if size in (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1]):
@@ -69,7 +64,7 @@ class DecodeGraphs:
                     self._step(size)
         pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()
-        for size in progress if progress is not None else reversed(self.sizes):
+        for size in reversed(self.sizes):
             self._prepare(self._plans[size], self._ones[:size], None)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -162,7 +157,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def verify(self, num_blocks: int, vocab_size: int) -> None:
-        """Replay each size once on random state and compare with the same step run eagerly."""
+        """Replay each size once on random state and compare with the same step run eagerly.
+
+        Raises:
+            MinivllmError: they differ; backend and size are named.
+        """
         run, rng = self.runner, np.random.default_rng(0)
         rows = min(self.sizes[-1], run.num_slots)
         per_slot = max(min(num_blocks // rows, run.block_table.shape[1], 4), 1)

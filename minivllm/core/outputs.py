@@ -18,7 +18,7 @@ class Logprob:
 class CompletionOutput:
     """One completion. ``logprobs[i]`` maps token ids to the log-probabilities at ``token_ids[i]``.
 
-    ``finish_reason`` is stop, length or abort (None while it runs); ``stop_reason`` is the stop string or stop token id
+    ``finish_reason`` is stop or length (None while it runs); ``stop_reason`` is the stop string or stop token id
     that ended it, None for the model's own end token.
     """
 

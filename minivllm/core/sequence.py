@@ -20,7 +20,6 @@ class Status(Enum):
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 class Sequence:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
-
-logger = logging.getLogger("minivllm")
 
 _CPU_CACHE_BYTES = 1 << 30
 
@@ -173,7 +170,7 @@ class Worker:
         most = spec.max_num_seqs * -(-spec.max_model_len // spec.block_size)
         if device.type == "cpu":
             return max(min(_CPU_CACHE_BYTES // block_bytes, most), 1)
-        room = self._free_bytes_at_peak(device)
+        room = self._free_bytes_at_peak()
         blocks = int(room // block_bytes) - 1
         wanted = self.config.max_model_len or 1
         if blocks * spec.block_size < wanted:
@@ -186,7 +183,7 @@ class Worker:
             )
         return min(blocks, most)
 
-    def _free_bytes_at_peak(self, device: torch.device) -> float:
+    def _free_bytes_at_peak(self) -> float:
         """Run the largest batch once, on the cache of one block that is bound, and see what it leaves."""
         assert self.runner is not None
         torch.cuda.synchronize()
