@@ -168,7 +168,7 @@ def choose(spec: AttentionSpec) -> tuple[Variant | None, list[str]]:
 
 class FlashBackend(AttentionBackend):
     capabilities = Capabilities(
-        devices=("cuda",), dtypes=("bfloat16", "float16"), sliding_window=True, cuda_graphs=CudaGraphs.DECODE
+        devices=("cuda",), dtypes=("bfloat16", "float16"), sliding_window=True, cuda_graphs=CudaGraphs.ALWAYS
     )
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -180,6 +180,7 @@ class FlashBackend(AttentionBackend):
         self._decode, self._prefill = variant.build(variant.module, spec)
         self._decode_rows: Rows | None = None
         self._prompt_rows: Rows | None = None
+        self._captured_key_start: torch.Tensor | None = None  # where all graphs of prompts find it
         logger.info(self.describe())
 
     @classmethod
@@ -203,15 +204,23 @@ class FlashBackend(AttentionBackend):
                 batch.query_start[: d + 1], batch.seq_lens[:d], None, batch.block_tables[:d], 1, width
             )
         if d < batch.num_seqs:
-            seq_lens = batch.seq_lens[d:]
+            seq_lens, captured = batch.seq_lens[d:], batch.graph_size
             self._prompt_rows = Rows(
                 batch.query_start[d:] - d if d else batch.query_start,
                 seq_lens,
-                torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+                self._key_start(seq_lens, captured),
                 batch.block_tables[d:],
-                int(np.max(batch.host_query_lens[d:])),
-                int(np.max(batch.host_seq_lens[d:])),
+                captured or int(np.max(batch.host_query_lens[d:])),
+                width if captured else int(np.max(batch.host_seq_lens[d:])),
             )
+
+    def _key_start(self, seq_lens: torch.Tensor, captured: int) -> torch.Tensor:
+        start = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        if not captured:
+            return start
+        if self._captured_key_start is None:
+            self._captured_key_start = torch.empty_like(start)
+        return self._captured_key_start.copy_(start)
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         assert self._decode_rows is not None

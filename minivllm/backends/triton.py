@@ -17,7 +17,7 @@ class TritonBackend(AttentionBackend):
         devices=("cuda",),
         min_compute_capability=(8, 0),
         sliding_window=True,
-        cuda_graphs=CudaGraphs.DECODE,
+        cuda_graphs=CudaGraphs.ALWAYS,
         packages=("triton",),
     )
     fused_decode_rows = 16  # beyond, norming q in every program costs more than a kernel of its own
@@ -29,6 +29,7 @@ class TritonBackend(AttentionBackend):
         self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
         self._workspace: DecodeWorkspace | None = None
         self._scheduled = False
+        self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
         self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
 
     @classmethod
@@ -69,6 +70,17 @@ class TritonBackend(AttentionBackend):
             tiles = torch.from_numpy(query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:], block_q))
             device = batch.seq_lens.device
             self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
+            if batch.graph_size:
+                self._tiles = self._captured_tiles(self._tiles, batch.graph_size // block_q + batch.num_seqs)
+
+    def _captured_tiles(self, tiles: torch.Tensor, most: int) -> torch.Tensor:
+        """The tiles where a graph finds them: (most, 2), its own for each size, -1 behind the last."""
+        if most not in self._tiles_of:
+            self._tiles_of[most] = torch.empty((most, 2), dtype=torch.int32, device=tiles.device)
+        static = self._tiles_of[most]
+        static[: len(tiles)] = tiles
+        static[len(tiles) :] = -1
+        return static
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._decode(q, layer, out, None)
@@ -85,13 +97,15 @@ class TritonBackend(AttentionBackend):
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, new: NewTokens | None) -> None:
         batch, workspace = self.batch, self._workspace
         assert batch is not None and workspace is not None
-        if layer.index == 0 or not self._scheduled:  # a graph is captured after an eager step of the same plan
+        first = layer.index == 0 or not self._scheduled  # a graph is captured after an eager step of the same plan
+        if first:
             schedule_decode(workspace, batch.seq_lens, q.shape[0])
             self._scheduled = True
         k_cache, v_cache = self.kv_cache[layer.index]
         paged_decode_triton(
-            q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace, new
-        )
+            q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace, new,
+            early=not first,
+        )  # fmt: skip
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch

@@ -58,7 +58,7 @@ class AttentionBatch:
     host_query_lens: np.ndarray  # (n,) int32
     host_seq_lens: np.ndarray  # (n,) int32
     host_block_tables: np.ndarray  # (n, max_blocks) int32
-    graph_size: int = 0  # a captured decode batch of this many rows (padded), or 0: eager
+    graph_size: int = 0  # captured: rows of a decode batch, or tokens of one with prompts, padded; 0: eager
 
     @property
     def num_seqs(self) -> int:

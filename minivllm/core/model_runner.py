@@ -19,6 +19,7 @@ from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, Sampler
+    from minivllm.core.prompt_graphs import PromptGraphs
 
 _IN_FLIGHT = 4  # staging buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
@@ -89,6 +90,7 @@ class ModelRunner:
         self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
         self.host_tables = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         self.staging = Staging(device)
         on_gpu = device.type == "cuda"
         self._landing = [
@@ -113,16 +115,15 @@ class ModelRunner:
         np.cumsum(new, out=start[1:])
         row = np.repeat(np.arange(len(slots)), new)
         position = np.arange(start[-1], dtype=np.int32) + (batch.num_computed - start[:-1])[row]
-        size = self.block_size
-        block = self.host_tables[slots[row], position // size]
+        block = self.host_tables[slots[row], position // self.block_size]
         sampled = np.nonzero(batch.samples)[0]
         (
             slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sample_slots_, next_position_,
             block_slots, block_indices, block_ids, admitted, params,
         ) = self.staging.send(
-            slots, seq_lens, start, position, block * size + position % size, batch.token_ids, start[1:][sampled] - 1,
-            slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices, batch.block_ids,
-            batch.admitted_slots, batch.admitted_params,
+            slots, seq_lens, start, position, block * self.block_size + position % self.block_size, batch.token_ids,
+            start[1:][sampled] - 1, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
+            batch.block_ids, batch.admitted_slots, batch.admitted_params,
         )  # fmt: skip
         if len(block_slots):
             self.block_table[block_slots.long(), block_indices.long()] = block_ids
@@ -132,18 +133,13 @@ class ModelRunner:
             )
         slots64 = slots_.long()
         input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
-        width = -(-int(seq_lens.max()) // size)
-        plan = AttentionBatch(
-            num_decodes=d,
-            query_start=start_,
-            seq_lens=seq_lens_,
-            block_tables=self.block_table[:, :width].index_select(0, slots64),
-            slot_mapping=mapping_.long(),
-            host_query_lens=new,
-            host_seq_lens=seq_lens,
-            host_block_tables=self.host_tables[slots, :width],
-        )
-        hidden = self._forward(input_ids, position_.long(), plan)
+        positions, mapping = position_.long(), mapping_.long()
+        graphs = self.prompt_graphs
+        if graphs is not None and (size := graphs.size_for(batch)):
+            hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
+        else:
+            plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64)
+            hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()
         if not len(sampled):
             return self.land(len(slots), sampled, torch.empty(0, dtype=torch.int64, device=self.device), None)
@@ -152,6 +148,22 @@ class ModelRunner:
         tokens, logprobs = self._sample(logits, sample_slots, next_position_.long(), slots[sampled])
         self.last_token[sample_slots] = tokens
         return self.land(len(slots), sampled, tokens, logprobs)
+
+    def _plan(
+        self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,
+        slot_mapping: torch.Tensor, slots: torch.Tensor,
+    ) -> AttentionBatch:  # fmt: skip
+        width = -(-int(host_seq_lens.max()) // self.block_size)
+        return AttentionBatch(
+            num_decodes=batch.num_decodes,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_tables=self.block_table[:, :width].index_select(0, slots),
+            slot_mapping=slot_mapping,
+            host_query_lens=batch.num_new,
+            host_seq_lens=host_seq_lens,
+            host_block_tables=self.host_tables[batch.slots, :width],
+        )
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
         self.attention.batch = plan

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels.pdl import use_pdl
 
 PROGRAMS = 64  # at most; all of a call's run at the same time
 _BLOCK = 2048  # elements that a program takes at once
@@ -44,9 +45,14 @@ def _meet(flags, rank, pid, goal, RANKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "capacity8", "n8"])
 def _all_reduce_kernel(
-    x, data, flags, state, rank, capacity8, n8, RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), summed in place. A program takes every so many blocks.
+    x, out, data, flags, state, rank, capacity8, n8,
+    RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. A program
+    # takes every so many blocks.
+    if PDL:  # what comes next may load its weights while we wait for the others
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # n and the capacity, in elements, come divided by 8, so that the compiler sees that 16 bytes can be moved at once.
     pid, programs = tl.program_id(0), tl.num_programs(0)
     n, capacity = n8 * 8, capacity8 * 8
@@ -72,7 +78,10 @@ def _all_reduce_kernel(
             theirs = tl.multiple_of(tl.load(data + peer).to(tl.pointer_type(x.dtype.element_ty)), 16) + half
             for block in range(pid + peer * programs, tl.cdiv(n, BLOCK), programs * RANKS):
                 at = block * BLOCK + lanes
-                tl.store(x + at, tl.load(theirs + at, mask=at < n, cache_modifier=".cg"), mask=at < n)
+                total = tl.load(theirs + at, mask=at < n, cache_modifier=".cg").to(tl.float32)
+                if ADD:
+                    total += tl.load(out + at, mask=at < n).to(tl.float32)
+                tl.store(out + at, total.to(x.dtype.element_ty), mask=at < n)
     else:
         for block in range(pid, tl.cdiv(n, BLOCK), programs):
             at = block * BLOCK + lanes
@@ -80,7 +89,9 @@ def _all_reduce_kernel(
             for peer in tl.static_range(RANKS):
                 theirs = tl.multiple_of(tl.load(data + peer).to(tl.pointer_type(x.dtype.element_ty)), 16) + half
                 total += tl.load(theirs + at, mask=at < n, other=0.0, cache_modifier=".cg").to(tl.float32)
-            tl.store(x + at, total.to(x.dtype.element_ty), mask=at < n)
+            if ADD:
+                total += tl.load(out + at, mask=at < n).to(tl.float32)
+            tl.store(out + at, total.to(x.dtype.element_ty), mask=at < n)
     # The last program to end counts the call; every other one has read ``waits`` by then.
     tl.debug_barrier()
     done = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
@@ -100,6 +111,8 @@ class PeerAllReduce:
         self.flags = torch.tensor(flags, dtype=torch.int64, device=device)
         self.state = torch.zeros(2, dtype=torch.int64, device=device)
         self.one_shot = capacity if self.ranks == 2 else 256 << 10  # bytes up to which one shot is taken
+        self.limit = capacity  # bytes up to which this is taken
+        self.pdl = use_pdl(device)
         self._keep = keep  # what owns the memory behind the addresses
 
     @classmethod
@@ -126,20 +139,28 @@ class PeerAllReduce:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether ``x`` fits, in size and kind."""
-        fits = x.nbytes <= self.capacity and x.numel() % 8 == 0
+        fits = x.nbytes <= self.limit and x.numel() % 8 == 0
         return fits and x.is_contiguous() and x.dtype in _DTYPES and x.data_ptr() % _ALIGN == 0
 
     def __call__(self, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
         """Sum ``x``, which ``takes`` accepted, over the ranks in place; returns it."""
+        return self._launch(x, x, two_shots, add=False)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
+        """Add the sum of ``x`` over the ranks to ``residual``, in place, rounded once; ``takes`` accepted both, of one
+        dtype. Returns residual; x stays as it was."""
+        return self._launch(x, residual, two_shots, add=True)
+
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, add: bool) -> torch.Tensor:
         n = x.numel()
         if n:
             two = x.nbytes > self.one_shot if two_shots is None else two_shots
             programs = min(cdiv(n, _BLOCK), PROGRAMS)
             _all_reduce_kernel[(programs,)](
-                x, self.data, self.flags, self.state, self.rank, self.capacity // x.element_size() // 8, n // 8,
-                RANKS=self.ranks, TWO_SHOTS=two, BLOCK=_BLOCK, num_warps=8,
+                x, out, self.data, self.flags, self.state, self.rank, self.capacity // x.element_size() // 8, n // 8,
+                RANKS=self.ranks, TWO_SHOTS=two, ADD=add, BLOCK=_BLOCK, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
             )  # fmt: skip
-        return x
+        return out
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

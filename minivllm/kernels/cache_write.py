@@ -34,8 +34,8 @@ def _write_cache_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # late: attention reads block tables before its own wait
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE

@@ -86,6 +86,62 @@ def _schedule_kernel(
         tl.store(items + i * ITEM, tl.full([BLOCK_B], -1, tl.int32), mask=(i >= total) & (i < max_items))
 
 
+@triton.jit
+def _merge(
+    partial,  # (n, G, D) float32
+    partial_lse,  # (n, G) float32, base 2
+    base,  # the first partial result; the others follow every ``step``
+    step,
+    count,
+    to,  # pointer to the output's first head, (G, D)
+    G: tl.constexpr,
+    D: tl.constexpr,
+    MERGE_G: tl.constexpr,  # G padded to a power of two
+    MERGE_S: tl.constexpr,  # partial results merged at a time
+    BLOCK_D: tl.constexpr,
+):
+    """Normalized partial outputs and their log-sum-exps, all written before, to one output."""
+    mg = tl.arange(0, MERGE_G)
+    s = tl.arange(0, MERGE_S)
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full([MERGE_G], float("-inf"), tl.float32)
+    weight = tl.zeros([MERGE_G], tl.float32)
+    merged = tl.zeros([MERGE_G, BLOCK_D], tl.float32)
+    for start in range(0, count, MERGE_S):
+        i = start + s
+        live = (i < count)[:, None] & (mg < G)[None, :]
+        at = (base + i * step)[:, None] * G + mg[None, :]
+        lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partial + at[:, :, None] * D + d[None, None, :],
+            mask=live[:, :, None] & (d < D)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(tl.where(mg[None, :] < G, lse, 0.0), 0))
+        w = tl.exp2(lse - new_top[None, :])
+        fade = tl.exp2(top - new_top)
+        weight = weight * fade + tl.sum(w, 0)
+        merged = merged * fade[:, None] + tl.sum(w[:, :, None] * part, 0)
+        top = new_top
+    merged = merged / tl.where(weight > 0, weight, 1.0)[:, None]
+    at = to + mg[:, None] * D + d[None, :]
+    tl.store(at, merged.to(to.dtype.element_ty), mask=(mg < G)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _tile(m, total, acc, query, key, value, seen, scale, PRECISION: tl.constexpr):
+    """One tile of keys: the new running maximum (BLOCK_G,), sums (BLOCK_G, BLOCK_N) and outputs (BLOCK_G, BLOCK_D)."""
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    score = tl.where(seen[None, :], score, float("-inf"))
+    new_m = tl.maximum(m, tl.max(score, 1))
+    p = tl.exp2(score - new_m[:, None])
+    fade = tl.exp2(m - new_m)
+    total = total * fade[:, None] + p
+    acc = tl.dot(p.to(value.dtype), value, acc * fade[:, None], input_precision=PRECISION)
+    return new_m, total, acc
+
+
 @triton.jit(
     do_not_specialize=["scale", "table_stride", "eps"],
     do_not_specialize_on_alignment=["seq_lens", "positions", "slot_mapping"],
@@ -125,43 +181,64 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     ITEM: tl.constexpr,
     BLOCK_G: tl.constexpr,  # G padded to the tensor core's 16 rows
-    MERGE_G: tl.constexpr,  # G padded to a power of two
-    MERGE_S: tl.constexpr,  # partial results merged at a time
+    MERGE_G: tl.constexpr,
+    MERGE_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     FUSED: tl.constexpr,
     ROT: tl.constexpr,
+    EARLY: tl.constexpr,  # all but q, and the new token, is complete when this starts
+    PEEL: tl.constexpr,  # with EARLY and FUSED: the first tile is loaded before q is there
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if FUSED:
+            tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     head = tl.program_id(0)
     index = tl.program_id(1)
-    row = tl.load(items + index * ITEM)
-    begin = tl.load(items + index * ITEM + 1)
-    end = tl.load(items + index * ITEM + 2)
-    count = tl.load(items + index * ITEM + 3)
-    first_item = tl.load(items + index * ITEM + 4)
-    if row < 0:
-        return
+    item = items + index * ITEM
+    row = tl.load(item, cache_modifier=".cg")
+    begin = tl.load(item + 1, cache_modifier=".cg")
+    end = tl.load(item + 2, cache_modifier=".cg")
+    count = tl.load(item + 3, cache_modifier=".cg")
+    first_item = tl.load(item + 4, cache_modifier=".cg")
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     q_mask = (g < G)[:, None] & (d < D)[None, :]
-    table = block_tables + row.to(tl.int64) * table_stride
+    table = block_tables + tl.maximum(row, 0).to(tl.int64) * table_stride
     k_head = k_cache + head * k_stride_head
     v_head = v_cache + head * v_stride_head
     n = tl.arange(0, BLOCK_N)
+    if FUSED:
+        final = first_item + count - 1  # the item that ends the context: it takes the new key, from registers
+        end -= tl.where(index == final, 1, 0)
+    if PEEL:
+        there = begin + n < tl.where(row >= 0, end, begin)
+        page = page_ids(table, begin, tl.maximum(end, begin + 1), BLOCK_SIZE, BLOCK_N)
+        slot = (begin + n) % BLOCK_SIZE
+        mask = there[:, None] & (d < D)[None, :]
+        k_rows = page.to(tl.int64) * k_stride_block + slot * k_stride_slot
+        v_rows = page.to(tl.int64) * v_stride_block + slot * v_stride_slot
+        first_key = tl.load(k_head + k_rows[:, None] + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        first_value = tl.load(v_head + v_rows[:, None] + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        if not FUSED:
+            tl.extra.cuda.gdc_launch_dependents()  # late: what comes next may be this kernel, early
+    if row < 0:
+        return
+
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # summed over its columns at the end: no reduction a tile
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     q_row = q + row.to(tl.int64) * q_stride
     if FUSED:
-        final = first_item + count - 1  # the item that ends the context: it takes the new key, from registers
         last = tl.full([1, 1], final, tl.int32) == index
-        end -= tl.where(index == final, 1, 0)
         angles = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride
         q_heads = q_row + (head * G + g)[:, None] * D
         query = normed_rotated(q_heads, (g < G)[:, None], q_weight, angles, eps, D, ROT, BLOCK_D)
@@ -182,6 +259,13 @@ def _decode_kernel(
     if WINDOW > 0:
         oldest = tl.load(seq_lens + row) - WINDOW
 
+    if PEEL:  # noqa: SIM102 (what is known when compiling stands alone)
+        if begin < end:
+            seen = begin + n < end
+            if WINDOW > 0:
+                seen = seen & (begin + n >= oldest)
+            m, total, acc = _tile(m, total, acc, query, first_key, first_value, seen, scale, PRECISION)
+            begin += BLOCK_N
     if begin < end:
         page = page_ids(table, begin, end, BLOCK_SIZE, BLOCK_N)
         for start in range(begin, end, BLOCK_N):
@@ -195,18 +279,10 @@ def _decode_kernel(
             else:
                 key = tl.load(k_head + k_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
                 value = tl.load(v_head + v_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-            score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
             seen = start + n < end
             if WINDOW > 0:
                 seen = seen & (start + n >= oldest)
-            score = tl.where(seen[None, :], score, float("-inf"))
-            new_m = tl.maximum(m, tl.max(score, 1))
-            p = tl.exp2(score - new_m[:, None])
-            fade = tl.exp2(m - new_m)
-            total = total * fade[:, None] + p
-            acc = acc * fade[:, None]
-            acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
-            m = new_m
+            m, total, acc = _tile(m, total, acc, query, key, value, seen, scale, PRECISION)
 
     total = tl.sum(total, 1)
     normed = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -221,30 +297,9 @@ def _decode_kernel(
         before = tl.atomic_add(arrived + row * KV + head, 1, sem="acq_rel", scope="gpu")
         if before == count - 1:
             tl.store(arrived + row * KV + head, 0)
-            mg = tl.arange(0, MERGE_G)
-            s = tl.arange(0, MERGE_S)
-            top = tl.full([MERGE_G], float("-inf"), tl.float32)
-            weight = tl.zeros([MERGE_G], tl.float32)
-            merged = tl.zeros([MERGE_G, BLOCK_D], tl.float32)
-            for start in range(0, count, MERGE_S):
-                live = (start + s < count)[:, None] & (mg < G)[None, :]
-                at = ((first_item + start + s) * KV + head)[:, None] * G + mg[None, :]
-                lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
-                part = tl.load(
-                    partial + at[:, :, None] * D + d[None, None, :],
-                    mask=live[:, :, None] & (d < D)[None, None, :],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                new_top = tl.maximum(top, tl.max(tl.where(mg[None, :] < G, lse, 0.0), 0))
-                w = tl.exp2(lse - new_top[None, :])
-                fade = tl.exp2(top - new_top)
-                weight = weight * fade + tl.sum(w, 0)
-                merged = merged * fade[:, None] + tl.sum(w[:, :, None] * part, 0)
-                top = new_top
-            merged = merged / tl.where(weight > 0, weight, 1.0)[:, None]
-            to = out + row.to(tl.int64) * out_stride + (head * G + mg)[:, None] * D + d[None, :]
-            tl.store(to, merged.to(out.dtype.element_ty), mask=(mg < G)[:, None] & (d < D)[None, :])
+            to = out + row.to(tl.int64) * out_stride + head * G * D
+            base = first_item * KV + head
+            _merge(partial, partial_lse, base, KV, count, to, G, D, MERGE_G, MERGE_S, BLOCK_D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +309,7 @@ class DecodeConfig:
     num_stages: int
     programs: int  # about how many programs the contexts are cut into, beyond one a row and kv head
     min_tiles: int = 2  # tiles of block_n keys an item of a row in pieces has at least: merging costs more than a few
+    peel: bool = False  # hold the first tile in registers, loaded while the kernel before still runs, where that may be
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
@@ -266,7 +322,9 @@ def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 1
     block_n = min(max((16 << 10) // padded, 16), 128)
     if rows <= _FEW_ROWS:
         stages = 2 if block_n < 128 else 3
-        return DecodeConfig(min(2 * block_n, 128), num_warps=4, num_stages=stages, programs=4 * num_sms, min_tiles=1)
+        return DecodeConfig(
+            min(2 * block_n, 128), num_warps=4, num_stages=stages, programs=4 * num_sms, min_tiles=1, peel=True
+        )
     if rows <= _SOME_ROWS:
         return DecodeConfig(block_n, num_warps=4, num_stages=4 if block_n < 128 else 3, programs=2 * num_sms)
     return DecodeConfig(max(block_n // 2, 16), num_warps=4, num_stages=3, programs=4 * num_sms)
@@ -361,8 +419,13 @@ def paged_decode_triton(
     out: torch.Tensor,
     workspace: DecodeWorkspace,
     new: NewTokens | None = None,
+    early: bool = False,
 ) -> None:
-    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection."""
+    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection.
+
+    ``early``: the kernel before this one lets it start late (``pdl``), and has not written what this one reads but q
+    (without ``new``, the new tokens' keys and values): block tables, items and older keys are read while it runs.
+    """
     rows, heads, dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
     group, block_d, c = heads // kv_heads, next_power_of_2(dim), workspace.config(rows)
@@ -405,6 +468,8 @@ def paged_decode_triton(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         FUSED=new is not None,
         ROT=new.cos_sin.shape[1] if new else 0,
+        EARLY=early,
+        PEEL=early and new is not None and c.peel,
         PDL=workspace.pdl,
         num_warps=c.num_warps,
         num_stages=c.num_stages,

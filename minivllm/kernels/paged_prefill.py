@@ -98,7 +98,7 @@ def _prefill_kernel(
     block_tables,  # (rows, table_stride) int32
     query_start,  # (rows + 1,) int32
     seq_lens,  # (rows,) int32
-    tiles,  # (grid, 2) int32: row, counted from first_row, and first query token in it
+    tiles,  # (grid, 2) int32: row, counted from first_row (-1: none), and first query token in it
     out,  # as q
     first_row,
     scale,  # times log2(e)
@@ -122,7 +122,10 @@ def _prefill_kernel(
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
-    row = first_row + tl.load(tiles + tl.program_id(1) * 2)
+    row = tl.load(tiles + tl.program_id(1) * 2)
+    if row < 0:  # of a captured step: fewer tiles than the grid has room for
+        return
+    row += first_row
     first = tl.load(tiles + tl.program_id(1) * 2 + 1)
     q_begin = tl.load(query_start + row)
     q_len = tl.load(query_start + row + 1) - q_begin
@@ -146,13 +149,13 @@ def _prefill_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = tl.minimum(before + BLOCK_Q, seq_len)
+    end = tl.maximum(tl.minimum(before + BLOCK_Q, seq_len), 0)  # queries before the first key see nothing
     if WINDOW > 0:
         begin = tl.maximum(before - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         middle = begin
     else:
         begin = 0
-        middle = (before + 1) // BLOCK_N * BLOCK_N  # every row sees the keys before
+        middle = tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N  # every row sees the keys before
         acc, m, total = _attend(
             acc,
             m,

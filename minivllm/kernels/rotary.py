@@ -69,8 +69,8 @@ def _qk_norm_rope_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # late: attention reads block tables before its own wait
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     is_q = group < Q_GROUPS

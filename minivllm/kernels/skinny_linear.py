@@ -146,9 +146,10 @@ def _vector_kernel(
     STEP: tl.constexpr,  # loaded elements of a row that a warp takes at once: 16 bytes a lane
     DEPTH: tl.constexpr,  # steps in flight
     PACKED: tl.constexpr,  # bfloat16 loaded in pairs
+    LATE: tl.constexpr,  # the next kernel starts only when all before this one is complete
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     L: tl.constexpr = K // 2 if PACKED else K  # loaded elements of a row
     CHUNK: tl.constexpr = STEP * DEPTH
@@ -175,6 +176,8 @@ def _vector_kernel(
     w = _pieces(bases, k, L, STEP, DEPTH, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
 
     sums = ()
     squares = ()
@@ -264,9 +267,10 @@ def _matrix_kernel(
     DEPTH: tl.constexpr,  # steps loaded into registers before gdc_wait, at most all
     STAGES: tl.constexpr,  # later steps in flight
     PRECISION: tl.constexpr,
+    LATE: tl.constexpr,  # the next kernel starts only when all before this one is complete
     PDL: tl.constexpr,
 ):
-    if PDL:
+    if PDL and not LATE:
         tl.extra.cuda.gdc_launch_dependents()
     STEP: tl.constexpr = WARPS * SLICE
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
@@ -282,6 +286,8 @@ def _matrix_kernel(
     w = _pieces(bases, k, K, STEP, DEPTH, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if LATE:
+            tl.extra.cuda.gdc_launch_dependents()
 
     i = tl.arange(0, ROWS)
     x_rows = x + tl.minimum(i, rows - 1)[None, :, None] * x_stride
@@ -380,6 +386,7 @@ def prepare(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     config: SkinnyConfig | None = None,
+    late: bool = False,
     pdl: bool | None = None,
 ) -> tuple[Any, tuple[int], tuple[Any, ...], dict[str, Any]]:
     """(kernel, grid, args, keywords), to launch or to compile ahead: ``kernel.warmup(*args, grid=grid, **keywords)``.
@@ -400,7 +407,8 @@ def prepare(
         out,
     )
     flags: dict[str, Any] = {"K": k, "NORM": norm_weight is not None, "GATED": gated, "BIAS": bias is not None,
-             "ADD": residual is not None, "WARPS": config.warps, "DEPTH": config.depth, "PDL": pdl}  # fmt: skip
+             "ADD": residual is not None, "WARPS": config.warps, "DEPTH": config.depth, "LATE": late,
+             "PDL": pdl}  # fmt: skip
     options = {"num_warps": config.warps, "num_stages": 1, "enable_fp_fusion": True, "launch_pdl": pdl}
     if config.per_warp:
         packed = x.dtype == torch.bfloat16 and k % 2 == 0 and x.stride(0) % 2 == 0
@@ -429,8 +437,9 @@ def norm_linear_triton(
     bias: torch.Tensor | None = None,
     config: SkinnyConfig | None = None,
 ) -> torch.Tensor:
+    """Late, for the attention that follows: it reads what no direct predecessor wrote before its own wait."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, norm_weight=norm_weight, eps=eps, bias=bias, config=config)
+    return _launch(x, weight, out, norm_weight=norm_weight, eps=eps, bias=bias, config=config, late=True)
 
 
 def norm_gate_up_triton(

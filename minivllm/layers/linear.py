@@ -135,7 +135,7 @@ class RowParallelLinear(LinearBase):
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return residual.add_(self.forward(x))
+        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

@@ -1,0 +1,144 @@
+"""Steps with few prompt tokens as CUDA graphs: the model's layers for 32, 64, 128, … tokens, padded.
+
+Launching a step of prompts kernel by kernel takes the host about 10 ms, however few tokens there are; the GPU needs a
+tenth of it. Only the layers are captured: what varies in shape, from the rows that sample on, runs eagerly behind.
+
+Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
+# input_ids, positions, slot_mapping (T,) int64
+# query_start (R + 1,) int32   seq_lens (R,) int32   block_tables (R, max_blocks) int32
+All rows go to the backend as prompt rows, decodes too. The row behind the last holds the tokens of the padding: its
+context is one key long, so that they see nothing; they write into block 0, which nobody owns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch, Batch
+
+if TYPE_CHECKING:
+    from minivllm.core.model_runner import ModelRunner
+
+_SMALLEST = 32
+_FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide their launches
+_WASTE = 0.25  # of the largest step: padding tokens allowed
+_MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
+
+
+def prompt_sizes(most: int) -> list[int]:
+    """Powers of two from 32 to ``most``."""
+    return [1 << n for n in range(_SMALLEST.bit_length() - 1, most.bit_length())]
+
+
+class PromptGraphs:
+    """Captures the layers of steps with prompts, and replays them."""
+
+    def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
+        self.runner, device, rows = runner, runner.device, runner.num_slots + 1
+        self.block_tables = torch.zeros((rows, runner.block_table.shape[1]), dtype=torch.int32, device=device)
+        layers = sum(
+            p.numel()
+            for name, p in runner.model.named_parameters()  # type: ignore[attr-defined]
+            if p.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        )
+        limit = int(_FLOP / (2 * max(layers, 1)))
+        longest = self.block_tables.shape[1] * runner.block_size
+        self.sizes = prompt_sizes(min(max_tokens, limit, runner.num_slots * longest))
+        self.waste = int(_WASTE * limit)
+        top = self.sizes[-1] if self.sizes else 0
+        self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
+        self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._plans = {size: self._plan(size) for size in self.sizes}
+
+    def _plan(self, size: int) -> AttentionBatch:
+        rows = len(self.seq_lens)
+        return AttentionBatch(
+            num_decodes=0,
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            block_tables=self.block_tables,
+            slot_mapping=self.slot_mapping[:size],
+            host_query_lens=np.zeros(rows, dtype=np.int32),
+            host_seq_lens=np.zeros(rows, dtype=np.int32),
+            host_block_tables=np.zeros((rows, 1), dtype=np.int32),
+            graph_size=size,
+        )
+
+    # ------------------------------------------------------------------ capture
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every size, largest first so that the smaller ones live in its memory."""
+        pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        for size in reversed(self.sizes):
+            self._rehearse(size)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._forward(size)  # compiles what this size needs, outside the capture
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self._hidden[size] = self._forward(size)
+            self._graphs[size] = graph
+
+    def _rehearse(self, size: int) -> None:
+        """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
+        longest = self.block_tables.shape[1] * self.runner.block_size
+        lens = np.full(len(self.seq_lens), 0, dtype=np.int32)
+        parts = -(-size // longest)
+        lens[:parts] = np.minimum(longest, size - longest * np.arange(parts))
+        start = np.zeros(len(lens) + 1, dtype=np.int32)
+        np.cumsum(lens, out=start[1:])
+        self.query_start.copy_(torch.from_numpy(start))
+        self.seq_lens.copy_(torch.from_numpy(lens))
+        self._hand_over(size, lens, lens)
+
+    def _hand_over(self, size: int, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
+        plan = self._plans[size]
+        plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
+        self.runner.attention.batch = plan
+        self.runner.attention.plan(plan)
+
+    def _forward(self, size: int) -> torch.Tensor:
+        return self.runner.model.forward(self.input_ids[:size], self.positions[:size], self.runner.attention)
+
+    # ------------------------------------------------------------------ replay
+
+    def size_for(self, batch: Batch) -> int | None:
+        """The graph for this step; None if it had better run eagerly."""
+        tokens, d = batch.num_tokens, batch.num_decodes
+        if not self.sizes or tokens > self.sizes[-1] or d > _MAX_DECODES:
+            return None
+        if d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT:
+            return None
+        size = next(size for size in self.sizes if size >= tokens)
+        return size if size - tokens <= self.waste else None
+
+    def launch(
+        self, size: int, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
+        query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Arguments as the eager step has them, on the device; returns hidden states (tokens, hidden_size)."""
+        t, n = len(input_ids), len(batch.slots)
+        self.input_ids[:t], self.positions[:t], self.slot_mapping[:t] = input_ids, positions, slot_mapping
+        self.query_start[: n + 1], self.seq_lens[:n] = query_start, seq_lens
+        torch.index_select(self.runner.block_table, 0, slots, out=self.block_tables[:n])
+        query_lens, lens = np.zeros((2, len(self.seq_lens)), dtype=np.int32)
+        query_lens[:n], lens[:n] = batch.num_new, batch.num_computed + batch.num_new
+        query_lens[n], lens[n] = size - t, 1
+        self.query_start[n + 1 :] = size
+        self.seq_lens[n:] = 1
+        self.block_tables[n] = 0
+        if size > t:
+            self.input_ids[t:size] = 0
+            self.positions[t:size] = 0
+            self.slot_mapping[t:size] = 0
+        self._hand_over(size, query_lens, lens)
+        self._graphs[size].replay()
+        return self._hidden[size][:t]

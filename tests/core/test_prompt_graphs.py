@@ -1,0 +1,61 @@
+"""Which steps with prompts are replayed as a graph: judged on the host, without a GPU. Replays: ``tests/gpu``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minivllm.core.batch import Batch
+from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
+
+
+def batch(decodes: list[int], prompts: list[int]) -> Batch:
+    """Decodes with contexts so long, and prompts of so many tokens."""
+    none = np.empty(0, dtype=np.int32)
+    n = len(decodes) + len(prompts)
+    return Batch(
+        step=0, slots=np.arange(n, dtype=np.int32), generations=np.zeros(n, dtype=np.int64),
+        num_computed=np.array([*decodes, *[0] * len(prompts)], dtype=np.int32),
+        num_new=np.array([*[1] * len(decodes), *prompts], dtype=np.int32), samples=np.ones(n, dtype=bool),
+        num_decodes=len(decodes), token_ids=np.zeros(sum(prompts), dtype=np.int32), block_slots=none,
+        block_indices=none, block_ids=none, admitted_slots=none, admitted_params=none,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def graphs() -> PromptGraphs:
+    made = object.__new__(PromptGraphs)  # what chooses, without a runner
+    made.sizes, made.waste = prompt_sizes(1024), 300
+    return made
+
+
+def test_sizes_are_powers_of_two_up_to_the_most() -> None:
+    assert prompt_sizes(1024) == [32, 64, 128, 256, 512, 1024]
+    assert prompt_sizes(300) == [32, 64, 128, 256]
+    assert prompt_sizes(31) == []
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompts", "size"),
+    [
+        ([], [1], 32),
+        ([], [32], 32),
+        ([], [33], 64),
+        ([10, 20], [100, 26], 128),
+        ([10, 20], [100, 27], 256),
+        ([], [1024], 1024),
+        ([], [1025], None),  # larger than any
+        ([], [600], None),  # too much padding
+        ([10] * 33, [40], None),  # too many decodes for the kernel of prompts
+        ([5000], [40], None),  # and too long ones
+    ],
+)
+def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
+    graphs: PromptGraphs, decodes: list[int], prompts: list[int], size: int | None
+) -> None:
+    assert graphs.size_for(batch(decodes, prompts)) == size
+
+
+def test_no_sizes_no_graph(graphs: PromptGraphs) -> None:
+    graphs.sizes = []
+    assert graphs.size_for(batch([], [3])) is None
