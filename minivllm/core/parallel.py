@@ -34,6 +34,12 @@ class TensorParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
+    def all_reduce_add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the sum of ``x`` over the ranks to ``residual``, in place; returns it. ``x`` is not to be read again."""
+        if self.peer is not None and self.peer.takes(x) and self.peer.takes(residual):
+            return self.peer.add_to(residual, x)
+        return residual.add_(self.all_reduce(x))
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate every rank's ``x``, (n, columns), along the last dimension. All ranks get the same bytes."""
         if self.size == 1:

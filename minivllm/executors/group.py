@@ -17,11 +17,12 @@ from minivllm.errors import ConfigError
 from minivllm.kernels.all_reduce import PeerAllReduce
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 logger = logging.getLogger("minivllm")
 
-_PEER_BYTES = 1 << 20  # an all-reduce up to here goes through peer memory, if that is chosen; more through NCCL
+_PEER_BYTES = 1 << 20  # all_reduce=peer: up to here, if not told otherwise
+_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)  # all_reduce=auto: what is tried
 
 _JOIN_TIMEOUT = timedelta(seconds=120)  # until all ranks are there
 _GLOO_TIMEOUT = timedelta(days=1)  # ranks wait for work for as long as there is none; who hangs is found out elsewhere
@@ -61,23 +62,54 @@ def join(device_type: str, device_index: int, rank: int, size: int, host: str, p
 
 
 def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str, Any]) -> TensorParallel:
-    """``executor.options.all_reduce=peer``: small sums through peer memory, after proving on this machine that they are
-    right; ``all_reduce_bytes`` is how small. Every rank calls this."""
-    how = options.get("all_reduce", "nccl")
-    if how not in ("nccl", "peer"):
-        raise ConfigError(f"executor.options.all_reduce={how} is neither nccl nor peer")
+    """Small sums through peer memory, after proving on this machine that they are right. Every rank calls this.
+
+    ``executor.options.all_reduce``: auto (the default) takes it up to the size where NCCL becomes faster, measured here;
+    peer up to ``all_reduce_bytes``, 1 MiB if not given; nccl never.
+    """
+    how = options.get("all_reduce", "auto")
+    if how not in ("auto", "nccl", "peer"):
+        raise ConfigError(f"executor.options.all_reduce={how} is none of auto, nccl and peer")
+    if "all_reduce_bytes" in options and how != "peer":
+        raise ConfigError(f"executor.options.all_reduce_bytes is for all_reduce=peer, not for {how}; leave it out")
     if how == "nccl" or tp.size == 1:
         return tp
     device, why = torch.device("cuda", device_index), ""
+    capacity = int(options.get("all_reduce_bytes", _PEER_BYTES)) if how == "peer" else _SIZES[-1]
     try:
-        peer = PeerAllReduce.create(tp.group, int(options.get("all_reduce_bytes", _PEER_BYTES)), device)
+        peer = PeerAllReduce.create(tp.group, capacity, device)
         right = _agrees(peer, tp, device)
     except RuntimeError as error:
         right, why = False, str(error).splitlines()[0]
     if not tp.minimum(int(right), device):
-        logger.warning("all_reduce=peer does not work here, NCCL is used %s", why)
+        level = logging.WARNING if how == "peer" else logging.INFO
+        logger.log(level, "sums through peer memory do not work here, NCCL is used %s", why)
         return tp
+    if how == "auto":
+        peer.limit = tp.minimum(_faster_up_to(peer, tp, device), device)
     return replace(tp, peer=peer)
+
+
+def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> int:
+    """The bytes up to which peer memory is faster than NCCL; 0: nowhere. A few milliseconds in all."""
+
+    def seconds(reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
+        for _ in range(3):
+            reduce(x)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        for _ in range(10):
+            reduce(x)
+        after.record()
+        after.synchronize()
+        return before.elapsed_time(after)
+
+    limit, faster = 0, True
+    for size in _SIZES:  # every rank times every size: they must make the same calls
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        faster &= seconds(peer, x) < seconds(tp.all_reduce, x)
+        limit = size if faster else limit
+    return limit
 
 
 def _agrees(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> bool:
