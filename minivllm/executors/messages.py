@@ -19,6 +19,7 @@ from minivllm import errors
 from minivllm.config.engine_config import EngineConfig
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.plugins.ranks import ParentView
 
 _LENGTH = struct.Struct("<I")
 
@@ -37,6 +38,7 @@ class Hello(msgspec.Struct, tag=True):
     results_fd: int
     step_bytes: int  # of a slot
     result_bytes: int
+    plugins: ParentView
     bell_fds: tuple[int, int]  # of the rank's own bell
     results_bell_fds: tuple[int, int]  # of the parent's
     parent_pid: int = 0
@@ -49,6 +51,22 @@ class Build(msgspec.Struct, tag=True):
     config: EngineConfig
     model_config: ModelConfig
     max_model_len: int
+    plugins: ParentView
+
+
+class Still(msgspec.Struct, tag=True):
+    """From a rank that starts: what its main thread is in, and for how many seconds at that very place."""
+
+    where: str
+    seconds: float
+
+
+class Pulse(msgspec.Struct, tag=True):
+    """From an actor that was asked whether it lives."""
+
+    pid: int
+    node: str
+    place: Still  # of the thread that starts it and takes steps
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -56,6 +74,7 @@ class Ready(msgspec.Struct, tag=True):
 
     num_blocks: int
     about: dict[str, Any]
+    notes: list[str]  # what the parent should tell: plugins that are broken here and not there
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -83,7 +102,7 @@ class Failed(msgspec.Struct, tag=True):
         return error
 
 
-Message = Hello | Build | Ready | Failed
+Message = Hello | Build | Still | Pulse | Ready | Failed
 _decoder = msgspec.msgpack.Decoder(Message, dec_hook=lambda kind, value: _decode(kind, value))
 
 

@@ -21,9 +21,11 @@ from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Hello
 from minivllm.executors.processes import RankProcesses
+from minivllm.executors.progress import START_TIMEOUT
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.wire import pack_batch, unpack_result
 from minivllm.executors.worker import resolve_device
+from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -36,15 +38,19 @@ _LOGPROBS = 20  # a token, in a slot for results; more travel in pieces
 
 
 class MultiprocExecutor(Executor):
-    """Options: ``devices``, the GPUs' numbers (0, 1, … unless given); ``step_timeout`` in seconds; ``all_reduce``, nccl
-    or peer (small sums through peer memory, up to ``all_reduce_bytes``)."""
+    """Options: ``devices``, the GPUs' numbers (0, 1, … unless given); ``step_timeout`` and ``start_timeout`` in seconds
+    (how long a start may come no further); ``all_reduce``, nccl or peer (small sums through peer memory, up to
+    ``all_reduce_bytes``)."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
+        self._registry = registry
         self.devices = choose_devices(config)
         refuse_unsplittable(config, model_config, registry)
-        self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize
+        with registry.building("sampler", config.sampler.name):
+            self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize
         self._step_timeout = float(config.executor.options.get("step_timeout", _STEP_TIMEOUT))
+        self._start_timeout = float(config.executor.options.get("start_timeout", START_TIMEOUT))
         self._about: dict[str, Any] = {}
         self._dead: MinivllmError | None = None
         self._sent = self._received = 0
@@ -69,6 +75,7 @@ class MultiprocExecutor(Executor):
                 config=self.config,
                 model_config=self.model_config,
                 max_model_len=self.max_model_len,
+                plugins=view_of(self._registry),
                 steps_fd=steps.fd,
                 results_fd=results.fd,
                 step_bytes=step_bytes,
@@ -81,7 +88,7 @@ class MultiprocExecutor(Executor):
         fds = [steps.fd, results.fd, *(fd for bell in bells for fd in (bell.read_fd, bell.write_fd))]
         held.callback(stores.clear)
         threads = max((os.cpu_count() or 1) // size, 1)
-        self._ranks = RankProcesses(fds=fds, beats=steps.beats, threads=threads)
+        self._ranks = RankProcesses(fds, steps.beats, threads, self._start_timeout)
         held.callback(self._ranks.kill)
         self._steps, self._results = Writer(steps, bells[:size]), Reader(results, 0, bells[size])
         self._ranks.poller.register(bells[size].read_fd, select.POLLIN)
@@ -92,6 +99,7 @@ class MultiprocExecutor(Executor):
             self._dead = error
             raise
         self._about = ready[0].about | {"ranks": size}
+        tell(self._registry, (note for r in ready for note in r.notes))
         return min(r.num_blocks for r in ready)
 
     def _slot_bytes(self) -> tuple[int, int]:
@@ -195,6 +203,7 @@ def choose_devices(config: EngineConfig) -> list[int]:
 
 def refuse_unsplittable(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> None:
     """Build the last rank's model without memory, so that what cannot be split is said before anything is started."""
-    model_class = registry.resolve("model", registry.model_for_architecture(model_config.architecture).name)
-    with torch.device("meta"):
+    name = registry.model_for_architecture(model_config.architecture).name
+    model_class = registry.resolve("model", name)
+    with torch.device("meta"), registry.building("model", name):
         model_class(model_config, TensorParallel(config.tp - 1, config.tp))

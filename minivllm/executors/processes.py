@@ -1,7 +1,9 @@
 """The parent's side of rank processes: starting them, noticing that one is gone or silent, ending them all.
 
 A rank is watched in three ways: its socket ends when it dies, however it dies; it reports its own errors there; and
-its heartbeats stop if it is stopped or stuck where not even its threads run.
+its heartbeats stop if it is stopped or stuck where not even its threads run. At its start the last may be right (an
+import or a driver can hold up all its threads), so there a rank counts as lost when the system says that it is stopped,
+or when no rank came further for long.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.errors import EngineDeadError, MinivllmError
-from minivllm.executors.messages import Failed, Hello, Link, Ready
+from minivllm.executors.messages import Failed, Hello, Link, Ready, Still
+from minivllm.executors.progress import START_TIMEOUT, nobody_moves
 
 _TICK = 0.25  # seconds between two looks at the heartbeats
 _SILENT = 6.0  # seconds without a heartbeat after which a rank counts as lost
-_SILENT_AT_START = 120.0  # importing and loading may hold up its threads for long
 _LAST_WORDS = 0.5  # how long the others may still report, to find out who began
 _GRACE = 3.0  # between asking ranks to end and ending them
 
@@ -36,9 +38,9 @@ class Rank:
     link: Link
     ready: Ready | None = None
     failed: Failed | None = None
+    place: Still = field(default_factory=lambda: Still("its first moments", 0.0))
     beats: int = 0
     silent: float = 0.0  # seconds, as far as we watched
-    others: list[str] = field(default_factory=list)
 
     def hear(self) -> None:
         for message in self.link.hear():
@@ -46,6 +48,12 @@ class Rank:
                 self.ready = message
             elif isinstance(message, Failed):
                 self.failed = self.failed or message
+            elif isinstance(message, Still):
+                self.place = message
+
+    def still(self) -> Still:
+        """Its place; what it said is old if it is silent."""
+        return Still(self.place.where, self.place.seconds + self.silent)
 
     def end(self) -> str:
         """How its process ended, in words."""
@@ -60,16 +68,18 @@ class Rank:
 
 
 class RankProcesses:
-    """All ranks of one engine. ``beats(rank)`` reads a rank's heartbeat counter."""
+    """All ranks of one engine. ``beats(rank)`` reads a rank's heartbeat counter; ``start_timeout`` is in seconds."""
 
-    def __init__(self, fds: Sequence[int], beats: Callable[[int], int], threads: int) -> None:
+    def __init__(
+        self, fds: Sequence[int], beats: Callable[[int], int], threads: int, start_timeout: float = START_TIMEOUT
+    ) -> None:
         self.ranks: list[Rank] = []
-        self.fds, self.beats, self.threads = fds, beats, threads
+        self.fds, self.beats, self.threads, self.start_timeout = fds, beats, threads, start_timeout
         self.poller = select.poll()  # for a blocking wait: the caller adds what else should end it
         self._health = select.poll()
         self._by_fd: dict[int, Rank] = {}
         self._listened = time.monotonic()
-        self._limit = _SILENT_AT_START
+        self._starting = True
 
     def spawn(self, hellos: Sequence[Hello]) -> None:
         """Start a process for each and tell it who it is."""
@@ -106,11 +116,14 @@ class RankProcesses:
 
     def wait_ready(self) -> list[Ready]:
         """Until every rank can take steps. Raises what a rank raised at its start."""
-        while any(rank.ready is None for rank in self.ranks):
+        while waiting := [rank for rank in self.ranks if rank.ready is None]:
             self.watch()
+            if why := nobody_moves({rank.number: rank.still() for rank in waiting}, self.start_timeout):
+                self.kill()
+                raise EngineDeadError(why)
         for rank in self.ranks:
             rank.silent = 0.0
-        self._limit = _SILENT
+        self._starting = False
         return [rank.ready for rank in self.ranks if rank.ready is not None]
 
     def watch(self) -> float:
@@ -127,8 +140,10 @@ class RankProcesses:
             beats = self.beats(rank.number)
             rank.silent = rank.silent + elapsed if beats == rank.beats else 0.0
             rank.beats = beats
-            if rank.silent > self._limit:
-                raise self.give_up(rank, f"has not answered for {rank.silent:.0f} s (it is {_state(rank)})")
+            if rank.silent > _SILENT:
+                state = process_state(rank.process.pid)
+                if state == STOPPED or not self._starting:
+                    raise self.give_up(rank, f"has not answered for {rank.silent:.0f} s (it is {state})")
         return elapsed
 
     def check(self) -> None:
@@ -168,6 +183,11 @@ class RankProcesses:
         for rank in spoke:
             if rank is not culprit and rank.failed is not None:
                 error.add_note(f"then rank {rank.number}: {rank.failed.error}: {rank.failed.message}")
+        for rank in self.ranks:
+            if rank.ready is None and rank is not culprit and rank not in spoke:
+                error.add_note(
+                    f"meanwhile rank {rank.number} was for {rank.still().seconds:.0f} s in {rank.place.where}"
+                )
         self.kill()
         return error
 
@@ -195,11 +215,15 @@ class RankProcesses:
                 rank.link.socket.close()
 
 
-def _state(rank: Rank) -> str:
+STOPPED = "stopped"
+_STATES = {"T": STOPPED, "t": "held by a debugger", "D": "waiting for a device", "R": "running", "S": "asleep"}
+
+
+def process_state(pid: int) -> str:
+    """What the system says about a process of this machine (Linux)."""
     try:
-        with open(f"/proc/{rank.process.pid}/stat") as file:
-            return {"T": "stopped", "D": "waiting for a device", "R": "running", "S": "asleep"}.get(
-                state := file.read().rpartition(")")[2].split()[0], state
-            )
+        with open(f"/proc/{pid}/stat") as file:
+            state = file.read().rpartition(")")[2].split()[0]
     except OSError:
         return "unknown"
+    return _STATES.get(state, state)

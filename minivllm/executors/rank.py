@@ -6,6 +6,7 @@ It ends when its parent does, however that ends; Ctrl-C is the parent's to handl
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import queue
 import select
@@ -16,6 +17,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from minivllm.executors.messages import Failed, Hello, Link, Ready
+from minivllm.executors.progress import Progress
 from minivllm.executors.ring import Bell, Reader, Ring, Writer
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 _BEAT = 0.2  # seconds
+_BEATS_A_REPORT = 5  # of where a start is
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,20 +36,23 @@ class RankProcess:
     def __init__(self, link: Link, hello: Hello) -> None:
         self.link, self.hello = link, hello
         self.doing = "at its start"
+        self.ready = False
         self.steps = Reader(Ring(hello.steps_fd, hello.size, hello.step_bytes), hello.rank, Bell(*hello.bell_fds))
         self._pending: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self) -> None:
-        from minivllm.plugins.manager import default_registry
+        from minivllm.plugins.ranks import registry_of_rank
 
         hello = self.hello
-        worker = start_worker(hello, default_registry())
+        registry, notes = registry_of_rank(hello.plugins, hello.rank, hello.config, hello.model_config)
+        worker = start_worker(hello, registry)
         returning = None
         if hello.rank == 0:
             returning = threading.Thread(target=self._return, args=(worker,), daemon=True)
             returning.start()
-        self.link.send(Ready(worker.num_blocks, worker.describe()))
+        self.ready = True
+        self.link.send(Ready(worker.num_blocks, worker.describe(), notes))
         self._serve(worker)
         if returning is not None:
             self._pending.put(None)
@@ -81,8 +87,13 @@ class RankProcess:
     def _watch(self) -> None:
         poller = select.poll()
         poller.register(self.link.socket.fileno(), select.POLLIN)
-        while True:
+        progress = Progress(threading.main_thread().ident)
+        for number in itertools.count(1):
             self.steps.beat()
+            if not self.ready:
+                still = progress.sample()
+                if number % _BEATS_A_REPORT == 0:
+                    self.link.send(still)
             if poller.poll(_BEAT * 1000):
                 self.link.hear()
                 if self.link.ended:

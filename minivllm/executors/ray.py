@@ -1,12 +1,14 @@
 """Ranks as Ray actors, one a GPU (or a CPU), on as many nodes as it takes: for what outgrows one machine.
 
-What travels is bytes of our own (``wire``, ``messages``); Ray wraps them and never sees an object of ours.
+What travels is bytes of our own (``wire``, ``messages``); Ray wraps them and never sees an object of ours. Who is
+silent is found out here, by asking each actor every second (``ray_health``): Ray itself watches nodes, and lets a call
+to an actor that is stopped wait for ever.
 """
 
 from __future__ import annotations
 
-import queue
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,98 +20,38 @@ from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.multiproc import refuse_unsplittable
-from minivllm.executors.wire import pack_batch, pack_result, unpack_batch, unpack_result
+from minivllm.executors.progress import START_TIMEOUT
+from minivllm.executors.ray_actor import RemoteRank
+from minivllm.executors.ray_health import TICK, Failures, Hearts
+from minivllm.executors.wire import pack_batch, unpack_result
+from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch
     from minivllm.core.model_config import ModelConfig
-    from minivllm.core.model_runner import PendingStep
-    from minivllm.executors.worker import Worker
     from minivllm.plugins.registry import Registry
 
 _PLACE_TIMEOUT = 60.0  # seconds until the cluster has room
 _STEP_TIMEOUT = 300.0
-_LAST_WORDS = 0.5  # how long other ranks may still report, to find out who began
+_LAST_WORDS = 2.0  # how long other ranks may still report, to find out who began; Ray takes a while over a dead one
 _PUT = 64 << 10  # a larger step is stored once instead of sent to each actor
 
 
-Failures = list[tuple[int, Failed | RayError]]
-
-
-class RankActor:
-    """One rank. Steps run in one thread, their results are waited for in another, so that steps overlap."""
-
-    def __init__(self, build: bytes, rank: int, size: int, on_gpu: bool) -> None:
-        self.build, self.rank, self.size, self.on_gpu = build, rank, size, on_gpu
-        self.worker: Worker | None = None
-        self.pending: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
-        self.store: Any = None
-
-    @ray.method(concurrency_group="steps")
-    def open_store(self) -> tuple[str, int]:
-        """Rank 0: where the others find us."""
-        from minivllm.executors.group import open_store
-
-        host = ray.util.get_node_ip_address()
-        self.store = open_store(host)
-        return host, self.store.port
-
-    @ray.method(concurrency_group="steps")
-    def start(self, host: str, port: int) -> bytes:
-        from minivllm.executors.group import join
-        from minivllm.executors.worker import Worker
-        from minivllm.plugins.manager import default_registry
-
-        try:
-            build = decode(self.build)
-            assert isinstance(build, Build)
-            # Ray shows an actor its own GPU only: it is number 0
-            tp = join("cuda" if self.on_gpu else "cpu", 0, self.rank, self.size, host, port)
-            self.worker = Worker(build.config, build.model_config, build.max_model_len, default_registry(), tp)
-            self.worker.start()
-            return encode(Ready(self.worker.num_blocks, self.worker.describe()))
-        except BaseException as error:
-            return encode(Failed.of(error, "at its start"))
-
-    @ray.method(concurrency_group="steps")
-    def launch(self, step: bytes) -> bytes:
-        """Empty, or why it failed."""
-        assert self.worker is not None and self.worker.runner is not None
-        runner = self.worker.runner
-        doing = "in a step"
-        try:
-            batch = unpack_batch(bytearray(step), runner.sampler.row)
-            doing = f"in step {batch.step}"
-            pending = runner.launch(batch)
-            if self.rank == 0:
-                self.pending.put(pending)
-            return b""
-        except BaseException as error:
-            return encode(Failed.of(error, doing))
-
-    @ray.method(concurrency_group="results")
-    def result(self) -> bytes:
-        """Rank 0: what the oldest step sampled that was not asked for yet."""
-        assert self.worker is not None
-        self.worker.use_device()
-        return pack_result(self.pending.get().result())
-
-
-_OPTIONS: dict[str, Any] = {"concurrency_groups": {"steps": 1, "results": 1}, "max_restarts": 0}
-_RemoteRank: Any = ray.remote(**_OPTIONS)(RankActor)
-
-
 class RayExecutor(Executor):
-    """Options: ``address`` of the cluster (the running one, or a new one on this machine); ``step_timeout``."""
+    """Options: ``address`` of the cluster (the running one, or a new one on this machine); ``step_timeout`` and
+    ``start_timeout`` in seconds (how long a start may come no further)."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         self.config = config
-        self._build = encode(Build(config, model_config, max_model_len))
+        self._args = model_config, max_model_len, view_of(registry)
+        self._registry = registry
         refuse_unsplittable(config, model_config, registry)
         self._timeout = float(config.executor.options.get("step_timeout", _STEP_TIMEOUT))
+        self._start_timeout = float(config.executor.options.get("start_timeout", START_TIMEOUT))
         self._about: dict[str, Any] = {}
         self._actors: list[Any] = []
+        self._hearts = Hearts([], self._start_timeout)
         self._group: Any = None
         self._owns_ray = False
         self._dead: MinivllmError | None = None
@@ -123,18 +65,19 @@ class RayExecutor(Executor):
         if self.config.device == "cuda" and not on_gpu:
             raise ConfigError("device=cuda with executor=ray: the cluster has no GPU; use device=cpu")
         self._place(size, {"CPU": 1.0} | ({"GPU": 1.0} if on_gpu else {}))
-        build = ray.put(self._build)
+        config = replace(self.config, device="cuda" if on_gpu else "cpu")  # whatever else is on an actor's node
+        build = ray.put(encode(Build(config, *self._args)))
         for rank in range(size):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
             options = {"num_cpus": 1, "num_gpus": int(on_gpu), "scheduling_strategy": strategy}
-            self._actors.append(_RemoteRank.options(**options).remote(build, rank, size, on_gpu))
-        try:
-            host, port = ray.get(self._actors[0].open_store.remote())
-        except RayError as error:
-            raise self._died([(0, error)]) from None
+            self._actors.append(RemoteRank.options(**options).remote(build, rank, size))
+        self._hearts = Hearts(self._actors, self._start_timeout)
+        host, port = self._gather({self._actors[0].open_store.remote(): 0}, time_limit=None)[0]
         started = {actor.start.remote(host, port): rank for rank, actor in enumerate(self._actors)}
-        found = [r for r in map(decode, self._gather(started, starting=True)) if isinstance(r, Ready)]
-        self._about = found[0].about | {"ranks": size, "nodes": len({n["NodeID"] for n in ray.nodes() if n["Alive"]})}
+        found = [r for r in map(decode, self._gather(started, time_limit=None)) if isinstance(r, Ready)]
+        self._hearts.starting = False
+        tell(self._registry, (note for r in found for note in r.notes))
+        self._about = found[0].about | {"ranks": size, "nodes": self._hearts.count_nodes()}
         return min(r.num_blocks for r in found)
 
     def _place(self, size: int, bundle: dict[str, float]) -> None:
@@ -159,45 +102,58 @@ class RayExecutor(Executor):
         launched = {actor.launch.remote(step): rank for rank, actor in enumerate(self._actors)}
         return _Step(self, launched, self._actors[0].result.remote())
 
-    def _gather(self, launched: dict[Any, int], starting: bool = False, result: Any = None) -> list[bytes]:
-        """Wait for ``result``, or else for all of ``launched``; returns what came. Raises what failed first."""
-        waiting, said = [*launched, *([result] if result is not None else [])], {}
-        end = time.monotonic() + self._timeout if not starting else float("inf")
-        while waiting and (result is None or result not in said):
-            done, waiting = ray.wait(waiting, timeout=1.0)
-            failures: Failures = []
-            for ref in done:
-                said[ref] = self._answer(ref, launched.get(ref, 0), failures, result)
-            if failures:
-                late, _ = ray.wait(waiting, num_returns=len(waiting), timeout=_LAST_WORDS) if waiting else ([], [])
-                for ref in late:
-                    self._answer(ref, launched.get(ref, 0), failures, result)
-                raise self._died(failures, starting)
-            if time.monotonic() > end:
-                raise self._died([(0, GetTimeoutError(f"a step did not finish in {self._timeout:.0f} s"))])
-        return [said[result]] if result is not None else [said[ref] for ref in launched]
+    def _gather(self, asked: dict[Any, int], time_limit: float | None, result: Any = None) -> list[Any]:
+        """Wait for ``result``, or else for all of ``asked`` (to which rank each was put); returns what came.
 
-    def _answer(self, ref: Any, rank: int, failures: Failures, result: Any) -> bytes:
-        try:
-            data = ray.get(ref)
-        except RayError as error:
-            failures.append((rank, error))
-            return b""
-        if ref is not result and data and isinstance(failed := decode(data), Failed):
-            failures.append((rank, failed))
-        return data
+        Raises:
+            EngineDeadError: an actor failed, is gone or is silent, or it took longer than ``time_limit`` seconds.
+        """
+        said: dict[Any, Any] = {}
+        failures: Failures = []
+        waiting = [*asked, *([result] if result is not None else [])]
+        began = time.monotonic()
+        while waiting and result not in said and not failures:
+            waiting = self._listen(waiting, asked, said, failures)
+            if time_limit is not None and time.monotonic() - began > time_limit and not failures:
+                where = "; ".join(heart.where() for heart in self._hearts.hearts)
+                why = f"a step did not finish in {time_limit:g} s (executor.options.step_timeout): {where}"
+                raise self._died([(0, why)])
+        if not failures:
+            return [said[result]] if result is not None else [said[ref] for ref in asked]
+        end = time.monotonic() + _LAST_WORDS  # one rank's end makes the others fail, too
+        waiting = [ref for ref in waiting if ref is not result]
+        while waiting and time.monotonic() < end and all(isinstance(why, Failed) for _, why in failures):
+            waiting = self._listen(waiting, asked, said, failures)
+        raise self._died(failures)
 
-    def _died(self, failures: Failures, starting: bool = False) -> MinivllmError:
-        """An actor that is gone explains the errors of the others; among errors the first counts."""
-        gone = [(rank, f) for rank, f in failures if isinstance(f, RayError)]
-        spoke = sorted([(f.at, rank, f) for rank, f in failures if isinstance(f, Failed)], key=lambda x: x[:2])
+    def _listen(self, waiting: list[Any], asked: dict[Any, int], said: dict[Any, Any], failures: Failures) -> list[Any]:
+        """Add what comes within a moment to ``said`` or ``failures``; returns what is still waited for."""
+        done, waiting = ray.wait(waiting, timeout=TICK)
+        for ref in done:
+            rank = asked.get(ref, 0)
+            try:
+                said[ref] = data = ray.get(ref)
+            except RayError as error:
+                failures.append((rank, error))
+                continue
+            if ref in asked and isinstance(data, bytes) and data and isinstance(failed := decode(data), Failed):
+                failures.append((rank, failed))
+        failures += self._hearts.look()
+        return waiting
+
+    def _died(self, failures: Failures) -> MinivllmError:
+        """An actor that is gone or silent explains the errors of the others; among errors the first counts."""
+        gone = [(rank, why) for rank, why in failures if isinstance(why, RayError)]
+        silent = [why for _, why in failures if isinstance(why, str)]
+        spoke = sorted([(why.at, rank, why) for rank, why in failures if isinstance(why, Failed)], key=lambda x: x[:2])
         if gone:
             rank, error = gone[0]
-            why = " ".join(str(error).split())
-            self._dead = EngineDeadError(f"rank {rank} (a Ray actor) is gone: {why}")
+            self._dead = EngineDeadError(f"rank {rank} (a Ray actor) is gone: {' '.join(str(error).split())}")
+        elif silent:
+            self._dead = EngineDeadError(f"{silent[0]}; the engine was stopped")
         else:
             _, rank, failed = spoke[0]
-            self._dead = failed.as_error(rank, starting)
+            self._dead = failed.as_error(rank, self._hearts.starting)
         self._end()
         return self._dead
 
@@ -206,6 +162,8 @@ class RayExecutor(Executor):
             raise self._dead
         if not self._actors:
             raise EngineDeadError("the engine was shut down; make a new one")
+        if failures := self._hearts.look():
+            raise self._died(failures)
 
     def describe(self) -> dict[str, Any]:
         return self._about
@@ -232,5 +190,6 @@ class _Step:
         self.executor, self.launched, self.outcome = executor, launched, outcome
 
     def result(self) -> StepResult:
-        self.executor.check_health()
-        return unpack_result(bytearray(self.executor._gather(self.launched, result=self.outcome)[0]))
+        executor = self.executor
+        executor.check_health()
+        return unpack_result(bytearray(executor._gather(self.launched, executor._timeout, self.outcome)[0]))

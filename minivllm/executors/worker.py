@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minivllm.backends.select import choose
+from minivllm.backends.select import build, choose
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
@@ -77,6 +77,7 @@ class Worker:
             sliding_window=model_config.hf_config.get("sliding_window")
             if model_config.hf_config.get("use_sliding_window", True)
             else None,
+            needs_graphs=self.device_type == "cuda" and config.enforce_eager is False,
         )
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
@@ -91,22 +92,24 @@ class Worker:
         config, model_config = self.config, self.model_config
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
         self.use_device()
-        model_class = self.registry.resolve(
-            "model", self.registry.model_for_architecture(model_config.architecture).name
-        )
+        model_name = self.registry.model_for_architecture(model_config.architecture).name
+        model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
-        model = build_model(
-            model_class, model_config, self.tp, device, getattr(torch, self.dtype),
-            config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
-        )  # fmt: skip
+        with self.registry.building("model", model_name):
+            model = build_model(
+                model_class, model_config, self.tp, device, getattr(torch, self.dtype),
+                config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
+            )  # fmt: skip
         num_slots = config.scheduler.max_num_seqs
         sampler_class = self.registry.resolve("sampler", config.sampler.name)
-        sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
+        with self.registry.building("sampler", config.sampler.name):
+            sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
+        self.choice, attention = build(self.choice, config.attention, self.spec, self.registry)
         if self.tp.size > 1:
             sampler = AgreedSampler(sampler, self.tp)
         self.runner = ModelRunner(
             model,
-            self.choice.build(self.spec),
+            attention,
             sampler,
             num_slots=num_slots,
             max_blocks=-(-self.max_model_len // self.spec.block_size),
@@ -127,6 +130,12 @@ class Worker:
             graphs.capture()
             graphs.verify(num_blocks, model_config.vocab_size)
             self.runner.graphs = graphs
+            if self.choice.prompt_graphs():
+                from minivllm.core.prompt_graphs import PromptGraphs
+
+                prompts = PromptGraphs(self.runner, self.spec.max_num_batched_tokens)
+                prompts.capture()
+                self.runner.prompt_graphs = prompts
         return num_blocks
 
     def describe(self) -> dict[str, Any]:

@@ -4,84 +4,52 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faults import FAULTY, fault_on
+from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import CheckpointError, ConfigError, EngineDeadError
 from minivllm.executors.group import open_store
+from minivllm.executors.messages import Failed, Hello, Still
+from minivllm.executors.processes import RankProcesses
+from minivllm.executors.progress import Progress, nobody_moves
 from minivllm.plugins.manager import default_registry
 
 Checkpoints = Callable[..., Path]
 FakePlugin = Callable[..., Path]
-TIMEOUT = ["executor=multiproc", "+executor.options.step_timeout=3"]
+TIMEOUT = ["executor=multiproc", "+executor.options.step_timeout=2", "+executor.options.start_timeout=3"]
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
-
-FAULTY = """
-    import os, time
-    from minivllm.core.sampler import DefaultSampler
-    from minivllm.errors import CheckpointError
-    from minivllm.plugins import Component, hookimpl
-
-    def mine():
-        import torch.distributed as dist
-        return dist.get_rank() == int(os.environ["FAULT_RANK"])
-
-    class Faulty(DefaultSampler):
-        calls = 0
-
-        def __init__(self, *args):
-            super().__init__(*args)
-            if os.environ["FAULT"] == "start" and mine():
-                raise CheckpointError("no such weights here")
-            if os.environ["FAULT"] == "start, not ours" and mine():
-                raise KeyError("where?")
-
-        def sample(self, *args):
-            self.calls += 1
-            if self.calls == 4 and mine():
-                if os.environ["FAULT"] == "raise":
-                    raise ArithmeticError("the numbers ran out")
-                if os.environ["FAULT"] == "exit":
-                    os._exit(7)
-                if os.environ["FAULT"] == "hang":
-                    time.sleep(600)
-            return super().sample(*args)
-
-    @hookimpl
-    def minivllm_samplers():
-        yield Component("faulty", __name__ + ":Faulty")
-"""
 
 
 @pytest.fixture
-def faulty(fake_plugin: FakePlugin, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
-    """``faulty("raise", 1)``: with sampler=faulty, rank 1 raises in a step. A plugin, so that workers must find it."""
+def faulty(fake_plugin: FakePlugin) -> Iterator[None]:
     fake_plugin("minivllm-faulty", FAULTY)
     default_registry.cache_clear()
-
-    def arm(fault: str, rank: int) -> None:
-        monkeypatch.setenv("FAULT", fault)
-        monkeypatch.setenv("FAULT_RANK", str(rank))
-
-    yield arm
+    yield
     default_registry.cache_clear()
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
+def nothing_left(zygote: Zygote) -> Iterator[None]:
+    def there() -> tuple[set[int], set[int], int, set[str]]:
+        return children(), children(zygote.process.pid), open_files(), shared_memory()
+
     open_store("127.0.0.1")  # torch opens a pipe with the first store of a process, and keeps it
-    before = children(), open_files(), shared_memory()
+    before = there()
     yield
-    assert (children(), open_files(), shared_memory()) == before
+    assert there() == before
 
 
 def children(pid: int | str | None = None) -> set[int]:
@@ -141,24 +109,33 @@ def dies(llm: LLM, within: float) -> EngineDeadError:
     return caught.value
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_every_call_and_a_new_engine_starts(tiny_checkpoint: Checkpoints, rank: int) -> None:
+def kill_and_see(llm: LLM, rank: int) -> None:
+    llm.engine.add_request("a", [1, 2, 3], LONG)
+    for _ in range(3):
+        llm.engine.step()
+    victim = pids_of(llm)[rank]
+    os.kill(victim, signal.SIGKILL)
+    assert f"rank {rank} (process {victim}) was killed by SIGKILL" in str(dies(llm, 5))
+
+
+def test_a_killed_rank_ends_every_call_and_a_new_engine_starts(tiny_checkpoint: Checkpoints) -> None:
+    """Ranks as they are started outside of tests, too."""
     folder = tiny_checkpoint("qwen3")
     with make(folder) as llm:
-        llm.engine.add_request("a", [1, 2, 3], LONG)
-        for _ in range(3):
-            llm.engine.step()
-        victim = pids_of(llm)[rank]
-        os.kill(victim, signal.SIGKILL)
-        error = dies(llm, 5)
-        assert f"rank {rank} (process {victim}) was killed by SIGKILL" in str(error)
-        if rank:
-            with make(folder) as new:
-                said = new.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-            assert len(said[0].outputs[0].token_ids) == 4
+        kill_and_see(llm, 1)
+        with make(folder) as new:
+            said = new.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert len(said[0].outputs[0].token_ids) == 4
 
 
-def test_a_rank_killed_while_nothing_runs_is_noticed_by_the_next_call(tiny_checkpoint: Checkpoints) -> None:
+def test_rank_0_killed(tiny_checkpoint: Checkpoints, forked_ranks: Zygote) -> None:
+    with make(tiny_checkpoint("qwen3")) as llm:
+        kill_and_see(llm, 0)
+
+
+def test_a_rank_killed_while_nothing_runs_is_noticed_by_the_next_call(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote
+) -> None:
     with make(tiny_checkpoint("qwen3")) as llm:
         pids = pids_of(llm)
         os.kill(pids[1], signal.SIGKILL)
@@ -174,11 +151,10 @@ def test_a_rank_killed_while_nothing_runs_is_noticed_by_the_next_call(tiny_check
     ("hang", 1, r"rank 1 .* did not finish a step"),
 ])  # fmt: skip
 def test_a_fault_in_a_step(
-    tiny_checkpoint: Checkpoints, faulty: Callable[[str, int], None], fault: str, rank: int, message: str,
-    capfd: pytest.CaptureFixture[str],
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, faulty: None, fault: str, rank: int,
+    message: str, capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    faulty(fault, rank)
-    with make(tiny_checkpoint("qwen3"), "sampler.name=faulty", *TIMEOUT) as llm:
+    with make(tiny_checkpoint("qwen3"), *fault_on(rank, fault), *TIMEOUT) as llm:
         error = dies(llm, 6)
     assert error.__class__ is EngineDeadError
 
@@ -188,18 +164,18 @@ def test_a_fault_in_a_step(
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("fault,kind,message", [
-    ("start", CheckpointError, "^no such weights here"),
-    ("start, not ours", EngineDeadError, "rank 1 failed at its start: KeyError: 'where\\?'"),
-])  # fmt: skip
 def test_a_fault_at_the_start(
-    tiny_checkpoint: Checkpoints, faulty: Callable[[str, int], None], fault: str, kind: type[Exception], message: str,
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, faulty: None,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    faulty(fault, 1)
-    with pytest.raises(kind, match=message):
-        make(tiny_checkpoint("qwen3"), "sampler.name=faulty")
+    with pytest.raises(CheckpointError, match=r"^no such weights here"):
+        make(tiny_checkpoint("qwen3"), *fault_on(1, "bad start"))
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_error_of_somebody_else_names_its_rank() -> None:
+    error = Failed.of(KeyError("where?"), "at its start").as_error(1, starting=True)
+    assert type(error) is EngineDeadError and str(error) == "rank 1 failed at its start: KeyError: 'where?'"
 
 
 def test_what_cannot_be_split_is_refused_before_anything_starts(tiny_checkpoint: Checkpoints) -> None:
@@ -211,7 +187,7 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(tiny_checkpoint:
     assert time.monotonic() - began < 2
 
 
-def test_a_rank_that_stopped_is_named_within_ten_seconds(tiny_checkpoint: Checkpoints) -> None:
+def test_a_rank_that_stopped_is_named_within_ten_seconds(tiny_checkpoint: Checkpoints, forked_ranks: Zygote) -> None:
     with make(tiny_checkpoint("qwen3")) as llm:
         llm.engine.add_request("a", [1, 2, 3], LONG)
         llm.engine.step()
@@ -219,7 +195,59 @@ def test_a_rank_that_stopped_is_named_within_ten_seconds(tiny_checkpoint: Checkp
         assert "rank 1" in (said := str(dies(llm, 10))) and "stopped" in said
 
 
-def test_shutdown_is_quick_and_can_be_left_out(tiny_checkpoint: Checkpoints) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stopped_while_it_starts_is_named_within_ten_seconds(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, faulty: None, rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Rank 0 in its first moment, rank 1 while it loads."""
+    if not rank:
+        spawn = RankProcesses._spawn
+
+        def spawn_and_stop(self: RankProcesses, hello: Hello) -> None:
+            spawn(self, hello)
+            if hello.rank == rank:
+                os.kill(self.ranks[rank].process.pid, signal.SIGSTOP)
+
+        monkeypatch.setattr(RankProcesses, "_spawn", spawn_and_stop)
+    folder, began = tiny_checkpoint("qwen3"), time.monotonic()
+    with pytest.raises(EngineDeadError, match=rf"rank {rank} .* has not answered for 6 s \(it is stopped\)"):
+        make(folder, *(fault_on(rank, "stopped start") if rank else []))
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_hangs_while_it_loads_is_named_with_its_place(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, faulty: None
+) -> None:
+    with pytest.raises(EngineDeadError, match="the start came no further for 3 s") as caught:
+        make(tiny_checkpoint("qwen3"), *fault_on(1, "hanging start"), *TIMEOUT)
+    assert re.search(
+        r"rank 0 for \d+ s in .* called by minimum \(core/parallel.py, line \d+\); rank 1", str(caught.value)
+    )
+    assert re.search(r"rank 1 for \d+ s in __init__ \(site/minivllm_faulty.py, .* called by start", str(caught.value))
+
+
+def test_who_moves_is_waited_for() -> None:
+    here, moving = Still("here", 9.0), Still("there", 0.1)
+    assert nobody_moves({0: here, 1: moving}, 5) is None and nobody_moves({}, 5) is None
+    assert "rank 1 for 9 s in here" in str(nobody_moves({0: here, 1: here}, 5))
+    progress, samples = Progress(threading.main_thread().ident), queue.SimpleQueue[Still]()
+
+    def look() -> None:
+        for _ in range(4):
+            time.sleep(0.1)
+            samples.put(progress.sample())
+
+    threading.Thread(target=look).start()
+    for _ in range(4):
+        last = samples.get()  # one place
+    assert last.seconds > 0.25 and "(executors/test_faults.py, line" in last.where
+    threading.Thread(target=look).start()
+    *_, last = samples.get(), samples.get(), samples.get(), samples.get()  # four
+    assert last.seconds < 0.25
+
+
+def test_shutdown_is_quick_and_can_be_left_out(tiny_checkpoint: Checkpoints, forked_ranks: Zygote) -> None:
     llm = make(tiny_checkpoint("qwen3"))
     pids = set(pids_of(llm))
     llm.engine.add_request("a", [1, 2, 3], LONG)

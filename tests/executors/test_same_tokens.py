@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
 
@@ -55,7 +57,9 @@ def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
-def test_any_number_of_ranks_says_the_same(tiny_checkpoint: Checkpoints, architecture: str) -> None:
+def test_any_number_of_ranks_says_the_same(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, architecture: str
+) -> None:
     # 2 kv heads: 4 ranks share them; 511 tokens: the vocabulary divides by neither 2 nor 4
     folder = tiny_checkpoint(architecture, vocab_size=511, tie_word_embeddings=architecture == "llama")
     one = run(folder, 1)
@@ -70,7 +74,9 @@ def test_any_number_of_ranks_says_the_same(tiny_checkpoint: Checkpoints, archite
         assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
-def test_two_engines_at_once_and_sampling_that_needs_agreement(tiny_checkpoint: Checkpoints) -> None:
+def test_two_engines_at_once_and_sampling_that_needs_agreement(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote
+) -> None:
     """Ports, names and process groups do not meet; top-p and logprobs come from all ranks alike."""
     folder, prompts = str(tiny_checkpoint("qwen3")), [[1, 2, 3], [7, 8]]
     params = [
@@ -82,3 +88,12 @@ def test_two_engines_at_once_and_sampling_that_needs_agreement(tiny_checkpoint: 
             [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] for llm in (a, b, one, a)
         ]
     assert said[0] == said[1] == said[2] == said[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would take two GPUs")
+def test_the_page_says_what_works(forked_ranks: Zygote, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    with LLM("demo", device="cpu") as llm:
+        params = SamplingParams(temperature=0, max_tokens=20)
+        assert capsys.readouterr().out == llm.generate("Once upon a time", params, False)[0].outputs[0].text + "\n"

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,30 +20,26 @@ from minivllm.executors.torchrun import read_environment
 Checkpoints = Callable[..., Path]
 ENVIRONMENT = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
-SAME = """
+SCRIPT = """
     import json, os, sys
     from minivllm import LLM, SamplingParams
+    from minivllm.errors import EngineDeadError
+    rank, said = int(os.environ["RANK"]), {}
     with LLM(sys.argv[1], device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
-    path = os.path.join(sys.argv[2], os.environ["RANK"])
-    open(path, "w").write(json.dumps([o.outputs[0].token_ids for o in outputs]))
-"""
-DIFFERENT = """
-    import os, sys
-    from minivllm import LLM, SamplingParams
-    from minivllm.errors import EngineDeadError
-    rank = int(os.environ["RANK"])
+    said["tokens"] = [o.outputs[0].token_ids for o in outputs]
     llm = LLM(sys.argv[1], device="cpu", tp=2, overrides=["executor=torchrun"])
     try:
         llm.generate([[1, 2, 3 + rank]], use_tqdm=False)
     except EngineDeadError as error:
-        open(os.path.join(sys.argv[2], str(rank)), "w").write(str(error))
+        said["error"] = str(error)
     llm.shutdown()
+    open(os.path.join(sys.argv[2], str(rank)), "w").write(json.dumps(said))
 """
 
 
-def torchrun(folder: Path, tmp_path: Path, script: str) -> list[str]:
+def torchrun(folder: Path, tmp_path: Path, script: str) -> list[dict[str, Any]]:
     """What each rank wrote."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
@@ -58,22 +55,21 @@ def torchrun(folder: Path, tmp_path: Path, script: str) -> list[str]:
         process.terminate()  # it ends its ranks
         raise
     assert process.returncode == 0, said
-    return [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
 
-def test_ranks_of_torchrun_say_the_same_as_one_process(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_ranks_of_torchrun_say_the_same_as_one_process_and_are_told_if_they_differ(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     folder = tiny_checkpoint("qwen3")
-    said = torchrun(folder, tmp_path, SAME)
+    said = torchrun(folder, tmp_path, SCRIPT)
     with LLM(str(folder), device="cpu") as llm:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         alone = [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)]
-    assert json.loads(said[0]) == json.loads(said[1]) == alone
-
-
-def test_ranks_that_make_different_requests_are_told_so(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
-    said = torchrun(tiny_checkpoint("qwen3"), tmp_path, DIFFERENT)
-    for rank, text in enumerate(said):
-        assert f"rank {1 - rank} computes another step 0" in text and "the same requests" in text
+    assert said[0]["tokens"] == said[1]["tokens"] == alone
+    for rank in range(2):
+        assert f"rank {1 - rank} computes another step 0" in said[rank]["error"]
+        assert "the same requests" in said[rank]["error"]
 
 
 def test_outside_torchrun_the_message_says_how_to_start(tiny_checkpoint: Checkpoints) -> None:

@@ -1,0 +1,69 @@
+"""Where a rank is at its start, seen from beside: the stack of the thread that starts it, sampled now and then.
+
+A thread that loads, compiles or captures is not found at one place for long, whoever wrote what it runs; one that hangs
+is. This says nothing about a thread that runs in circles.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+from minivllm.executors.messages import Still
+
+START_TIMEOUT = 600.0  # seconds at one place; the longest that is right is a backend that compiles its kernels
+_OURS = Path(__file__).parents[1]
+_WAITS_FOR_OTHERS = "/huggingface_hub/"  # a download: its threads work, this one waits, and it has its own time limits
+
+
+class Progress:
+    """Watches one thread; ``sample`` is called from another."""
+
+    def __init__(self, thread: int | None) -> None:
+        self.thread = thread
+        self._place, self._since = 0, time.monotonic()
+
+    def sample(self) -> Still:
+        """Where the thread is, and for how many seconds."""
+        frame = sys._current_frames().get(self.thread or 0)
+        frames = list(_stack(frame))
+        place = hash(tuple((f.f_code, f.f_lasti) for f in frames))
+        downloads = any(_WAITS_FOR_OTHERS in f.f_code.co_filename for f in frames)
+        now = time.monotonic()
+        if place != self._place or downloads:
+            self._place, self._since = place, now
+        return Still(describe(frames), now - self._since)
+
+
+def _stack(frame: FrameType | None) -> Iterable[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def describe(frames: list[FrameType]) -> str:
+    """The innermost function, and the innermost one of ours that called it."""
+    if not frames:
+        return "no Python code"
+    ours = next((f for f in frames if _OURS in Path(f.f_code.co_filename).parents), None)
+    called = f", called by {_name(ours)}" if ours is not None and ours is not frames[0] else ""
+    return _name(frames[0]) + called
+
+
+def _name(frame: FrameType) -> str:
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})"
+
+
+def nobody_moves(places: dict[int, Still], limit: float) -> str | None:
+    """Why to give up a start: every rank that is not ready has been at its place for ``limit`` seconds.
+
+    One that moves may be what the others wait for. Who began cannot be told from outside: all are named.
+    """
+    if not places or min(still.seconds for still in places.values()) <= limit:
+        return None
+    where = "; ".join(f"rank {rank} for {s.seconds:.0f} s in {s.where}" for rank, s in sorted(places.items()))
+    return f"the start came no further for {limit:g} s (executor.options.start_timeout): {where}"

@@ -1,0 +1,105 @@
+"""A rank as a Ray actor: what runs on the cluster's nodes. Imports torch only when it starts, to answer from the first.
+
+Steps run in one thread, their results are waited for in a second, and a third says that the actor lives.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from minivllm.executors.messages import Build, Failed, Pulse, Ready, Still, decode, encode
+from minivllm.executors.progress import Progress
+
+if TYPE_CHECKING:
+    from minivllm.core.model_runner import PendingStep
+    from minivllm.executors.worker import Worker
+
+
+class RankActor:
+    def __init__(self, build: bytes, rank: int, size: int) -> None:
+        self.build, self.rank, self.size = build, rank, size
+        self.worker: Worker | None = None
+        self.pending: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
+        self.store: Any = None
+        self.progress: Progress | None = None
+
+    @ray.method(concurrency_group="health")
+    def pulse(self) -> bytes:
+        place = self.progress.sample() if self.progress is not None else Still("its first moments", 0.0)
+        return encode(Pulse(os.getpid(), ray.get_runtime_context().get_node_id(), place))
+
+    @ray.method(concurrency_group="steps")
+    def open_store(self) -> tuple[str, int]:
+        """Rank 0: where the others find us."""
+        self.progress = Progress(threading.get_ident())
+        from minivllm.executors.group import open_store
+
+        host = ray.util.get_node_ip_address()
+        self.store = open_store(host)
+        return host, self.store.port
+
+    @ray.method(concurrency_group="steps")
+    def start(self, host: str, port: int) -> bytes:
+        self.progress = Progress(threading.get_ident())
+        try:
+            from minivllm.executors.group import join
+            from minivllm.executors.worker import Worker
+            from minivllm.plugins.ranks import registry_of_rank
+
+            build = decode(self.build)
+            assert isinstance(build, Build)
+            registry, notes = registry_of_rank(build.plugins, self.rank, build.config, build.model_config)
+            gpu = own_gpu(os.environ.get("CUDA_VISIBLE_DEVICES"), ray.get_gpu_ids())
+            tp = join(build.config.device, gpu, self.rank, self.size, host, port)
+            self.worker = Worker(build.config, build.model_config, build.max_model_len, registry, tp, gpu)
+            self.worker.start()
+            return encode(Ready(self.worker.num_blocks, self.worker.describe(), notes))
+        except BaseException as error:
+            return encode(Failed.of(error, "at its start"))
+
+    @ray.method(concurrency_group="steps")
+    def launch(self, step: bytes) -> bytes:
+        """Empty, or why it failed."""
+        from minivllm.executors.wire import unpack_batch
+
+        assert self.worker is not None and self.worker.runner is not None
+        runner = self.worker.runner
+        doing = "in a step"
+        try:
+            batch = unpack_batch(bytearray(step), runner.sampler.row)
+            doing = f"in step {batch.step}"
+            pending = runner.launch(batch)
+            if self.rank == 0:
+                self.pending.put(pending)
+            return b""
+        except BaseException as error:
+            return encode(Failed.of(error, doing))
+
+    @ray.method(concurrency_group="results")
+    def result(self) -> bytes:
+        """Rank 0: what the oldest step sampled that was not asked for yet."""
+        from minivllm.executors.wire import pack_result
+
+        assert self.worker is not None
+        self.worker.use_device()
+        return pack_result(self.pending.get().result())
+
+
+def own_gpu(visible: str | None, given: list[Any]) -> int:
+    """Torch's number of the GPU that Ray gave this actor, whose variable CUDA_VISIBLE_DEVICES is ``visible``.
+
+    Ray shows an actor its own GPU alone, which is number 0 then, unless it was told to leave the variable as it is.
+    """
+    if not given:
+        return 0
+    shown = visible.split(",") if visible else []
+    return shown.index(str(given[0])) if str(given[0]) in shown else int(given[0])
+
+
+OPTIONS: dict[str, Any] = {"concurrency_groups": {"steps": 1, "results": 1, "health": 1}, "max_restarts": 0}
+RemoteRank: Any = ray.remote(**OPTIONS)(RankActor)
