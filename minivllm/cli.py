@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.errors import ConfigError, MinivllmError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from minivllm.config.compose import Composed
 
 _WORDS = ("generate", "chat", "serve", "bench", "plugins")
-_FLAGS = ("-h", "--help", "-V", "--version", "--cfg", "--json", "-m", "--multirun")
+_FLAGS = ("-h", "--help", "-V", "--version", "--cfg", "--json", "-m", "--multirun", "--kind")
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Arguments:
     """A command line in its parts, whatever order they were typed in."""
 
     word: str | None = None  # the mode, or plugins
-    rest: list[str] = field(default_factory=list)  # further words: `plugins list`
+    rest: list[str] = field(default_factory=list)  # further words: `plugins list`, `plugins new NAME`
     overrides: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
 
@@ -65,6 +66,9 @@ def parse(argv: Sequence[str]) -> Arguments:
                     f"{token}: there is no such flag.{did_you_mean(flag, _FLAGS)} Settings are typed as key=value; "
                     "`minivllm --help` lists them"
                 )
+            if flag == "--kind":  # of `plugins new`; the one flag that is a setting
+                args.overrides.append(f"kind={value or (waiting.pop(0) if waiting else '')}")
+                continue
             if flag == "--cfg":
                 value = value or (waiting.pop(0) if waiting[:1] in (["job"], ["hydra"], ["all"]) else "job")
                 if value != "job":
@@ -83,7 +87,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             args.word = token
         else:
             args.rest.append(token)
-    if args.rest and args.word != "plugins":
+    if args.rest and args.word != "plugins" and not (args.word == "bench" and args.rest[0] == "compare"):
         raise ConfigError(f"{args.rest[0]!r} after {args.word}: one mode at a time; settings are typed as key=value")
     return args
 
@@ -104,8 +108,10 @@ def _run(args: Arguments) -> int:
         return _plugins(args)
     if args.has("--json"):
         raise ConfigError("--json belongs to `minivllm plugins list --json`")
-    if args.has("-m", "--multirun"):
-        raise ConfigError("-m: sweeps over several values come with bench and are not built yet; type one value a key")
+    if args.rest:
+        from minivllm.bench.compare import run as compare
+
+        return compare(args.rest[1:], args.overrides)
     return _run_mode(args)
 
 
@@ -117,11 +123,26 @@ def _run_mode(args: Arguments) -> int:
     typed = [o for o in args.overrides if o.startswith("mode=")]
     if args.word is not None and any(o != f"mode={args.word}" for o in typed):
         raise ConfigError(f"{args.word} and {typed[0]} name two modes; leave one out")
+    mode = args.word or (typed[-1].partition("=")[2] if typed else "generate")
+    several = args.has("-m", "--multirun")
+    if several and mode != "bench":
+        raise ConfigError(f"-m runs each combination of key=a,b in bench, not in {mode}: type `minivllm bench -m ...`")
+    if several or (mode == "bench" and any(o.startswith("sweep.resume=") for o in args.overrides)):
+        return _sweep(args)
     composed = compose(args.overrides, default_registry(), mode=args.word)
     if args.has("--cfg"):
         print(composed.to_yaml(), end="")
         return 0
     return _load(composed.mode, MODES[composed.mode].target)(composed)
+
+
+def _sweep(args: Arguments) -> int:
+    from minivllm.bench.sweep import run
+    from minivllm.plugins import default_registry
+
+    if args.has("--cfg"):
+        raise ConfigError("--cfg shows one config, and -m runs several; leave one out")
+    return run([o for o in args.overrides if not o.startswith("mode=")], default_registry())
 
 
 def _load(mode: str, target: str) -> Callable[[Composed], int]:
@@ -141,11 +162,22 @@ def _load(mode: str, target: str) -> Callable[[Composed], int]:
 
 
 def _plugins(args: Arguments) -> int:
+    from minivllm.plugins import load_plugins
+
+    if args.rest[:1] == ["new"]:
+        from minivllm.plugins.new import new_plugin
+
+        if args.flags:
+            raise ConfigError(f"{args.flags[0]}: plugins new takes no flag but --kind")
+        print(new_plugin(args.rest[1:], args.overrides, load_plugins(), Path.cwd()))
+        return 0
     if args.rest not in ([], ["list"]):
-        raise ConfigError(f"plugins {' '.join(args.rest)}: there is only `plugins list` (with --json)")
+        raise ConfigError(
+            f"plugins {' '.join(args.rest)}: there is only `plugins list` (with --json) and "
+            "`plugins new NAME --kind KIND`"
+        )
     if args.overrides:
         raise ConfigError(f"{args.overrides[0]}: plugins takes no settings")
-    from minivllm.plugins import load_plugins
     from minivllm.plugins.show import as_json, as_table
 
     registry = load_plugins()

@@ -8,7 +8,7 @@ from enum import Enum
 
 from minivllm.config.modes import MODES, Mode
 from minivllm.config.schema import EngineSchema, Key, keys_of
-from minivllm.plugins.registry import Registry, exists
+from minivllm.plugins.registry import KINDS, Registry, exists
 
 _EXAMPLES = """\
 Examples
@@ -20,7 +20,21 @@ Examples
   minivllm model=qwen3-8b load_format=dummy            random weights from the published shape; no download
   minivllm chat                                        talk with the demo model
   minivllm bench workload=mixed model=qwen3 load_format=dummy
+  minivllm bench -m attention=torch,triton tp=1,2      every combination: a table, files and report.html
+  minivllm bench -m sweep.resume=DIR                   what an interrupted one lacks
+  minivllm bench compare A.json B.json threshold=5     what became faster or slower
   minivllm plugins list                                what is installed, usable here or why not
+  minivllm plugins new mine --kind scheduler           a package of your own in ./minivllm-mine
+"""
+_PLUGINS = f"""\
+usage: minivllm plugins [list] [--json]
+       minivllm plugins new NAME --kind {"|".join(KINDS)}
+
+list: every model, attention backend, scheduler, sampler and executor, the package it comes from, and
+whether it is usable here or why not. Then every problem with a plugin.
+
+new: writes a package to ./minivllm-NAME that installs (pip install -e), passes its tests and runs, to be
+changed from there.
 """
 _ENVIRONMENT = """\
 Environment
@@ -28,16 +42,17 @@ Environment
   MINIVLLM_DISABLE_PLUGINS=a,b leave out these plugins (or packages); all: every one but the built-in
   MINIVLLM_STRICT_PLUGINS=1    a plugin with a problem is an error
 """
+_FLAGS = (
+    ("-m", "bench: run each combination of key=a,b (Hydra's syntax: also choice(), range(), glob())"),
+    ("--cfg job", "print the config instead of running it"),
+    ("--version", "print the version"),
+)
 
 
 def help_text(word: str | None, registry: Registry) -> str:
     """For one mode its own keys; without one, those of generate."""
     if word == "plugins":
-        return (
-            "usage: minivllm plugins [list] [--json]\n\nLists every model, attention backend, scheduler, sampler and "
-            "executor, the package it comes from, and\nwhether it is usable here or why not. Then every problem with "
-            "a plugin.\n\n" + _ENVIRONMENT
-        )
+        return (_PLUGINS + "\n" + _ENVIRONMENT).rstrip()
     from minivllm.config.overrides import group_options
 
     mode = word or "generate"
@@ -48,11 +63,11 @@ def help_text(word: str | None, registry: Registry) -> str:
     parts = [
         "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
         "A small, pluggable inference engine for large language models.",
-        _block("Modes", map(_mode, MODES.items()), [("plugins", "list what is installed")]),
+        _block("Modes", map(_mode, MODES.items()), [("plugins", "list what is installed; new begins a package")]),
         _block("Groups (group=option)", ((g, ", ".join(group_options(g, registry))) for g in groups)),
         _block(f"Keys of {mode}", map(_line, extra)) if extra else "",
         _block("Keys of every mode", map(_line, shared)),
-        _block("Flags", [("--cfg job", "print the config instead of running it"), ("--version", "print the version")]),
+        _block("Flags", _FLAGS),
         _EXAMPLES + "\n" + _ENVIRONMENT,
     ]
     return "\n\n".join(part for part in parts if part).rstrip()

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.record import append, check_writable, environment, peak_memory, process_seconds
+from minivllm.bench.record import append, check_writable, environment, mark, peak_memory, process_seconds
 from minivllm.bench.table import show
 from minivllm.config.modes import BenchOptions
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from minivllm.bench.measure import Bench
     from minivllm.bench.profile import Profile
     from minivllm.config.compose import Composed
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.engine import LLMEngine
+    from minivllm.models.tokenizer import Tokenizer
+
+
+TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=true and timeline=png write
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Where the results go that were asked for, known to be writable before anything is loaded."""
+
+    output: Path | None
+    profile: Path | None
+    trace: Path | None
+    timeline: Path | None
+
+    @classmethod
+    def of(cls, options: BenchOptions) -> _Files:
+        if options.timeline != "false":
+            from minivllm.bench.timeline import check_matplotlib
+
+            check_matplotlib()
+        return cls(
+            None if options.output is None else check_writable(options.output, "output"),
+            _file("profile", options.profile, {"true": None, "gpu": None}),
+            _file("trace", options.trace, {"true": TRACE}),
+            _file("timeline", options.timeline, {"png": TIMELINE}),
+        )
+
+
+def _file(key: str, value: str, words: dict[str, str | None]) -> Path | None:
+    name = words.get(value, value)
+    return None if name is None or name == "false" else check_writable(name, key)
 
 
 def run(composed: Composed) -> int:
@@ -27,17 +59,19 @@ def run(composed: Composed) -> int:
     started = process_seconds()
     options = composed.options
     assert isinstance(options, BenchOptions)
-    output = check_writable(options.output, "output") if options.output is not None else None
-    trace = check_writable(options.trace or _temporary_trace(), "trace") if options.profile else None
+    for key in ("dir", "timeout"):
+        if getattr(options.sweep, key) is not None:
+            raise ConfigError(f"sweep.{key} belongs to a sweep: type `minivllm bench -m ...`, or leave it out")
+    files = _Files.of(options)
     record: dict[str, Any] = {**environment(), "overrides": list(composed.overrides)}
     if options.workload.host:
         held = _host(composed.engine, options, record)
     else:
-        _requests(composed.engine, options, record, trace, started)
+        _requests(composed.engine, options, record, files, started)
         held = True
-    if output is not None:
-        append(output, record)
-        print(f"written to {output}")
+    if files.output is not None:
+        append(files.output, record)
+        print(f"written to {files.output}")
     return 0 if held or not options.check else 1
 
 
@@ -45,18 +79,25 @@ def run(composed: Composed) -> int:
 
 
 def _requests(
-    config: EngineConfig, options: BenchOptions, record: dict[str, Any], trace: Path | None, started: float | None
+    config: EngineConfig, options: BenchOptions, record: dict[str, Any], files: _Files, started: float | None
 ) -> None:
     clock = time.perf_counter()
     from minivllm.assemble import find_model, model_length
-    from minivllm.bench.measure import Bench, summarize
+    from minivllm.bench.measure import Bench, step_quantiles, summarize
     from minivllm.bench.workloads import check_fits, make_requests
     from minivllm.core.engine import LLMEngine
 
     imported = time.perf_counter()
-    _, model_config = find_model(config)
-    requests = make_requests(options.workload, model_config.vocab_size)
-    check_fits(options.workload.name, requests, model_length(config, model_config))
+    path, model_config = find_model(config)
+
+    @lru_cache
+    def tokenizer() -> Tokenizer:  # only a trace with texts needs it
+        from minivllm.models.tokenizer import load_tokenizer
+
+        return load_tokenizer(config.model, path, model_config, config.load_format)
+
+    requests = make_requests(options.workload, model_config.vocab_size, lambda text: tokenizer().encode(text))
+    check_fits(options.workload, requests, model_length(config, model_config))
     made = time.perf_counter()
     with LLMEngine.from_config(config) as engine:
         ready = time.perf_counter()
@@ -73,15 +114,49 @@ def _requests(
             _say(f"run {number + 1} of {options.repeat}")
             runs.append(bench.run())
         record |= summarize(runs)
+        record["requests"] = len(requests)
+        record["step_ms_quantiles"] = step_quantiles(bench.step_ms)
         record |= peak_memory(record["device"])
         _show_runs(record, options)
-        if trace is not None:
+        if _profiles(options, record):
             from minivllm.bench.profile import profile_steps
 
             _say("profiling")
-            profiled = profile_steps(bench, options.profile_steps, trace)
+            profiled = profile_steps(bench, options.profile_steps, files.profile)
             record["profile"] = profiled.to_dict()
             _show_profile(profiled)
+        if files.trace or files.timeline:
+            _record_steps(bench, record, files)
+
+
+def _profiles(options: BenchOptions, record: dict[str, Any]) -> bool:
+    """``gpu``: only where there is a GPU, and its kernels run in this process."""
+    here = record["device"] != "cpu" and "ranks" not in record
+    return here if options.profile == "gpu" else options.profile != "false"
+
+
+def _record_steps(bench: Bench, record: dict[str, Any], files: _Files) -> None:
+    """One more run, looked at closely; the figures above are of runs without that."""
+    from minivllm.bench.recorder import StepRecorder
+
+    _say("recording")
+    recorder = StepRecorder(bench.engine)
+    bench.watch(recorder)
+    recorder.finish()
+    about = {name: record.get(name) for name in ("model", "device", "attention", "scheduler", "tp", "dtype")}
+    if files.trace is not None:
+        from minivllm.bench.perfetto import write_trace
+
+        write_trace(recorder, files.trace, {**about, "workload": record["workload"]["name"], "mark": mark(record)})
+        print(f"trace of {len(recorder.steps):,} steps: {files.trace} (open it at https://ui.perfetto.dev)")
+    if files.timeline is not None:
+        from minivllm.bench.timeline import draw_timeline
+
+        title = f"{about['model']}, workload={record['workload']['name']}, attention={about['attention']}, " + (
+            f"scheduler={about['scheduler']}, tp={about['tp']}"
+        )
+        draw_timeline(recorder, files.timeline, title, mark(record))
+        print(f"timeline: {files.timeline}")
 
 
 def _described(engine: LLMEngine, options: BenchOptions) -> dict[str, Any]:
@@ -109,6 +184,10 @@ _ROWS = (
     ("host µs per step, p50", "host_us_per_step", 1),
     ("host µs per step, p99", "host_us_per_step_p99", 1),
     ("launch µs per step, p50", "launch_us_per_step", 1),
+    ("ms to first token, p50", "ttft_ms_p50", 1),
+    ("ms to first token, p99", "ttft_ms_p99", 1),
+    ("ms to last token, p50", "latency_ms_p50", 1),
+    ("ms to last token, p99", "latency_ms_p99", 1),
 )
 
 
@@ -126,7 +205,7 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
         values = [spread[name][at] for at in ("median", "min", "max")[: len(columns) - 1]]
         rows.append([label, *(f"{value:,.{digits}f}" for value in values)])
     show(
-        f"workload={work.name}: {work.num_requests} requests, {record['tokens_in']:,} tokens in, "
+        f"workload={work.name}: {record['requests']:,} requests, {record['tokens_in']:,} tokens in, "
         f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions"
         + (f", {options.repeat} runs" if options.repeat > 1 else ""),
         columns,
@@ -154,11 +233,8 @@ def _show_profile(profiled: Profile) -> None:
          f"{w.total_us / w.count:.1f}"] for w in profiled.largest
     ]  # fmt: skip
     show(title, [what, "count", "total µs", "µs each"], rows)
-    print(f"trace: {profiled.trace} (chrome://tracing, Perfetto)")
-
-
-def _temporary_trace() -> str:
-    return str(Path(tempfile.gettempdir()) / f"minivllm-trace-{os.getpid()}.json")
+    if profiled.trace is not None:
+        print(f"torch's trace: {profiled.trace} (chrome://tracing, Perfetto)")
 
 
 # --------------------------------------------------------------------------- without one

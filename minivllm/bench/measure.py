@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.bench.recorder import FirstTokens
 from minivllm.bench.workloads import BenchRequest
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import MinivllmError
@@ -17,6 +19,8 @@ from minivllm.errors import MinivllmError
 if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions
     from minivllm.core.engine import LLMEngine
+    from minivllm.core.interfaces import StepObserver
+    from minivllm.core.outputs import RequestOutput
 
 _WARM_UP_TOKENS = 8  # generated for each request
 _WARM_UP_STEPS = 4  # full steps of prompt tokens, at most
@@ -24,8 +28,12 @@ _WARM_UP_STEPS = 4  # full steps of prompt tokens, at most
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The figures of one measured run. The host's time in a step leaves out waiting for the device; on a CPU also the
-    launch, which is the model itself."""
+    """The figures of one measured run.
+
+    The host's time in a step leaves out waiting for the device; on a CPU also the launch, which is the model itself.
+    Steps leave out waiting for a request to arrive. ``ttft`` (to its first token) and ``latency`` (to its last) count
+    from a request's arrival.
+    """
 
     seconds: float
     tokens_in: int
@@ -40,6 +48,21 @@ class Run:
     host_us_per_step: float  # median
     host_us_per_step_p99: float
     launch_us_per_step: float  # median
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    latency_ms_p50: float
+    latency_ms_p99: float
+
+
+@dataclass(slots=True)
+class _Played:
+    """What happened in one run, by ``time.perf_counter``; requests by id."""
+
+    marks: list[tuple[float, float, float]]  # after each step: seconds of steps so far, host_time, launch_time
+    done: list[RequestOutput] = field(default_factory=list)
+    arrivals: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Bench:
@@ -59,6 +82,7 @@ class Bench:
         self.whole = options.ignore_eos
         self.on_cpu = engine.describe()["device"] == "cpu"
         self._number = 0
+        self.step_ms: list[np.ndarray] = []  # (steps,) of each measured run
 
     def warm_up(self) -> None:
         """As many requests as run at once, shortened, so that kernels are compiled and memory is in place."""
@@ -71,17 +95,11 @@ class Bench:
         self.clear()
 
     def run(self) -> Run:
-        """All requests at once, to the last token."""
-        engine, stats = self.engine, self.engine.stats
-        before, marks = asdict(stats), [(0.0, stats.host_time, stats.launch_time)]
-        done = []
-        began = time.perf_counter()
-        self.add(self.requests)
-        ready = time.perf_counter()
-        while engine.has_unfinished_requests():
-            done += engine.step()
-            marks.append((time.perf_counter() - ready, stats.host_time, stats.launch_time))
-        seconds = time.perf_counter() - began
+        """All requests to the last token, each added when it arrives."""
+        stats = self.engine.stats
+        before, first = asdict(stats), FirstTokens(self.engine.scheduler)
+        played = self._play(first)
+        seconds, done = played.seconds, played.done
         steps, preemptions = stats.steps - before["steps"], stats.preemptions - before["preemptions"]
         self.clear()
         tokens_in = sum(len(r.prompt) for r in self.requests)
@@ -92,8 +110,13 @@ class Bench:
                 f"the engine returned {tokens_out} tokens of {len(done)} requests, and {wanted} of "
                 f"{len(self.requests)} were asked for: these figures would mean nothing"
             )
-        wall, host, launch = np.diff(np.array(marks), axis=0).T  # each (steps,)
+        wall, host, launch = np.diff(np.array(played.marks), axis=0).T  # each (steps,)
         host = host - launch if self.on_cpu else host
+        ttft, latency = (
+            1e3 * np.array([at[name] - arrival for name, arrival in played.arrivals.items()])
+            for at in (first.at, played.ended)
+        )
+        self.step_ms.append(1e3 * wall)
         return Run(
             seconds=seconds,
             tokens_in=tokens_in,
@@ -108,14 +131,60 @@ class Bench:
             host_us_per_step=1e6 * float(np.median(host)),
             host_us_per_step_p99=1e6 * float(np.percentile(host, 99)),
             launch_us_per_step=1e6 * float(np.median(launch)),
+            ttft_ms_p50=float(np.median(ttft)),
+            ttft_ms_p99=float(np.percentile(ttft, 99)),
+            latency_ms_p50=float(np.median(latency)),
+            latency_ms_p99=float(np.percentile(latency, 99)),
         )
 
-    def add(self, requests: Sequence[BenchRequest]) -> None:
-        """Queue them. Raises RequestError for one that can never run here."""
+    def watch(self, observer: StepObserver) -> None:
+        """The same once more while ``observer`` looks on; no figures, as it takes its time."""
+        self._play(observer)
+        self.clear()
+
+    def _play(self, observer: StepObserver) -> _Played:
+        engine, stats = self.engine, self.engine.stats
+        due, played = deque(self.requests), _Played([(0.0, stats.host_time, stats.launch_time)])
+        idle = 0.0  # the clock of steps stands still while nobody is there
+        engine.observer = observer
+        began = time.perf_counter()
+
+        def admit(now: float) -> None:
+            arrived = []
+            while due and due[0].arrival <= now:
+                arrived.append(due.popleft())
+            for name, request in zip(self.add(arrived), arrived, strict=True):
+                played.arrivals[name] = began + request.arrival
+
+        admit(0.0)
+        ready = time.perf_counter()
+        while due or engine.has_unfinished_requests():
+            if due:
+                admit(time.perf_counter() - began)
+                if not engine.has_unfinished_requests():
+                    slept = time.perf_counter()
+                    time.sleep(max(due[0].arrival - (slept - began), 0.0))
+                    idle += time.perf_counter() - slept
+                    continue
+            outputs = engine.step()
+            now = time.perf_counter()
+            played.marks.append((now - ready - idle, stats.host_time, stats.launch_time))
+            played.done += outputs
+            for output in outputs:
+                played.ended[output.request_id] = now
+        played.seconds = time.perf_counter() - began
+        engine.observer = None
+        return played
+
+    def add(self, requests: Sequence[BenchRequest]) -> list[str]:
+        """Queue them; returns their ids. Raises RequestError for one that can never run here."""
+        names = []
         for request in requests:
             self._number += 1
+            names.append(f"bench-{self._number}")
             params = self.params.clone(max_tokens=request.max_tokens)
-            self.engine.add_request(f"bench-{self._number}", request.prompt, params)
+            self.engine.add_request(names[-1], request.prompt, params)
+        return names
 
     def clear(self) -> None:
         """Leave nothing under way and nothing cached for the next run."""
@@ -135,3 +204,11 @@ def summarize(runs: Sequence[Run]) -> dict[str, Any]:
     }
     spread = {name: {"min": min(v), "median": medians[name], "max": max(v)} for name, v in values.items()}
     return {**medians, "spread": spread, "runs": [asdict(run) for run in runs]}
+
+
+QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+
+
+def step_quantiles(step_ms: Sequence[np.ndarray]) -> dict[str, float]:
+    """How long steps took over all runs, in ms, at each of ``QUANTILES``."""
+    return dict(zip(map(str, QUANTILES), np.quantile(np.concatenate(step_ms), QUANTILES).tolist(), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -32,7 +33,7 @@ class Profile:
     """``gpu_busy``: the union of the kernels' times over the time from the first one's start to the last one's end; the
     profiler's own cost is in the gaps. None where there was no kernel."""
 
-    trace: str
+    trace: str | None  # the file that was kept
     steps: int
     gpu_busy: float | None
     largest: list[Work]
@@ -41,8 +42,11 @@ class Profile:
         return asdict(self)
 
 
-def profile_steps(bench: Bench, steps: int, trace: Path) -> Profile:
-    """Run the workload until all that can run decodes, trace ``steps`` steps, and drop the rest of it."""
+def profile_steps(bench: Bench, steps: int, keep: Path | None = None) -> Profile:
+    """Run the workload until all that can run decodes, trace ``steps`` steps, and drop the rest of it.
+
+    ``keep``: where torch's Chrome trace goes.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     engine = bench.engine
@@ -57,14 +61,15 @@ def profile_steps(bench: Bench, steps: int, trace: Path) -> Profile:
         if on_gpu:
             torch.cuda.synchronize()
     bench.clear()
-    profiler.export_chrome_trace(str(trace))
-    kernels = kernels_of(trace) if on_gpu else []
+    with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
+        trace = keep or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        kernels = kernels_of(trace) if on_gpu else []
+    kept = None if keep is None else str(keep)
     if not kernels:
         work = [Work(a.key, a.count, float(a.self_cpu_time_total)) for a in profiler.key_averages()]
-        return Profile(str(trace), traced, None, _top(work))
-    return Profile(
-        str(trace), traced, busy_share((start, start + length) for _, start, length in kernels), largest(kernels)
-    )
+        return Profile(kept, traced, None, _top(work))
+    return Profile(kept, traced, busy_share((start, start + length) for _, start, length in kernels), largest(kernels))
 
 
 def _settle(bench: Bench, steps: int) -> None:

@@ -31,6 +31,16 @@ def environment() -> dict[str, Any]:
     }
 
 
+def mark(record: dict[str, Any]) -> str:
+    """The machine, the versions, the commit and the day, in one line: what stands beneath each picture."""
+    device = record.get("device", "cpu")
+    machine = record.get("cpu", "") if device in ("cpu", "none") else device
+    triton = f"triton {record['triton']}" if record.get("triton") else ""
+    source = f"commit {record['commit']}" if record.get("commit") else "installed package"
+    parts = [machine, f"minivllm {record.get('minivllm')}, {source}", f"torch {record.get('torch')}", triton]
+    return " · ".join(filter(None, [*parts, f"Python {record.get('python')}", str(record.get("date", ""))[:10]]))
+
+
 def commit() -> str | None:
     """The commit of a source tree, with ``-dirty`` if tracked files differ from it; None for an installed package."""
     root = Path(__file__).resolve().parents[2]

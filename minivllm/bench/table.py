@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print it; the first column is text, the others are numbers."""
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> None:
+    """Print it; the columns ``left`` are text, the others are numbers."""
     print(title)
-    if sys.stdout.isatty() and _rich(columns, rows):
+    if sys.stdout.isatty() and _rich(columns, rows, left):
         return
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  " + "  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  " + "  ".join(cells).rstrip())
 
 
-def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int]) -> bool:
     try:
         from rich.console import Console
         from rich.table import Table
@@ -25,7 +28,7 @@ def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
         return False
     table = Table()
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", overflow="fold")
+        table.add_column(column, justify="left" if i in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console(highlight=False, markup=False).print(table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,15 +17,25 @@ if TYPE_CHECKING:
 class BenchRequest:
     prompt: list[int]
     max_tokens: int
+    arrival: float = 0.0  # seconds after the run began
 
 
-def make_requests(options: WorkloadOptions, vocab_size: int) -> list[BenchRequest]:
+def make_requests(
+    options: WorkloadOptions, vocab_size: int, encode: Callable[[str], list[int]] | None = None
+) -> list[BenchRequest]:
     """All prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's bench.py.
 
-    Ids past the vocabulary of a small model are taken modulo its size.
+    Ids past the vocabulary of a small model are taken modulo its size. ``encode`` makes tokens of a trace's texts.
+
+    Raises:
+        ConfigError: a trace that cannot be read.
     """
-    assert options.num_requests is not None and options.output_len is not None
     draw = random.Random(options.seed)
+    if options.path is not None:
+        from minivllm.bench.trace_workload import read_requests
+
+        return read_requests(options, lambda length: _ids(options, length, vocab_size, draw), encode)
+    assert options.num_requests is not None and options.output_len is not None
     prompts = [make_prompt(options, vocab_size, draw) for _ in range(options.num_requests)]
     return [BenchRequest(prompt, _length(options.output_len, draw)) for prompt in prompts]
 
@@ -32,19 +43,24 @@ def make_requests(options: WorkloadOptions, vocab_size: int) -> list[BenchReques
 def make_prompt(options: WorkloadOptions, vocab_size: int, draw: random.Random) -> list[int]:
     """Token ids of one prompt."""
     assert options.input_len is not None
-    return [draw.randint(0, options.max_token_id) % vocab_size for _ in range(_length(options.input_len, draw))]
+    return _ids(options, _length(options.input_len, draw), vocab_size, draw)
 
 
-def check_fits(name: str, requests: list[BenchRequest], max_model_len: int) -> None:
+def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model_len: int) -> None:
     """Raise ConfigError for a workload that would have to be cut: its figures would be another workload's."""
     over = [r for r in requests if len(r.prompt) + r.max_tokens > max_model_len]
     if over:
         longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
+        lower = options.path or "workload.input_len or workload.output_len"
         raise ConfigError(
-            f"workload={name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; "
-            f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower workload.input_len "
-            "or workload.output_len, or raise max_model_len (or take a model that has more positions)"
+            f"workload={options.name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; "
+            f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower {lower}, or raise "
+            "max_model_len (or take a model that has more positions)"
         )
+
+
+def _ids(options: WorkloadOptions, length: int, vocab_size: int, draw: random.Random) -> list[int]:
+    return [draw.randint(0, options.max_token_id) % vocab_size for _ in range(length)]
 
 
 def _length(bounds: int | tuple[int, int], draw: random.Random) -> int:

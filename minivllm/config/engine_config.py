@@ -17,6 +17,7 @@ class ModelOptions:
     revision: str | None = None
     tokenizer: str | None = None
     hf_config: FrozenDict = field(default_factory=FrozenDict)
+    options: FrozenDict = field(default_factory=FrozenDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class EngineConfig:
     """Everything an ``LLMEngine`` needs to know.
 
     ``device`` is auto, cuda or cpu; ``dtype`` is auto, float32, bfloat16 or float16; ``load_format`` is auto or dummy;
-    ``max_model_len=None`` takes the model's own limit.
+    ``max_model_len=None`` takes the model's own limit; ``enforce_eager=None`` captures CUDA graphs where the attention
+    backend allows it, False refuses one that does not.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -80,5 +82,5 @@ class EngineConfig:
     dtype: str = "auto"
     seed: int = 0
     max_model_len: int | None = None
-    enforce_eager: bool = False
+    enforce_eager: bool | None = None
     load_format: str = "auto"

@@ -76,6 +76,7 @@ class WorkloadOptions:
     """
 
     name: str
+    path: str | None = None
     num_requests: int | None = None
     input_len: int | tuple[int, int] | None = None
     output_len: int | tuple[int, int] | None = None
@@ -93,12 +94,12 @@ class WorkloadOptions:
         return self.name == "host"
 
     def __post_init__(self) -> None:
-        own = ("input_len", "running", "waiting", "steps") if self.host else _OF_REQUESTS
-        for name in dict.fromkeys((*_OF_REQUESTS, *_OF_HOST)):
+        needed, allowed = _KEYS_OF.get(self.name, _DRAWN)
+        for name in dict.fromkeys(key for keys in (*_KEYS_OF.values(), _DRAWN) for part in keys for key in part):
             given = getattr(self, name) is not None
-            if given and name not in own:
+            if given and name not in needed + allowed:
                 raise ConfigError(f"workload.{name} is not a key of workload={self.name}; leave it out")
-            if not given and name in own:
+            if not given and name in needed:
                 raise ConfigError(f"workload={self.name} lacks workload.{name}; set it")
         for name in ("input_len", "output_len"):
             value = getattr(self, name)
@@ -112,8 +113,12 @@ class WorkloadOptions:
             raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
 
 
-_OF_REQUESTS = ("num_requests", "input_len", "output_len", "temperature")
-_OF_HOST = ("running", "waiting", "steps")
+# The keys that a workload must have, and those that it may have; all others of these are refused.
+_KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "host": (("input_len", "running", "waiting", "steps"), ()),
+    "trace": (("path", "temperature"), ("num_requests",)),
+}
+_DRAWN: tuple[tuple[str, ...], tuple[str, ...]] = (("num_requests", "input_len", "output_len", "temperature"), ())
 
 
 def _length(value: Any) -> bool:
@@ -122,26 +127,41 @@ def _length(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class SweepOptions:
+    dir: str | None = None
+    resume: str | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BenchOptions:
+    """``profile``, ``trace`` and ``timeline`` are ``"false"``, ``"true"`` (``"gpu"``, ``"png"``) or a file's name."""
+
     workload: WorkloadOptions
     repeat: int = 1
     output: str | None = None
     detokenize: bool = False
-    profile: bool = False
+    profile: str = "false"
     profile_steps: int = 20
-    trace: str | None = None
+    trace: str = "false"
+    timeline: str = "false"
     check: bool = False
+    sweep: SweepOptions = SweepOptions()
 
     def __post_init__(self) -> None:
         name = self.workload.name
         if self.check and not self.workload.host:
             raise ConfigError(f"check=true with workload={name}: only workload=host has limits to check")
         if self.workload.host:
-            for key in ("profile", "detokenize"):
-                if getattr(self, key):
-                    raise ConfigError(f"{key}=true with workload={name}: it runs no model; leave {key} out")
-        if self.trace is not None and not self.profile:
-            raise ConfigError(f"trace={self.trace} is written with profile=true only; add it")
+            for key in ("profile", "trace", "timeline", "detokenize"):
+                value = getattr(self, key)
+                if value not in (False, "false", "gpu"):
+                    raise ConfigError(
+                        f"{key}={value if isinstance(value, str) else 'true'} with workload={name}: it runs no model; "
+                        f"leave {key} out"
+                    )
+        if self.timeline not in ("false", "png") and not self.timeline.endswith(".png"):
+            raise ConfigError(f"timeline={self.timeline} is neither png nor a file whose name ends in .png")
 
 
 ModeOptions = GenerateOptions | ChatOptions | ServeOptions | BenchOptions

@@ -47,7 +47,7 @@ def check_group(override: Override, registry: Registry) -> str:
     if value in allowed:
         return f"{group}={value}"
     if "," in value:
-        raise ConfigError(f"{override.text}: one {group} at a time; several values make a sweep, not built yet")
+        raise ConfigError(f"{override.text}: one {group} at a time; several values make a sweep: `minivllm bench -m`")
     hint = ""
     if group == "model":
         repos = {repo: name for name, repo in option_repos(registry).items()}
@@ -117,7 +117,7 @@ def _parse_value(override: Override) -> Any:
             f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
         ) from e
     if parsed.is_sweep_override():
-        raise ConfigError(f"{override.text}: several values make a sweep, not built yet; for a list type [a,b]")
+        raise ConfigError(f"{override.text}: several values make a sweep (`minivllm bench -m`); for a list type [a,b]")
     return parsed.value()
 
 

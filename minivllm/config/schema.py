@@ -60,6 +60,7 @@ class ModelSchema:
     revision: str | None = key(None, "its branch, tag or commit", text=True)
     tokenizer: str | None = key(None, "a folder or repository of another tokenizer", text=True)
     hf_config: dict[str, Any] = key(dict, "the published config.json, which load_format=dummy builds from")
+    options: dict[str, Any] = key(dict, "the model's own settings")
 
 
 @dataclass
@@ -117,7 +118,9 @@ class EngineSchema:
     dtype: Dtype = key(Dtype.auto, "auto takes the checkpoint's")
     seed: int = key(0, "of random weights and of sampling", ge=0)
     max_model_len: int | None = key(None, "tokens of prompt and completion together; null: the model's limit", ge=1)
-    enforce_eager: bool = key(False, "no CUDA graphs")
+    enforce_eager: bool | None = key(
+        None, "no CUDA graphs; false: on a GPU, refuse attention that allows none; null: graphs where it allows them"
+    )
     load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
     mode: str = key("generate", "what to do")
 
@@ -166,7 +169,8 @@ class WorkloadSchema:
     """``[least, most]`` draws each request's own number, both ends included."""
 
     name: str = key("quick", "the option that was chosen")
-    num_requests: int | None = key(None, "requests, all there from the start", ge=1)
+    path: str | None = key(None, "workload=trace: a file of requests, one JSON object a line", text=True)
+    num_requests: int | None = key(None, "requests, all there from the start; of a trace: the first so many", ge=1)
     input_len: Any = key(None, "prompt tokens of a request: a number, or [least,most]")
     output_len: Any = key(None, "tokens to generate for a request: a number, or [least,most]")
     max_token_id: int = key(10000, "prompts are drawn from ids 0 to this, taken modulo the vocabulary", ge=0)
@@ -179,15 +183,31 @@ class WorkloadSchema:
 
 
 @dataclass
+class SweepSchema:
+    """Of ``bench -m`` only."""
+
+    dir: str | None = key(None, "with -m: a new folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True)
+    resume: str | None = key(None, "the folder of a sweep that was interrupted: run what it lacks", text=True)
+    timeout: float | None = key(None, "with -m: seconds after which a job is ended; null: none", ge=1)
+
+
+@dataclass
 class BenchSchema(EngineSchema):
     workload: WorkloadSchema = key(WorkloadSchema, "what to measure")
     repeat: int = key(1, "measure so many times and show the spread", ge=1)
     output: str | None = key(None, "append one JSON object to this file", text=True)
     detokenize: bool = key(False, "make text of the tokens, and count the time")
-    profile: bool = key(False, "then trace some steady steps: GPU-busy share and the ten largest kernels")
+    profile: str = key(
+        "false",
+        "true: then profile some steady steps: GPU-busy share and the ten largest kernels; gpu: only if there is one; "
+        "FILE: keep torch's Chrome trace, too",
+        text=True,
+    )
     profile_steps: int = key(20, "how many", ge=1)
-    trace: str | None = key(None, "where profile=true writes its Chrome trace; null: the temporary folder", text=True)
+    trace: str = key("false", "true, or FILE: run once more and write a Perfetto trace of its steps", text=True)
+    timeline: str = key("false", "png, or FILE.png: run once more and draw batches and cache over time", text=True)
     check: bool = key(False, "workload=host: exit code 1 if a limit is passed")
+    sweep: SweepSchema = key(SweepSchema, "several configurations")
 
 
 # --------------------------------------------------------------------------- reading the tree

@@ -74,6 +74,9 @@ def settle_mode(tree: Any) -> Any:
     if hasattr(tree, "stop"):
         tree.stop = _strings("stop", tree.stop)
         tree.stop_token_ids = tree.stop_token_ids or []
+    for switch in ("profile", "trace", "timeline"):  # a word, or a file's name
+        if getattr(tree, switch, "").lower() in ("true", "false"):
+            setattr(tree, switch, getattr(tree, switch).lower())
     if hasattr(tree, "prompts"):
         given = tree.prompts if isinstance(tree.prompts, list) and not _token_ids(tree.prompts) else [tree.prompts]
         tree.prompts = () if tree.prompts is None else tuple(_prompt(p, i) for i, p in enumerate(given))

@@ -29,15 +29,16 @@ FIELDS = {
     "peak_gpu_bytes", "peak_host_bytes",
     "seconds", "tokens_in", "tokens_out", "output_tokens_per_s", "total_tokens_per_s", "steps", "preemptions",
     "ms_per_step_mean", "ms_per_step_p50", "ms_per_step_p99", "host_us_per_step", "host_us_per_step_p99",
-    "launch_us_per_step", "spread", "runs",
+    "launch_us_per_step", "spread", "runs", "requests", "step_ms_quantiles",
+    "ttft_ms_p50", "ttft_ms_p99", "latency_ms_p50", "latency_ms_p99",
 }  # fmt: skip
 
 
 def test_one_object_a_run_is_appended_with_all_that_explains_it(tiny_checkpoint, tmp_path, capsys):
-    file, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
+    file, trace = tmp_path / "out.jsonl", tmp_path / "profile.json"
     command = ["bench", f"model.path={tiny_checkpoint()}", "device=cpu", f"output={file}", *SMALL]
     assert main([*command, "repeat=3"]) == 0
-    assert main([*command, "profile=true", "profile_steps=2", f"trace={trace}", "detokenize=true"]) == 0
+    assert main([*command, f"profile={trace}", "profile_steps=2", "detokenize=true"]) == 0
     first, second = (json.loads(line) for line in file.read_text().splitlines())
     assert set(first) == FIELDS and set(second) == FIELDS | {"profile"}
 
@@ -48,6 +49,9 @@ def test_one_object_a_run_is_appended_with_all_that_explains_it(tiny_checkpoint,
     assert len(first["runs"]) == first["repeat"] == 3
     assert first["spread"]["seconds"]["min"] <= first["seconds"] <= first["spread"]["seconds"]["max"]
     assert first["workload"]["name"] == "quick" and first["workload"]["input_len"] == [3, 20]
+    quantiles = list(first["step_ms_quantiles"].values())
+    assert quantiles == sorted(quantiles) and quantiles[0] > 0
+    assert 0 < first["ttft_ms_p50"] <= first["ttft_ms_p99"] <= first["latency_ms_p99"] <= 1e3 * first["seconds"] + 1
     assert first["attention"] == "torch" and first["dtype"] == "float32" and first["peak_gpu_bytes"] is None
 
     profile = second["profile"]
@@ -93,7 +97,9 @@ def test_what_cannot_run_is_refused_before_the_model_is_loaded(tiny_checkpoint, 
     assert "exceed max_model_len=1024" in capsys.readouterr().err
     assert main(["bench", model, f"output={tmp_path / 'no' / 'folder'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    assert main(["bench", "-m", "attention=torch,triton"]) == 2
+    assert main(["bench", model, f"trace={tmp_path / 'no' / 'folder'}"]) == 2
+    assert main(["bench", model, "sweep.dir=x"]) == 2
+    assert "sweep.dir belongs to a sweep" in capsys.readouterr().err
 
 
 def test_runs_start_from_the_same_state(tiny_checkpoint):
@@ -110,7 +116,7 @@ def test_runs_start_from_the_same_state(tiny_checkpoint):
 
 
 def test_summary_is_the_median_and_the_spread():
-    runs = [Run(seconds, 10, 20, *[1.0] * 2, 7, 0, *[1.0] * 6) for seconds in (3.0, 1.0, 2.0)]
+    runs = [Run(seconds, 10, 20, *[1.0] * 2, 7, 0, *[1.0] * 10) for seconds in (3.0, 1.0, 2.0)]
     found = summarize(runs)
     assert found["seconds"] == 2.0 and found["tokens_out"] == 20 and found["steps"] == 7
     assert found["spread"]["seconds"] == {"min": 1.0, "median": 2.0, "max": 3.0}

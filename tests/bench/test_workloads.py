@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -72,10 +73,11 @@ def test_ids_wrap_around_a_small_vocabulary():
 
 
 def test_a_request_that_does_not_fit_is_refused_not_cut():
-    requests = make_requests(workload("workload=prefill"), 512)
-    check_fits("prefill", requests, 1025)
+    options = workload("workload=prefill")
+    requests = make_requests(options, 512)
+    check_fits(options, requests, 1025)
     with pytest.raises(ConfigError, match=r"64 of 64 requests exceed max_model_len=1024.*1024 tokens in and 1 out"):
-        check_fits("prefill", requests, 1024)
+        check_fits(options, requests, 1024)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,12 @@ def test_a_request_that_does_not_fit_is_refused_not_cut():
         (["workload=host", "workload.running=[0]"], "needs whole numbers from 1"),
         (["workload=host", "profile=true"], "it runs no model"),
         (["check=true"], "only workload=host has limits"),
-        (["trace=x.json"], "profile=true only"),
+        (["workload=host", "trace=true"], "it runs no model"),
+        (["workload=host", "timeline=png"], "it runs no model"),
+        (["timeline=x.jpg"], "neither png nor a file whose name ends in .png"),
+        (["workload.path=x.jsonl"], "workload.path is not a key of workload=quick"),
+        (["workload=trace"], "workload=trace lacks workload.path"),
+        (["workload=trace", "workload.path=x", "workload.input_len=3"], "not a key of workload=trace"),
     ],
 )
 def test_a_wrong_workload_is_refused_with_the_value(overrides, message):
@@ -104,3 +111,67 @@ def test_a_wrong_workload_is_refused_with_the_value(overrides, message):
 def test_workload_belongs_to_bench():
     with pytest.raises(ConfigError, match="workload is a key of mode bench, not of mode generate"):
         compose(["workload=mixed"], default_registry(), mode="generate")
+
+
+# --------------------------------------------------------------------------- a file of requests
+
+
+def trace(tmp_path: Path, *lines: str) -> WorkloadOptions:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return workload("workload=trace", f"workload.path={file}")
+
+
+def test_a_trace_holds_lengths_texts_and_tokens_with_their_arrivals(tmp_path):
+    options = trace(
+        tmp_path,
+        '{"arrival": 2.5, "prompt_token_ids": [7, 0, 9], "output_len": 4}',
+        "",
+        '{"input_len": 20, "output_len": 3}',
+        '{"arrival": 1, "prompt": "a\u2028b", "output_len": 2}',
+    )
+    requests = make_requests(options, 512, lambda text: [ord(c) % 512 for c in text])
+    assert [(r.arrival, len(r.prompt), r.max_tokens) for r in requests] == [(0.0, 20, 3), (1.0, 3, 2), (2.5, 3, 4)]
+    assert requests[1].prompt == [97, 0x2028 % 512, 98] and requests[2].prompt == [7, 0, 9]
+    assert requests == make_requests(options, 512, lambda text: [ord(c) % 512 for c in text])
+    assert max(requests[0].prompt) < 512
+
+
+def test_a_trace_may_be_cut_to_its_first_requests(tmp_path):
+    file = tmp_path / "t.jsonl"
+    file.write_text('{"input_len": 1, "output_len": 1}\n' * 3)
+    cut = workload("workload=trace", f"workload.path={file}", "workload.num_requests=2")
+    assert len(make_requests(cut, 512)) == 2
+    more = workload("workload=trace", f"workload.path={file}", "workload.num_requests=4")
+    with pytest.raises(ConfigError, match=r"workload.num_requests=4.*has 3"):
+        make_requests(more, 512)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: .*a line is one JSON object"),
+        ("[1]", "it is not a JSON object"),
+        ('{"input_len": 5}', "it lacks output_len"),
+        ('{"output_len": 5}', "it needs one of input_len, prompt, prompt_token_ids, and has none"),
+        ('{"input_len": 5, "prompt": "a", "output_len": 5}', "has input_len and prompt"),
+        ('{"input_len": 0, "output_len": 5}', "input_len=0 is not a whole number from 1"),
+        ('{"input_len": true, "output_len": 5}', "input_len=True is not"),
+        ('{"input_len": 5, "output_len": 2.5}', "output_len=2.5 is not"),
+        ('{"input_len": 5, "output_len": 2, "arival": 3}', "no key 'arival'. Did you mean arrival"),
+        ('{"input_len": 5, "output_len": 2, "arrival": -1}', "arrival=-1 is not a number of seconds"),
+        ('{"input_len": 5, "output_len": 2, "arrival": NaN}', "arrival=nan is not"),
+        ('{"prompt": "", "output_len": 2}', "is not a text of at least one token"),
+        ('{"prompt_token_ids": [], "output_len": 2}', "at least one whole number"),
+        ('{"prompt_token_ids": [1.5], "output_len": 2}', "at least one whole number"),
+        ("", "has no request in it"),
+    ],
+)
+def test_a_trace_with_a_mistake_is_refused_with_its_line(tmp_path, line, message):
+    with pytest.raises(ConfigError, match=message):
+        make_requests(trace(tmp_path, line), 512, lambda text: [1] * len(text))
+
+
+def test_a_trace_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        make_requests(workload("workload=trace", f"workload.path={tmp_path / 'x'}"), 512)

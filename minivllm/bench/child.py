@@ -1,0 +1,122 @@
+"""A sweep's job: a command in a process group of its own, so that whatever it dies of is a reason and not our end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TICK = 0.25  # seconds between two looks
+_GRACE = 10.0  # between asking a job to end and ending it
+_PR_SET_PDEATHSIG = 1
+_ERROR = re.compile(r"([\w.]+\.)?\w*(Error|Exception|Interrupt|Exit)\b(: .*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``status``: ok; unsupported (the configuration was refused), failed, timeout. ``reason``: of all but ok."""
+
+    status: str
+    reason: str | None
+    seconds: float
+    record: dict[str, Any] | None
+
+
+def run_child(
+    command: Sequence[str], log: Path, result: Path, *, cwd: Path, timeout: float | None, tick: Callable[[float], None]
+) -> Outcome:
+    """Run ``command`` to its end, whatever that is.
+
+    Args:
+        log: where its output goes.
+        result: where it appends its JSON object.
+        timeout: seconds after which it is ended.
+        tick: called a few times a second, with the seconds since its start.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C; the job is gone then.
+    """
+    result.unlink(missing_ok=True)
+    began = time.monotonic()
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_die_with_parent(),
+        )  # fmt: skip
+    late = False
+    try:
+        while process.poll() is None:
+            tick(time.monotonic() - began)
+            late = timeout is not None and time.monotonic() - began > timeout
+            if late:
+                break
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TICK)
+    finally:
+        _end(process)
+    seconds = time.monotonic() - began
+    if late:
+        return Outcome("timeout", f"ended after sweep.timeout={timeout:g} seconds", seconds, None)
+    record = _read(result)
+    if process.returncode == 0 and record is not None:
+        return Outcome("ok", None, seconds, record)
+    status = "unsupported" if process.returncode == 2 else "failed"
+    return Outcome(status, why(process.returncode, log.read_text(encoding="utf-8", errors="replace")), seconds, None)
+
+
+def why(code: int, output: str) -> str:
+    """What a job died of, in a line: its signal, our own error, a traceback's last line, or whatever it said last."""
+    if code < 0:
+        hint = "; the system does that when memory runs out" if -code == signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-code).name}{hint}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("minivllm: "):
+            return line.removeprefix("minivllm: ")
+    if any(line.startswith("Traceback ") for line in lines):
+        for line in reversed(lines):
+            if _ERROR.match(line):
+                return line
+    said = f": {lines[-1]}" if lines else " without a word"
+    return f"ended with exit code {code}{said}" if code else "ended without a result"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The whole group, politely first: a job may have processes of its own, on GPUs that the next one needs."""
+    if process.poll() is None:
+        _signal(process, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(_GRACE)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+        os.killpg(process.pid, number)
+
+
+def _die_with_parent() -> Callable[[], object] | None:
+    """Linux: a job ends when the sweep is killed, so that a resumed sweep does not share its GPU with the last one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl  # found before the fork
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _read(result: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(result.read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,226 @@
+"""``minivllm bench compare A B``: what became faster or slower from A to B, beyond the spread of repeated runs.
+
+A and B are ``results.json`` of sweeps or files that ``output=`` wrote. Rows meet that ran with the same settings.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.bench.record import mark
+from minivllm.bench.results import FIGURES, Figure, Spread, figures
+from minivllm.bench.table import show
+from minivllm.config.modes import MODES
+from minivllm.config.schema import keys_of
+from minivllm.errors import ConfigError
+from minivllm.plugins.naming import did_you_mean
+
+THRESHOLD = 5.0  # per cent
+# Start is measured once a process, and the GPU-busy share is no aim in itself: neither is judged.
+_JUDGED = ("output_tokens_per_s", "total_tokens_per_s", "ms_per_step_p50", "ttft_ms_p50", "latency_ms_p50")
+# How something was measured or written down, not what: rows meet in spite of these.
+_ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of one configuration in both files. ``percent``: how much better (+) or worse (-) it became."""
+
+    settings: str
+    figure: Figure
+    before: Spread
+    after: Spread
+
+    @property
+    def percent(self) -> float:
+        before, after = self.before.median, self.after.median
+        better, worse = (after, before) if self.figure.higher else (before, after)
+        return 100.0 * (better / worse - 1.0) if worse else 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether both were repeated, so that there is a spread to be beyond of."""
+        return self.before.runs > 1 and self.after.runs > 1
+
+    @property
+    def beyond(self) -> bool:
+        """Whether no run of one lies among the runs of the other."""
+        return self.before.max < self.after.min or self.after.max < self.before.min
+
+    def verdict(self, threshold: float) -> str:
+        if not self.beyond or (not self.known and abs(self.percent) <= threshold):
+            return "same"
+        return "faster" if self.percent > 0 else "slower"
+
+
+def run(files: Sequence[str], overrides: Sequence[str]) -> int:
+    """Print the comparison; returns 1 if something became slower than ``threshold=`` per cent, or fails now."""
+    if len(files) != 2:
+        raise ConfigError(
+            f"bench compare takes two files, A.json and B.json, not {len(files)}: results.json of a sweep, or what "
+            "output= wrote"
+        )
+    threshold = _threshold(overrides)
+    before, after = (_read(Path(name).expanduser()) for name in files)
+    both = [settings for settings in before if settings in after]
+    if not both:
+        raise ConfigError(
+            f"{files[0]} and {files[1]} have no configuration in common: {_some(before)} against {_some(after)}"
+        )
+    _marks(files, before, after)
+    changes, broken, mended = [], [], []
+    for settings in both:
+        a, b = before[settings], after[settings]
+        if a.records and b.records:
+            changes += _changes(settings, a, b)
+        elif a.records:
+            broken.append(f"fails now: {settings}: {b.reason}")
+        elif b.records:
+            mended.append(f"works now: {settings}")
+    _table(changes, threshold)
+    only = [f"only in {files[0]}: {s}" for s in before if s not in after]
+    only += [f"only in {files[1]}: {s}" for s in after if s not in before]
+    for line in (*broken, *mended, *only):
+        print(line)
+    if any(not change.known for change in changes):
+        print(
+            f"* one run only: its spread is not known, and up to {threshold:g}% counts as the same; repeat=3 shows it"
+        )
+    slower = [c for c in changes if c.verdict(threshold) == "slower" and c.percent < -threshold]
+    if slower or broken:
+        print(f"{len(slower)} slower by more than {threshold:g}% and beyond the spread, {len(broken)} that fail now")
+    else:
+        print(f"nothing is slower by more than {threshold:g}% and beyond the spread")
+    return 1 if slower or broken else 0
+
+
+def _threshold(overrides: Sequence[str]) -> float:
+    threshold = THRESHOLD
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if key != "threshold":
+            raise ConfigError(f"{text}: bench compare has one setting, threshold=5.{did_you_mean(key, ['threshold'])}")
+        try:
+            threshold = float(value)
+        except ValueError:
+            threshold = -1.0
+        if not 0 <= threshold < float("inf"):
+            raise ConfigError(f"{text}: threshold is a number of per cent from 0, not {value}")
+    return threshold
+
+
+# --------------------------------------------------------------------------- reading
+
+
+@dataclass(slots=True)
+class _Config:
+    """What a file says of one configuration: the records of all its runs, or why it has none."""
+
+    records: list[dict[str, Any]]
+    reason: str | None = None
+
+    def figures(self) -> dict[str, Spread]:
+        """Over all runs of all records."""
+        found = [figures(record) for record in self.records]
+        if len(found) == 1:
+            return found[0]
+        pooled = {}
+        for key in found[-1]:
+            spreads = [of_record[key] for of_record in found if key in of_record]
+            pooled[key] = Spread(
+                statistics.median(s.median for s in spreads), min(s.min for s in spreads), max(s.max for s in spreads),
+                sum(s.runs for s in spreads),
+            )  # fmt: skip
+        return pooled
+
+
+def _read(file: Path) -> dict[str, _Config]:
+    """settings → what was measured with them, of a sweep's results or of JSON lines."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        rows = _rows(text)
+        found: dict[str, _Config] = {}
+        for row in rows:
+            if row["status"] == "waiting":
+                continue
+            overrides = row.get("overrides") or [f"{key}={value}" for key, value in row["settings"].items()]
+            config = found.setdefault(_settings(overrides), _Config([]))
+            if row["status"] == "ok":
+                config.records.append(row["record"])
+            else:
+                config.reason = f"{row['status']}: {row['reason']}"
+    except OSError as e:
+        raise ConfigError(f"{file} cannot be read: {e.strerror}") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(
+            f"{file} is neither results.json of a sweep nor the JSON lines of output=: {type(e).__name__}: {e}"
+        ) from e
+    if not found:
+        raise ConfigError(f"{file} has no result in it")
+    return found
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    try:
+        tree = json.loads(text)
+    except ValueError:
+        tree = None
+    if isinstance(tree, dict) and "rows" in tree:
+        return tree["rows"]
+    records = [json.loads(line) for line in text.split("\n") if line.strip()]
+    return [{"overrides": r["overrides"], "record": r, "status": "ok", "reason": None} for r in records]
+
+
+def _settings(overrides: Iterable[str]) -> str:
+    """Overrides in one order, without those that are the default anyway or that only say how to measure."""
+    defaults = {name: key.default for name, key in keys_of(MODES["bench"].schema).items()}
+    words = {True: "true", False: "false", None: "null"}
+    kept = {}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        default = defaults.get(f"{key}.name", defaults.get(key, ...))
+        default = words[default] if default is None or isinstance(default, bool) else getattr(default, "name", default)
+        if key not in _ASIDE and not key.startswith("sweep.") and value != str(default):
+            kept[key] = value
+    return " ".join(f"{key}={kept[key]}" for key in sorted(kept)) or "(defaults)"
+
+
+def _some(configs: dict[str, _Config]) -> str:
+    return "; ".join(list(configs)[:2]) + ("; ..." if len(configs) > 2 else "")
+
+
+# --------------------------------------------------------------------------- telling
+
+
+def _changes(settings: str, a: _Config, b: _Config) -> list[Change]:
+    before, after = a.figures(), b.figures()
+    known = {f.key: f for f in FIGURES}
+    keys = [key for key in before if key in after and (key in _JUDGED or key not in known)]
+    return [
+        Change(settings, known.get(key, Figure(key, key.replace("_", " "), 1)), before[key], after[key]) for key in keys
+    ]
+
+
+def _table(changes: Sequence[Change], threshold: float) -> None:
+    rows, last = [], None
+    for change in changes:
+        percent = f"{change.percent:+.1f}%" + ("" if change.known else "*")
+        rows.append([
+            "" if change.settings == last else change.settings, change.figure.label, change.before.text(change.figure),
+            change.after.text(change.figure), percent, change.verdict(threshold),
+        ])  # fmt: skip
+        last = change.settings
+    if rows:
+        columns = ["settings", "figure", "before", "after", "better by", ""]
+        show("compared: median, and from least to most", columns, rows, left=(0, 1, 5))
+
+
+def _marks(files: Sequence[str], *sides: dict[str, _Config]) -> None:
+    for file, side in zip(files, sides, strict=True):
+        for line in dict.fromkeys(mark(record) for config in side.values() for record in config.records):
+            print(f"{file}: {line}")

@@ -1,0 +1,76 @@
+"""``key=a,b`` overrides as the configurations that they ask for: Hydra's sweep syntax, without Hydra's launcher."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from minivllm.config.modes import MODES
+from minivllm.config.overrides import Override, group_options, groups_of
+from minivllm.config.schema import keys_of
+from minivllm.errors import ConfigError
+from minivllm.plugins.registry import Registry
+
+
+def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], list[dict[str, str]]]:
+    """The keys that have several values, and every combination as ``{key: value}``, the last key fastest.
+
+    ``a,b`` and ``choice(a,b)`` are values, ``range(1,4)`` numbers, ``glob(*)`` options of a group; ``[a,b]`` is one
+    value, a list. Values are as Hydra's grammar writes them.
+
+    Raises:
+        ConfigError: an override that cannot be read, or a key that is typed twice.
+    """
+    values: dict[str, list[str]] = {}
+    swept = []
+    for text in overrides:
+        override = Override.parse(text)
+        name = "+" * override.adds + override.key
+        if name in values:
+            raise ConfigError(f"{text}: {name} is typed twice; several values are typed {name}=a,b")
+        found = _values(override, registry)
+        if found is not None:
+            swept.append(name)
+        values[name] = found if found is not None else [override.raw]
+    return swept, [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+
+
+def _values(override: Override, registry: Registry) -> list[str] | None:
+    """The values of a key that has several, else None."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import IntervalSweep
+    from hydra.errors import HydraException
+
+    keys, groups = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema)
+    try:
+        parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
+    except HydraException as e:
+        if override.key in keys and keys[override.key].text:
+            return None  # a file's name, or other text outside Hydra's grammar
+        raise ConfigError(f"{override.text}: cannot be read ({str(e).splitlines()[0]})") from e
+    if not parsed.is_sweep_override():
+        return None
+    value: Any = parsed.value()
+    if isinstance(value, IntervalSweep):
+        raise ConfigError(f"{override.text}: a sweep needs values, not an interval; type {override.key}=range(1,4)")
+    if parsed.is_choice_sweep() and hasattr(value, "filter"):  # glob(...)
+        if override.key not in groups:
+            raise ConfigError(f"{override.text}: glob chooses among a group's options: {', '.join(groups[:-1])}")
+        found = value.filter(sorted(group_options(override.key, registry)))
+    else:
+        found = [_text(v, plain=override.key in keys and keys[override.key].text) for v in parsed.sweep_iterator()]
+    if not found:
+        raise ConfigError(f"{override.text}: this names no value")
+    return found
+
+
+def _text(value: Any, *, plain: bool) -> str:
+    """As an override's value; a ``plain`` string is not in Hydra's grammar, so that nothing in it is escaped."""
+    from hydra.core.override_parser.types import QuotedString, Transformer
+
+    if isinstance(value, bool):
+        return str(value).lower()
+    if plain and isinstance(value, str) and not isinstance(value, QuotedString):
+        return value
+    return Transformer.str(value)

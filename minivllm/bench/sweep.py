@@ -1,0 +1,225 @@
+"""``minivllm bench -m``: every combination in a child process of its own; a table, files and a report at the end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from minivllm.bench.child import Outcome, run_child
+from minivllm.bench.product import expand
+from minivllm.bench.progress import Progress
+from minivllm.bench.record import environment
+from minivllm.bench.results import FIGURES, Row, Sweep, figures
+from minivllm.bench.table import show
+from minivllm.config.compose import compose
+from minivllm.config.modes import BenchOptions, SweepOptions
+from minivllm.config.overrides import Override
+from minivllm.errors import ConfigError
+from minivllm.plugins.registry import Registry
+
+FOLDER = "minivllm-sweeps"
+_FILES = {"trace": "trace.json", "timeline": "timeline.png", "profile": "profile.json"}  # one a job, in its folder
+_REFUSED = {
+    "output": "a sweep writes its rows to its folder",
+    "check": "a sweep has rows, not one exit code",
+    "mode": "a sweep is of bench",
+}
+_WORDS = ("true", "false", "gpu", "png")
+
+
+def run(overrides: Sequence[str], registry: Registry) -> int:
+    """Run a sweep, or what an interrupted one lacks; returns the exit code: 1 if no row succeeded, 130 for Ctrl-C."""
+    own = [text for text in overrides if Override.parse(text).key.startswith("sweep.")]
+    typed = [text for text in overrides if text not in own]
+    options = _options(own, registry)
+    resumed = None if options.resume is None else Path(options.resume).expanduser().absolute()
+    sweep = _new(typed, options, registry) if resumed is None else _resumed(resumed, typed, options)
+    refused = {row.job: why for row in sweep.rows if row.status != "ok" and (why := _refused(row, registry))}
+    if len(refused) == len(sweep.rows):
+        raise ConfigError(refused[0])
+    folder = resumed or _make_folder(options.dir)
+    with _alone(folder):
+        return _run(sweep, folder, refused)
+
+
+def _options(own: Sequence[str], registry: Registry) -> SweepOptions:
+    composed = compose(own, registry, mode="bench").options
+    assert isinstance(composed, BenchOptions)
+    options = composed.sweep
+    if options.resume is not None and options.dir is not None:
+        raise ConfigError(f"sweep.resume={options.resume} goes on in that folder; leave sweep.dir out")
+    return options
+
+
+def _new(typed: Sequence[str], options: SweepOptions, registry: Registry) -> Sweep:
+    if not typed:
+        raise ConfigError("-m needs the keys to vary, as attention=torch,triton; or sweep.resume=DIR")
+    for text in typed:
+        override = Override.parse(text)
+        key = override.key
+        if key in _REFUSED:
+            raise ConfigError(f"{text}: {_REFUSED[key]}; leave {key} out")
+        if key in _FILES and not set(override.value.split(",")) <= set(_WORDS):
+            raise ConfigError(
+                f"{text}: each job of a sweep would overwrite it; type {key}={'png' if key == 'timeline' else 'true'}, "
+                "and each writes one to its folder"
+            )
+    swept, combinations = expand(typed, registry)
+    rows = [Row(number, settings) for number, settings in enumerate(combinations)]
+    created = datetime.now().astimezone().isoformat(timespec="seconds")
+    return Sweep(list(typed), swept, os.getcwd(), created, rows, options.timeout)
+
+
+def _refused(row: Row, registry: Registry) -> str | None:
+    """What is wrong with a configuration, as far as it shows without loading anything."""
+    try:
+        compose(row.overrides, registry, mode="bench")
+    except ConfigError as e:
+        return " ".join(str(e).split())
+    return None
+
+
+def _make_folder(name: str | None) -> Path:
+    if name is None:
+        stem = Path(FOLDER) / datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder, number = stem, 1
+        while folder.exists():
+            folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
+    else:
+        folder = Path(name).expanduser()
+        if (folder / "results.json").exists():
+            raise ConfigError(
+                f"sweep.dir={name} holds a sweep already: type sweep.resume={name} to go on with it, or take another"
+            )
+    try:
+        (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"sweep.dir={folder} cannot be made: {e.strerror}") from e
+    return folder.absolute()
+
+
+def _resumed(folder: Path, typed: Sequence[str], options: SweepOptions) -> Sweep:
+    sweep = Sweep.load(folder)
+    if typed and sorted(typed) != sorted(sweep.overrides):
+        raise ConfigError(
+            f"sweep.resume={options.resume} is a sweep of {' '.join(sweep.overrides)}; leave the other settings "
+            "out, or type them as they were"
+        )
+    if not Path(sweep.cwd).is_dir():
+        raise ConfigError(f"sweep.resume={options.resume} was begun in {sweep.cwd}, which is gone; make it again")
+    if options.timeout is not None:
+        sweep.timeout = options.timeout
+    return sweep
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process a folder. Raises ConfigError if another has it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as e:
+        raise ConfigError(f"{folder} is a sweep that still runs; wait for it, or end it first") from e
+    finally:
+        os.close(handle)
+
+
+# --------------------------------------------------------------------------- running
+
+
+def _run(sweep: Sweep, folder: Path, refused: dict[int, str]) -> int:
+    from minivllm.bench.report import write_report
+
+    print(f"sweep: {len(sweep.rows)} configurations, in {folder}", flush=True)
+    done = sum(row.status == "ok" for row in sweep.rows)
+    again = sum(row.status not in ("ok", "waiting") for row in sweep.rows)
+    if done or again:
+        _say(f"{done} done before are kept, {again} that failed are tried again")
+    here = environment()
+    kept = {row.record["commit"] for row in sweep.rows if row.status == "ok" and row.record}
+    if kept - {here["commit"]}:
+        _say(f"rows kept are of commit {', '.join(map(str, kept))}, new ones of {here['commit']}: they may not compare")
+    for row in sweep.rows:
+        if row.job in refused:
+            _say(f"{row.label(sweep.keys)} cannot run: {refused[row.job]}")
+    sweep.save(folder)
+    progress = Progress(sweep.rows, sweep.keys)
+    try:
+        for row in sweep.rows:
+            if row.status != "ok":
+                row.status, row.reason = "waiting", None
+        for row in sweep.rows:
+            if row.status == "waiting":
+                progress.start(row)
+                outcome = _outcome(row, sweep, folder, refused.get(row.job), progress)
+                row.status, row.reason = outcome.status, outcome.reason
+                row.seconds, row.record = outcome.seconds, outcome.record
+                sweep.save(folder)
+                progress.finish(row)
+    except KeyboardInterrupt:
+        progress.clear()
+        write_report(sweep, folder / "report.html")
+        left = sum(row.status == "waiting" for row in sweep.rows)
+        _say(f"interrupted with {left} of {len(sweep.rows)} to go; go on with: minivllm bench -m sweep.resume={folder}")
+        return 130
+    write_report(sweep, folder / "report.html")
+    show_sweep(sweep)
+    for name in ("results.csv", "results.json", "report.html"):
+        print(folder / name)
+    return 0 if any(row.status == "ok" for row in sweep.rows) else 1
+
+
+def _outcome(row: Row, sweep: Sweep, folder: Path, refused: str | None, progress: Progress) -> Outcome:
+    if refused is not None:
+        return Outcome("unsupported", refused, 0.0, None)
+    mine = sweep.job_folder(folder, row)
+    mine.mkdir(exist_ok=True)
+    result = mine / "result.jsonl"
+    return run_child(
+        command(row, mine, result), mine / "log.txt", result, cwd=Path(sweep.cwd), timeout=sweep.timeout,
+        tick=progress.tick,
+    )  # fmt: skip
+
+
+def command(row: Row, mine: Path, result: Path) -> list[str]:
+    """What a job runs. Unless it was typed, ``profile=gpu`` brings the GPU-busy share."""
+    settings = {"profile": "gpu"} | row.settings
+    for key, name in _FILES.items():
+        if settings.get(key) in ("true", "png") and key != "profile":
+            settings[key] = str(mine / name)
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    return [sys.executable, "-P", "-m", "minivllm", "bench", *overrides, f"output={result}"]
+
+
+def show_sweep(sweep: Sweep) -> None:
+    """The table: what was varied, and the figures that some row has; beneath it the reasons of those without."""
+    found = [figures(row.record) if row.record else {} for row in sweep.rows]
+    shown = [f for f in FIGURES if any(f.key in of_row for of_row in found)]
+    reasons: dict[str, int] = {}
+    rows = []
+    for row, of_row in zip(sweep.rows, found, strict=True):
+        cells = [of_row[f.key].brief(f) if f.key in of_row else "" for f in shown]
+        host = ", ".join(f"{key[8:]}: {s.median:.1f}" for key, s in of_row.items() if key.startswith("host_us "))
+        note = f"µs a step, running+waiting: {host}" if host else row.status
+        if row.reason:
+            note += f" [{reasons.setdefault(row.reason, len(reasons) + 1)}]"
+        rows.append([*(row.settings[key] for key in sweep.keys), *cells, note])
+    repeated = any(s.runs > 1 for of_row in found for s in of_row.values())
+    show(
+        "sweep: " + " ".join(sweep.overrides) + (" (median ± half of what lies between least and most)" * repeated),
+        [*sweep.keys, *(f.label for f in shown), "status"],
+        rows,
+        left=(*range(len(sweep.keys)), len(sweep.keys) + len(shown)),
+    )
+    for reason, number in reasons.items():
+        print(f"  [{number}] {reason}")
+
+
+def _say(text: str) -> None:
+    print(f"sweep: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,105 @@
+"""``workload=trace``: requests from a file, one JSON object a line, with the times at which they arrive.
+
+# {"arrival": 0.25, "input_len": 120, "output_len": 64}                        a prompt of random ids
+# {"arrival": 0.5, "prompt": "Once upon a time", "output_len": 64}             a text, in the model's tokens
+# {"arrival": 0.5, "prompt_token_ids": [5, 17, 9], "output_len": 64}           tokens
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minivllm.bench.workloads import BenchRequest
+from minivllm.errors import ConfigError
+from minivllm.plugins.naming import did_you_mean
+
+if TYPE_CHECKING:
+    from minivllm.config.modes import WorkloadOptions
+
+_PROMPTS = ("input_len", "prompt", "prompt_token_ids")
+_KEYS = ("arrival", *_PROMPTS, "output_len")
+
+
+def read_requests(
+    options: WorkloadOptions, draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None
+) -> list[BenchRequest]:
+    """The file's requests by arrival; blank lines are passed over.
+
+    Args:
+        draw: makes a prompt of so many random ids.
+        encode: makes tokens of a text.
+
+    Raises:
+        ConfigError: the file, or a line of it, cannot be used; the message has the line's number.
+    """
+    assert options.path is not None
+    try:
+        lines = Path(options.path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"workload.path={options.path} cannot be read: {why}") from e
+    requests: list[BenchRequest] = []
+    for number, line in enumerate(lines, 1):
+        if len(requests) == options.num_requests:
+            break
+        if line.strip():
+            try:
+                requests.append(_request(line, draw, encode))
+            except ValueError as e:
+                raise ConfigError(f"workload.path={options.path}, line {number}: {e}") from e
+    if not requests:
+        raise ConfigError(f"workload.path={options.path} has no request in it; each line is one, as {_EXAMPLE}")
+    if options.num_requests is not None and len(requests) < options.num_requests:
+        raise ConfigError(
+            f"workload.num_requests={options.num_requests}, and {options.path} has {len(requests)}; lower it or leave "
+            "it out"
+        )
+    return sorted(requests, key=lambda r: r.arrival)
+
+
+_EXAMPLE = '{"arrival": 0.25, "input_len": 120, "output_len": 64}'
+
+
+def _request(line: str, draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None) -> BenchRequest:
+    """Raises ValueError, which says what is wrong with the line."""
+    try:
+        value = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"{e}; a line is one JSON object, as {_EXAMPLE}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"it is not a JSON object, as {_EXAMPLE}")
+    for key in value:
+        if key not in _KEYS:
+            raise ValueError(f"there is no key {key!r}.{did_you_mean(key, _KEYS)} Allowed: {', '.join(_KEYS)}")
+    given = [key for key in _PROMPTS if key in value]
+    if len(given) != 1:
+        raise ValueError(f"it needs one of {', '.join(_PROMPTS)}, and has {' and '.join(given) or 'none'}")
+    arrival = value.get("arrival", 0)
+    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < float("inf"):
+        raise ValueError(f"arrival={arrival!r} is not a number of seconds from 0")
+    return BenchRequest(_prompt(given[0], value[given[0]], draw, encode), _count(value, "output_len"), float(arrival))
+
+
+def _prompt(
+    key: str, value: Any, draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None
+) -> list[int]:
+    if key == "input_len":
+        return draw(_count({key: value}, key))
+    if key == "prompt":
+        if not isinstance(value, str) or encode is None or not (tokens := encode(value)):
+            raise ValueError(f"prompt={value!r} is not a text of at least one token")
+        return tokens
+    if not isinstance(value, list) or not value or not all(type(t) is int and t >= 0 for t in value):
+        raise ValueError("prompt_token_ids is not a list of at least one whole number from 0")
+    return value
+
+
+def _count(value: dict[str, Any], key: str) -> int:
+    if key not in value:
+        raise ValueError(f"it lacks {key}")
+    if type(value[key]) is not int or value[key] < 1:
+        raise ValueError(f"{key}={value[key]!r} is not a whole number from 1")
+    return value[key]

@@ -1,0 +1,104 @@
+"""``bench compare``: which rows meet, what counts as a change, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_job import record
+
+from minivllm.bench.compare import _settings
+from minivllm.cli import main
+
+SETTINGS = {"attention": "torch", "workload": "bs1"}
+
+
+def lines(file: Path, *records: dict) -> str:
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return str(file)
+
+
+def sweep_file(file: Path, *rows: dict) -> str:
+    file.write_text(json.dumps({"format": 1, "rows": [{"reason": None, "record": None} | row for row in rows]}))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("speed", "spread", "options", "code", "said"),
+    [
+        (100.0, (0.98, 1, 1.02), [], 0, "nothing is slower"),
+        (80.0, (0.98, 1, 1.02), [], 1, "slower"),
+        (80.0, (0.98, 1, 1.02), ["threshold=30"], 0, "slower"),  # told, but not past the threshold
+        (130.0, (0.98, 1, 1.02), [], 0, "faster"),
+        (80.0, (0.7, 1, 1.4), [], 0, "same"),  # within the spread
+        (94.0, (1,), [], 1, "*"),  # one run: the threshold is all there is
+        (96.0, (1,), [], 0, "up to 5% counts as the same"),
+    ],
+)
+def test_the_exit_code_is_the_threshold_beyond_the_spread(tmp_path, capsys, speed, spread, options, code, said):
+    a = lines(tmp_path / "a.jsonl", record(SETTINGS))
+    b = lines(tmp_path / "b.jsonl", record(SETTINGS, speed, spread))
+    assert main(["bench", "compare", a, b, *options]) == code
+    assert said in capsys.readouterr().out
+
+
+def test_a_sweep_and_json_lines_meet_by_their_settings(tmp_path, capsys):
+    typed = {"workload": "bs1", "attention": "torch", "tp": "1", "repeat": "3", "output": "x", "profile": "gpu"}
+    other = SETTINGS | {"attention": "flash"}
+    a = sweep_file(
+        tmp_path / "results.json",
+        {"settings": SETTINGS, "status": "ok", "record": record(SETTINGS)},
+        {"settings": other, "status": "failed", "reason": "why not"},
+        {"settings": other | {"tp": "2"}, "status": "waiting"},
+    )
+    b = lines(tmp_path / "b.jsonl", record(typed, 120.0), record(typed, 121.0), record({"seed": "3"}))
+    assert main(["bench", "compare", a, b]) == 0
+    out = capsys.readouterr().out
+    assert "attention=torch workload=bs1" in out and "+20.5%" in out  # the two lines are one row
+    assert f"only in {a}: attention=flash workload=bs1" in out and f"only in {b}: seed=3" in out
+
+
+def test_what_fails_now_is_a_loss(tmp_path, capsys):
+    a = sweep_file(tmp_path / "a.json", {"settings": SETTINGS, "status": "ok", "record": record(SETTINGS)})
+    b = sweep_file(tmp_path / "b.json", {"settings": SETTINGS, "status": "failed", "reason": "killed"})
+    assert main(["bench", "compare", a, b]) == 1
+    assert "fails now: attention=torch workload=bs1: failed: killed" in capsys.readouterr().out
+    assert main(["bench", "compare", b, a]) == 0
+    assert "works now" in capsys.readouterr().out
+
+
+def test_of_the_host_less_is_better(tmp_path, capsys):
+    def host(us: float) -> dict:
+        return {"overrides": ["workload=host"], "host": [{"running": 1, "waiting": 0, "us_p50": us, "us_p99": us}]}
+
+    a, b = lines(tmp_path / "a", host(100.0)), lines(tmp_path / "b", host(150.0))
+    assert main(["bench", "compare", a, b]) == 1
+    assert main(["bench", "compare", b, a]) == 0
+    assert "host us 1+0" in capsys.readouterr().out
+
+
+def test_settings_that_are_the_default_anyway_do_not_tell_rows_apart():
+    assert _settings(["tp=1", "attention=auto", "workload=quick", "max_model_len=null", "device=auto"]) == "(defaults)"
+    assert _settings(["tp=2", "repeat=3", "enforce_eager=true"]) == "enforce_eager=true tp=2"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "takes two files"),
+        (["a", "b", "threshold=-1"], "threshold is a number of per cent from 0"),
+        (["a", "b", "treshold=1"], "one setting, threshold=5. Did you mean threshold"),
+        (["{folder}/none", "{folder}/none"], "cannot be read: No such file"),
+        (["{folder}/bad", "{folder}/bad"], "neither results.json of a sweep nor"),
+        (["{folder}/empty", "{folder}/empty"], "has no result in it"),
+        (["{folder}/a", "{folder}/b"], "no configuration in common"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys, argv, message):
+    (tmp_path / "bad").write_text("{}\n[")
+    (tmp_path / "empty").write_text("")
+    lines(tmp_path / "a", record({"tp": "2"}))
+    lines(tmp_path / "b", record({"tp": "4"}))
+    assert main(["bench", "compare", *(a.format(folder=tmp_path) for a in argv)]) == 2
+    assert message in capsys.readouterr().err
