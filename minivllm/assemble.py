@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
-from minivllm.core.model_config import ModelConfig
+from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.errors import ConfigError
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
+from minivllm.plugins.naming import did_you_mean, listing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,15 +31,22 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
 
         registry = default_registry()
     path, model_config = find_model(config)
+    model_config = replace(model_config, options=model_options(config, model_config, registry))
     max_model_len = model_length(config, model_config)
     tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)
     executor_name = config.executor.name
     if executor_name == "auto":
         executor_name = "single" if config.tp == 1 else "multiproc"
-    executor = registry.resolve("executor", executor_name)(config, model_config, max_model_len, registry)
+    executor_class = registry.resolve("executor", executor_name)
+    sampler_class = registry.resolve("sampler", config.sampler.name)
+    scheduler_class = registry.resolve("scheduler", config.scheduler.name)
+    with registry.building("sampler", config.sampler.name):
+        row = sampler_class.row
+    with registry.building("executor", executor_name):
+        executor = executor_class(config, model_config, max_model_len, registry)
     try:
-        num_blocks = executor.start()
-        sampler_class = registry.resolve("sampler", config.sampler.name)
+        with registry.building("executor", executor_name):
+            num_blocks = executor.start()
         blocks = PagedBlockManager(
             num_blocks,
             config.cache.block_size,
@@ -45,8 +54,8 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
             -(-max_model_len // config.cache.block_size),
             prefix_caching=config.cache.enable_prefix_caching,
         )
-        scheduler_class = registry.resolve("scheduler", config.scheduler.name)
-        scheduler = scheduler_class(config.scheduler, blocks, max_model_len, sampler_class.row)
+        with registry.building("scheduler", config.scheduler.name):
+            scheduler = scheduler_class(config.scheduler, blocks, max_model_len, row)
         return LLMEngine(
             config,
             model_config,
@@ -69,6 +78,18 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
         return None, ModelConfig.from_hf(options.hf_config, where=f"conf/model/{options.name}.yaml")
     path = fetch(options)
     return path, read_model_config(path)
+
+
+def model_options(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> FrozenDict:
+    """``model.options``. Raises ConfigError for one that the model of this architecture does not declare."""
+    component = registry.model_for_architecture(model_config.architecture)
+    for option in config.model.options:
+        if option not in component.options:
+            raise ConfigError(
+                f"model.options.{option}: {component.name} has no such option."
+                f"{did_you_mean(option, component.options)} Allowed: {listing(component.options)}"
+            )
+    return config.model.options
 
 
 def model_length(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -64,24 +64,30 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
-        these. ``sampling_params``: one for all, or one a prompt.
+        these. ``sampling_params``: one for all, or one a prompt. ``priority``: one a prompt, smaller ones are served
+        earlier; for schedulers that have priorities.
 
         Raises:
             RequestError: a prompt that can never run; none of the prompts is run, and the engine goes on.
         """
         many = _prompts(prompts)
         params = self._params(sampling_params, len(many))
+        if priority is not None and len(priority) != len(many):
+            raise RequestError(f"{len(many)} prompts with {len(priority)} priorities; give one a prompt")
+        priorities = [0] * len(many) if priority is None else priority
         ids: list[str] = []
         try:
-            for number, (prompt, one) in enumerate(zip(many, params, strict=True)):
+            for number, (prompt, one, urgency) in enumerate(zip(many, params, priorities, strict=True)):
                 name = str(self._number)
                 self._number += 1
                 try:
-                    self.engine.add_request(name, prompt, one)
+                    self.engine.add_request(name, prompt, one, priority=urgency)
                 except RequestError as error:
                     raise RequestError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
                 ids.append(name)

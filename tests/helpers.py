@@ -1,39 +1,47 @@
-"""Small worlds for tests: random checkpoints, transformers as the oracle, batches built by hand."""
+"""Small worlds for tests beside those of ``minivllm.testing``: our checkpoints, and models stepped by hand."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec, Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.layers.linear import split_heads
-
-TINY: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # not hidden / heads
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.2,  # logits far enough apart that rounding does not choose the token
-}
-END, USER, ASSISTANT = "<|end|>", "<|user|>", "<|assistant|>"
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+from minivllm.testing import checkpoints as testing
+from minivllm.testing.checkpoints import (
+    ASSISTANT,
+    END,
+    USER,
+    byte_level_tokenizer,
+    random_checkpoint,
+    reference_model,
+    reference_tokens,
 )
+from minivllm.testing.steps import attention_batch
+
+__all__ = [
+    "ASSISTANT",
+    "END",
+    "TINY",
+    "USER",
+    "PagedRun",
+    "attention_batch",
+    "attention_spec",
+    "byte_level_tokenizer",
+    "edit_json",
+    "reference_model",
+    "reference_tokens",
+    "save_checkpoint",
+]
+
+TINY: dict[str, Any] = testing.TINY | {"head_dim": 32}  # not hidden / heads
 
 
 # --------------------------------------------------------------------------- checkpoints
@@ -43,82 +51,16 @@ def save_checkpoint(
     folder: Path, architecture: str = "qwen3", *, seed: int = 0, shards: int = 1, chat: bool = True, **config: Any
 ) -> Path:
     """A random float32 checkpoint in Hugging Face's layout, with a byte-level tokenizer; ``config`` overrides TINY."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
-    classes = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = classes[architecture]
-    tokenizer = byte_level_tokenizer(chat=chat)
-    end = tokenizer.eos_token_id
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config_class(**(TINY | {"eos_token_id": end, "bos_token_id": None} | config))).float()
-        for name, param in model.named_parameters():
-            if param.dim() == 1:  # norms and biases start at 1 and 0, which would hide that one is not used
-                param.data.add_(torch.randn_like(param), alpha=0.2)
-            assert param.dtype == torch.float32, name
-    size = sum(p.numel() * 4 for p in model.state_dict().values())
-    model.save_pretrained(folder, max_shard_size=-(-size // shards) + 1 if shards > 1 else "1GB")
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@lru_cache
-def byte_level_tokenizer(chat: bool = True) -> Any:
-    """256 bytes, a few merges, three special tokens: any text, ids below 512."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
-    )
-    inner.train_from_iterator(["the quick brown fox jumps over the lazy dog, once upon a time there was"] * 3, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        eos_token=END,
-        additional_special_tokens=[USER, ASSISTANT],
-        clean_up_tokenization_spaces=False,
-    )
-    if chat:
-        fast.chat_template = CHAT_TEMPLATE
-    return fast
+    model_class = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}[architecture]
+    return random_checkpoint(folder, model_class, TINY | config, seed=seed, shards=shards, chat=chat)
 
 
 def edit_json(file: Path, *drop: str, **changes: Any) -> None:
     """Change a JSON file in place: keys dropped, keys set."""
     value = {k: v for k, v in json.loads(file.read_text()).items() if k not in drop} | changes
     file.write_text(json.dumps(value))
-
-
-# --------------------------------------------------------------------------- the oracle
-
-
-@lru_cache(maxsize=8)
-def reference_model(folder: Path) -> Any:
-    """The checkpoint in transformers, float32, on the CPU."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def reference_tokens(folder: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers continues ``prompt`` with, greedily, running past any end-of-sequence token."""
-    return list(_reference_tokens(folder, tuple(prompt), num_tokens))
-
-
-@lru_cache(maxsize=4096)
-def _reference_tokens(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    model, tokens, cache = reference_model(folder), [], None
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(num_tokens):
-            output = model(ids, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            ids = output.logits[:, -1:].argmax(-1)
-            tokens.append(int(ids))
-    return tuple(tokens)
 
 
 # --------------------------------------------------------------------------- attention by hand
@@ -140,34 +82,6 @@ def attention_spec(config: ModelConfig, *, tp: TensorParallel | None = None, **o
         "scale": config.head_dim**-0.5,
     }
     return AttentionSpec(**(values | overrides))
-
-
-def attention_batch(
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    tables: Sequence[Sequence[int]],
-    block_size: int,
-    num_decodes: int,
-    device: torch.device | str = "cpu",
-) -> AttentionBatch:
-    """A step by hand: row i's last ``query_lens[i]`` of ``seq_lens[i]`` tokens are new; unused table entries: junk."""
-    n, width = len(seq_lens), max(map(len, tables))
-    table = np.full((n, width), 2**30, dtype=np.int32)
-    for i, blocks in enumerate(tables):
-        table[i, : len(blocks)] = blocks
-    positions = [np.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
-    slots = [table[i, p // block_size].astype(np.int64) * block_size + p % block_size for i, p in enumerate(positions)]
-    lens, starts = np.asarray(seq_lens, np.int32), np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-    return AttentionBatch(
-        num_decodes=num_decodes,
-        query_start=torch.from_numpy(starts).to(device),
-        seq_lens=torch.from_numpy(lens).to(device),
-        block_tables=torch.from_numpy(table).to(device),
-        slot_mapping=torch.from_numpy(np.concatenate(slots)).to(device),
-        host_query_lens=np.asarray(query_lens, np.int32),
-        host_seq_lens=lens,
-        host_block_tables=table,
-    )
 
 
 class PagedRun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.core.model_config import FrozenDict
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import AttentionOptions
@@ -37,21 +38,57 @@ class Choice:
         """Whether decode steps may be captured."""
         return self.decode_class.capabilities.cuda_graphs != CudaGraphs.NEVER
 
-    def build(self, spec: AttentionSpec) -> AttentionBackend:
-        decode = self.decode_class(replace(spec, options=self.decode_options))
+    def prompt_graphs(self) -> bool:
+        """Whether steps with prompts may be captured, too."""
+        return self.cuda_graphs() and self.prefill_class.capabilities.cuda_graphs == CudaGraphs.ALWAYS
+
+    def build(self, spec: AttentionSpec, registry: Registry, broken: dict[str, str]) -> AttentionBackend:
+        """Raises PluginError where a plugin's class raises, and adds it to ``broken``."""
+
+        def one(name: str, backend: type[AttentionBackend], options: FrozenDict) -> AttentionBackend:
+            try:
+                with registry.building("attention", name):
+                    return backend(replace(spec, options=options))
+            except PluginError as error:
+                broken[name] = str(error)
+                raise
+
+        decode = one(self.decode, self.decode_class, self.decode_options)
         if self.prefill == self.decode:
             return decode
-        return HybridBackend(self.prefill_class(replace(spec, options=self.prefill_options)), decode)
+        return HybridBackend(one(self.prefill, self.prefill_class, self.prefill_options), decode)
 
 
-def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -> Choice:
-    """Find the backends before anything is loaded.
+def build(
+    choice: Choice, options: AttentionOptions, spec: AttentionSpec, registry: Registry
+) -> tuple[Choice, AttentionBackend]:
+    """What was chosen; where ``auto`` chose a plugin's backend that cannot be built, the next best.
+
+    Raises:
+        ConfigError: it was named; or no other can run this.
+    """
+    broken: dict[str, str] = {}
+    while True:
+        try:
+            return choice, choice.build(spec, registry, broken)
+        except PluginError as error:
+            choice = choose(options, spec, registry, broken)
+            registry.pass_over(error)
+
+
+def choose(
+    options: AttentionOptions, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str] | None = None
+) -> Choice:
+    """Find the backends before anything is loaded. ``broken``: those that cannot be built, and why.
 
     Raises:
         ConfigError: a named backend cannot run this, with every reason; or none can.
+        PluginError: in strict mode, a plugin's backend that ``auto`` came to is broken.
     """
-    prefill, prefill_class, why = _one(options.prefill or options.name, spec, registry, prefill=True)
-    decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry, prefill=False)
+    broken = broken or {}
+    anyhow = replace(spec, needs_graphs=False)  # prompts are not captured
+    prefill, prefill_class, why = _one(options.prefill or options.name, anyhow, registry, broken, prefill=True)
+    decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry, broken, prefill=False)
     if decode != prefill:
         for name, backend in ((prefill, prefill_class), (decode, decode_class)):
             if not backend.keeps_cache_write():
@@ -69,12 +106,12 @@ def choose(options: AttentionOptions, spec: AttentionSpec, registry: Registry) -
 
 
 def _one(
-    name: str, spec: AttentionSpec, registry: Registry, *, prefill: bool
+    name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str], *, prefill: bool
 ) -> tuple[str, type[AttentionBackend], str]:
     if name != "auto":
         component = registry.get("attention", name)
-        if reasons := _reasons(name, spec, registry):
-            others = [c.name for c in registry.by_priority("attention") if not _reasons(c.name, spec, registry)]
+        if reasons := _why_not(component.name, spec, registry, broken):
+            others = [c.name for c in registry.by_priority("attention") if not _why_not(c.name, spec, registry, broken)]
             raise ConfigError(
                 f"attention={name} cannot run this: {'; '.join(reasons)}. "
                 f"Here these can: {', '.join(others) or 'none'} (or attention=auto)"
@@ -82,7 +119,11 @@ def _one(
         return component.name, registry.resolve("attention", name), f"attention={component.name} as asked"
     passed: list[str] = []
     for component in registry.by_priority("attention", prefill=prefill):
-        reasons = _reasons(component.name, spec, registry)
+        try:
+            reasons = _reasons(component.name, spec, registry, broken)
+        except PluginError as error:
+            registry.pass_over(error)
+            reasons = [str(error)]
         if not reasons:
             chosen = registry.resolve("attention", component.name)
             if spec.device in chosen.capabilities.devices:
@@ -93,9 +134,20 @@ def _one(
     raise ConfigError("no attention backend can run this: " + "; ".join(passed))
 
 
-def _reasons(name: str, spec: AttentionSpec, registry: Registry) -> list[str]:
-    missing = registry.why_not(registry.get("attention", name))
-    return missing or registry.resolve("attention", name).unsupported(spec)
+def _reasons(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:
+    if name in broken:
+        return [broken[name]]
+    if missing := registry.why_not(registry.get("attention", name)):
+        return missing
+    with registry.building("attention", name):
+        return registry.resolve("attention", name).unsupported(spec)
+
+
+def _why_not(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:
+    try:
+        return _reasons(name, spec, registry, broken)
+    except PluginError as error:
+        return [str(error)]
 
 
 class HybridBackend(AttentionBackend):

@@ -20,7 +20,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch
-    from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle
+    from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle, StepObserver
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
 
@@ -63,6 +63,7 @@ class LLMEngine:
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
         self.tokenizer, self.scheduler, self.executor, self.num_blocks = tokenizer, scheduler, executor, num_blocks
         self.stats = EngineStats()
+        self.observer: StepObserver | None = None  # told of each step while somebody looks
         self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[tuple[Batch, StepHandle]] = deque()
@@ -91,11 +92,13 @@ class LLMEngine:
         params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         """Queue a request.
 
         ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
-        Requests with different ``cache_salt`` share no cached prefix.
+        Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier, by
+        schedulers that have priorities; with others only 0 is allowed.
 
         Raises:
             RequestError: it can never run; the engine is as before.
@@ -105,6 +108,7 @@ class LLMEngine:
         params.verify()
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
+        self._check_priority(priority)
         text, ids = self._tokens(prompt)
         if isinstance(prompt, dict):
             cache_salt = prompt.get("cache_salt", cache_salt)
@@ -115,7 +119,9 @@ class LLMEngine:
         try:
             for index in range(params.n):
                 name = request_id if params.n == 1 else f"{index}_{request_id}"
-                seq = Sequence(name, ids, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt)
+                seq = Sequence(
+                    name, ids, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority
+                )
                 base = params.seed if params.seed is not None else self._seed_of(self._arrivals)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
                 self.scheduler.add(seq)
@@ -171,13 +177,18 @@ class LLMEngine:
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
         while len(self._under_way) < self._depth:
+            planned = time.perf_counter()
             batch = self.scheduler.schedule()
             if batch is None:
                 break
             self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+            if self.observer is not None:
+                self.observer.scheduled(batch, planned)
             launched = time.perf_counter()
             self._under_way.append((batch, self.executor.launch(batch)))
             self.stats.launch_time += time.perf_counter() - launched
+            if self.observer is not None:
+                self.observer.launched(batch)
         if not self._under_way:
             return []
         batch, handle = self._under_way.popleft()
@@ -186,7 +197,10 @@ class LLMEngine:
         done = time.perf_counter()
         for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
             self._watch(slot)
-        outputs = self._take_in(self.scheduler.commit(batch, result.token_ids), result.logprobs)
+        committed = self.scheduler.commit(batch, result.token_ids)
+        outputs = self._take_in(committed, result.logprobs)
+        if self.observer is not None:
+            self.observer.committed(batch, committed, done)
         self.stats.steps += 1
         self.stats.wait_time += done - waited
         self.stats.host_time += time.perf_counter() - began - (done - waited)
@@ -275,6 +289,15 @@ class LLMEngine:
                 f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
         return text, ids if isinstance(ids, list) else tokens.tolist()
+
+    def _check_priority(self, priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority={priority!r} is not a whole number")
+        if priority and not self.scheduler.uses_priority:
+            raise RequestError(
+                f"priority={priority} is not supported by scheduler={self.config.scheduler.name}; leave it 0, or use a "
+                "scheduler that has priorities"
+            )
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         if prompt_len >= self.max_model_len:

@@ -46,6 +46,7 @@ class Committed:
 class Scheduler(ABC):
     """Decides what each step computes. Owns the slot arrays and, through the block manager, the cache's blocks."""
 
+    uses_priority: ClassVar[bool] = False  # whether it heeds Sequence.priority; else a request may not name one
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running ones, by slot
 
@@ -153,6 +154,7 @@ class AttentionSpec:
     max_model_len: int
     scale: float
     sliding_window: int | None = None  # tokens; None attends to all before
+    needs_graphs: bool = False  # decode steps must be captured (enforce_eager=false)
     options: FrozenDict = field(default_factory=FrozenDict)  # attention.options, those that this backend declares
 
 
@@ -216,6 +218,8 @@ class AttentionBackend(ABC):
             why.append(f"it takes cache.block_size in multiples of {c.block_size_multiple_of}, not {spec.block_size}")
         if spec.sliding_window is not None and not c.sliding_window:
             why.append("it has no sliding window")
+        if spec.needs_graphs and c.cuda_graphs == CudaGraphs.NEVER:
+            why.append("its decode steps cannot be CUDA graphs, which enforce_eager=false asks for")
         why += [f"the package {p!r} is not installed" for p in c.packages if not _importable(p)]
         if c.min_compute_capability and spec.device == "cuda" and not why:
             import torch
@@ -367,6 +371,25 @@ class StepHandle(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step and return what it sampled. Raises EngineDeadError."""
+        ...
+
+
+class StepObserver(Protocol):
+    """Looks on as an engine steps (``LLMEngine.observer``). Clock values are ``time.perf_counter``'s.
+
+    Calls of one step come in this order; another step's may come in between, as two are under way.
+    """
+
+    def scheduled(self, batch: Batch, began: float) -> None:
+        """``batch`` is about to be launched; its scheduling began at ``began``."""
+        ...
+
+    def launched(self, batch: Batch) -> None:
+        """It was handed to the executor."""
+        ...
+
+    def committed(self, batch: Batch, committed: Committed, done: float) -> None:
+        """Its tokens were there at ``done`` and are taken in now; what ended has left the scheduler."""
         ...
 
 

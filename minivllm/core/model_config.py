@@ -33,6 +33,7 @@ class ModelConfig:
 
     ``rope_parameters`` holds what transformers 5 calls so: ``rope_type`` (default, linear, llama3, yarn),
     ``rope_theta`` and the numbers of that type. ``hf_config`` is the whole config.json, for what only one model reads.
+    ``options`` is the user's ``model.options``, those that the model declares.
     """
 
     architecture: str
@@ -54,6 +55,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     dtype: str = "bfloat16"
     hf_config: FrozenDict = field(default_factory=FrozenDict)
+    options: FrozenDict = field(default_factory=FrozenDict)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:

@@ -12,6 +12,7 @@ A sequence decodes once computed >= known_len. Its newest token may be in flight
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,12 @@ _WATERMARK = 0.01  # the share of the pool that an admission leaves free for run
 
 class SlotScheduler(Scheduler):
     """First come, first served, on slot arrays; a subclass's ``schedule`` says how decodes and prompt chunks share a
-    step: ``take_decodes``, ``take_chunks``, then ``write_batch``.
+    step: ``take_decodes``, ``take_chunks``, then ``write_batch``. One whose ``place`` says so serves in another order.
 
     - All blocks of a prompt are taken at admission, so a prompt half done never waits for memory.
-    - When a decode needs a block and none is free, the latest-arrived running sequence is preempted: its blocks are
-      freed and its known tokens are computed again later. The oldest is never preempted, so every step makes progress.
+    - When a decode needs a block and none is free, the running sequence with the last place (here: the latest-arrived)
+      is preempted: its blocks are freed and its known tokens are computed again later. The first is never preempted, so
+      every step makes progress.
     - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most.
     """
 
@@ -69,13 +71,13 @@ class SlotScheduler(Scheduler):
         self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
 
         self.sequences: list[Sequence | None] = [None] * size
-        self.waiting: deque[Sequence] = deque()  # by arrival; aborted ones are dropped when they reach the front
-        self.running = np.empty(0, dtype=np.int32)  # slots, by arrival
-        self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by arrival
+        self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
+        self.running = np.empty(0, dtype=np.int32)  # slots, by place
+        self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
         self._free_slots = list(range(size - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
-        self._steps = 0
+        self.steps = 0  # written so far
         self._retry_at = 0  # free blocks below which, …
         self._retry_partial = 0  # … and prompts half done from which on, no waiting sequence in sight can be admitted
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
@@ -112,11 +114,25 @@ class SlotScheduler(Scheduler):
         if seq.request_id in self._by_id:
             raise RequestError(f"request_id {seq.request_id!r} is already waiting or running; choose another")
         seq.arrival = self._arrivals
+        seq.place = self.place(seq)
         self._arrivals += 1
         self._by_id[seq.request_id] = seq
-        self.waiting.append(seq)
-        if len(self.waiting) <= _LOOK_AHEAD:
+        if self._enqueue(seq) < _LOOK_AHEAD:
             self._retry_at = 0
+
+    def place(self, seq: Sequence) -> tuple[int, ...]:
+        """Where a sequence that was just added stands, once and for all: smaller is admitted first, preempted last.
+
+        No two may stand in one place; whoever is added late enough must stand behind, or some starve.
+        """
+        return (seq.arrival,)
+
+    def _enqueue(self, seq: Sequence) -> int:
+        at = len(self.waiting)
+        if at and self.waiting[-1].place > seq.place:
+            at = bisect(self.waiting, seq.place, key=lambda other: other.place)
+        self.waiting.insert(at, seq)
+        return at
 
     def abort(self, request_id: str) -> Sequence | None:
         seq = self._by_id.get(request_id)
@@ -142,7 +158,7 @@ class SlotScheduler(Scheduler):
     def schedule(self) -> Batch | None: ...
 
     def take_decodes(self, budget: int) -> np.ndarray:
-        """The slots that decode, oldest first, each with room for its next token."""
+        """The slots that decode, by place, each with room for its next token."""
         while True:
             run = self.running
             ready = run[(self.computed[run] >= self.known_len[run]) & (self.length[run] < self.max_len[run])][:budget]
@@ -151,7 +167,7 @@ class SlotScheduler(Scheduler):
                 if len(need):
                     self.blocks.append(need)
                 return ready
-            self._preempt(int(run[-1]))
+            self.preempt(int(run[-1]))
 
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): those half done first, then new ones from the queue."""
@@ -176,7 +192,6 @@ class SlotScheduler(Scheduler):
         return chunks
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
-        reserve = max(1, int(_WATERMARK * self.blocks.num_blocks))
         at, looked, retry_at, no_room = 0, 0, _NEVER, False
         while at < len(self.waiting) and looked < _LOOK_AHEAD and budget > 0 and self._free_slots:
             if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
@@ -188,7 +203,7 @@ class SlotScheduler(Scheduler):
             looked += 1
             known = len(seq.known)
             cached = self.blocks.match(seq)
-            lacking = self.blocks.missing(known, cached) + (reserve if len(self.running) else 0)
+            lacking = self.lacking(seq, cached)
             left = known - len(cached) * self.blocks.block_size
             n = min(left, budget, self.threshold or left)
             is_long = bool(self.threshold) and left > self.threshold
@@ -216,6 +231,11 @@ class SlotScheduler(Scheduler):
         self._retry_at = retry_at if blocked else 0
         self._retry_partial = partial if blocked and no_room else 0
 
+    def lacking(self, seq: Sequence, cached: list[int]) -> int:
+        """How many more free blocks it takes to admit ``seq``, of which ``cached`` are there; 0 or less: it fits."""
+        reserve = max(1, int(_WATERMARK * self.blocks.num_blocks)) if len(self.running) else 0
+        return self.blocks.missing(len(seq.known), cached) + reserve
+
     def _give(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
         """Schedule the first chunk of a sequence that was just admitted, and share its blocks from now on.
 
@@ -240,23 +260,20 @@ class SlotScheduler(Scheduler):
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = computed
         seq.slot, seq.status = slot, Status.RUNNING
-        self._insert_by_arrival(seq)
+        at = len(self.running)
+        while at and self._place_of(int(self.running[at - 1])) > seq.place:
+            at -= 1
+        self.running = np.insert(self.running, at, slot).astype(np.int32)
+        self._partial.append(slot)
+        self._partial.sort(key=self._place_of)
         self._admitted.append(seq)
 
-    def _insert_by_arrival(self, seq: Sequence) -> None:
-        at = len(self.running)
-        while at and self._arrival(int(self.running[at - 1])) > seq.arrival:
-            at -= 1
-        self.running = np.insert(self.running, at, seq.slot).astype(np.int32)
-        self._partial.append(seq.slot)
-        self._partial.sort(key=self._arrival)
-
-    def _arrival(self, slot: int) -> int:
+    def _place_of(self, slot: int) -> tuple[int, ...]:
         seq = self.sequences[slot]
         assert seq is not None
-        return seq.arrival
+        return seq.place
 
-    def _preempt(self, slot: int) -> None:
+    def preempt(self, slot: int) -> None:
         """Take everything from a running sequence and queue it again; a token of it in flight is sampled again."""
         seq = self.sequences[slot]
         assert seq is not None
@@ -264,10 +281,7 @@ class SlotScheduler(Scheduler):
         self.running = self.running[self.running != slot]
         seq.slot, seq.status = -1, Status.WAITING
         seq.num_preemptions += 1
-        at = 0
-        while at < len(self.waiting) and self.waiting[at].arrival < seq.arrival:
-            at += 1
-        self.waiting.insert(at, seq)
+        self._enqueue(seq)
         self._retry_at = 0
 
     def _release(self, seq: Sequence) -> None:
@@ -314,7 +328,7 @@ class SlotScheduler(Scheduler):
                 params[i] = seq.sampler_row
         block_slots, block_indices, block_ids = self.blocks.take_updates()
         batch = Batch(
-            step=self._steps,
+            step=self.steps,
             slots=slots,
             generations=self.generation[slots],
             num_computed=computed,
@@ -333,7 +347,7 @@ class SlotScheduler(Scheduler):
         if self._partial:
             self._partial = [s for s in self._partial if self.computed[s] < self.known_len[s]]
         self._admitted = []
-        self._steps += 1
+        self.steps += 1
         return batch
 
     # ------------------------------------------------------------------ what came back
@@ -375,9 +389,9 @@ class SlotScheduler(Scheduler):
         assert len(set(run)) == len(run), "a slot runs twice"
         assert set(run) | set(self._free_slots) == set(range(self.options.max_num_seqs)), "a slot is lost"
         assert not set(run) & set(self._free_slots), "a running slot is free"
-        arrivals = [self._arrival(s) for s in run]
-        assert arrivals == sorted(arrivals), "running is out of order"
-        queue = [s.arrival for s in self.waiting if s.status is Status.WAITING]
+        places = [self._place_of(s) for s in run]
+        assert places == sorted(places), "running is out of order"
+        queue = [s.place for s in self.waiting if s.status is Status.WAITING]
         assert queue == sorted(queue), "waiting is out of order"
         assert len(queue) + len(run) == len(self._by_id), "a sequence is lost"
         for slot in range(self.options.max_num_seqs):

@@ -39,6 +39,8 @@ class Sequence:
         "num_preemptions",
         "overtaken",
         "params",
+        "place",
+        "priority",
         "prompt_len",
         "request_id",
         "sampler_row",
@@ -56,6 +58,7 @@ class Sequence:
         max_len: int,
         stop_ids: tuple[int, ...] = (),
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.known = np.asarray(prompt_token_ids, dtype=np.int32)
@@ -64,10 +67,12 @@ class Sequence:
         self.max_len = max_len
         self.stop_ids = stop_ids  # token ids that end it: the model's end tokens and the request's stop_token_ids
         self.cache_salt = cache_salt
+        self.priority = priority  # smaller is more urgent, for schedulers that heed it
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
         self.status = Status.WAITING
         self.slot = -1
         self.arrival = -1
+        self.place: tuple[int, ...] = ()  # in the scheduler's order: smaller goes first
         self.overtaken = 0  # how often a later one was admitted while this one headed the queue
         self.num_preemptions = 0
         self.num_cached_tokens = 0  # prompt tokens that the prefix cache held when it was first admitted

@@ -89,7 +89,7 @@ def minivllm_executors() -> Iterator[Component]:
         "multiproc",
         "minivllm.executors.multiproc:MultiprocExecutor",
         description="a child process a rank, on one machine; what auto takes for tp>1",
-        options=("devices", "step_timeout", "all_reduce", "all_reduce_bytes"),
+        options=("devices", "start_timeout", "step_timeout", "all_reduce", "all_reduce_bytes"),
     )
     yield Component(
         "torchrun",
@@ -102,7 +102,7 @@ def minivllm_executors() -> Iterator[Component]:
         "minivllm.executors.ray:RayExecutor",
         requires=("ray",),
         description="an actor a rank, on the nodes of a Ray cluster",
-        options=("address", "step_timeout"),
+        options=("address", "start_timeout", "step_timeout"),
         install="pip install 'minivllm[ray]'",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -41,9 +40,9 @@ def load_plugins(
     environ = os.environ if environ is None else environ
     loader = _Loader(environ.get("MINIVLLM_DISABLE_PLUGINS", ""))
     loader.load(list(entry_points(group=ENTRY_POINT_GROUP) if found is None else found))
-    registry = loader.collect()
     if strict is None:
         strict = environ.get("MINIVLLM_STRICT_PLUGINS", "").lower() not in ("", "0", "false")
+    registry = loader.collect(strict)
     if strict and registry.reports:
         raise PluginError("MINIVLLM_STRICT_PLUGINS: " + " | ".join(map(str, registry.reports)))
     return registry
@@ -54,7 +53,7 @@ def default_registry() -> Registry:
     """This process's registry, loaded once; what is wrong with plugins is logged then."""
     registry = load_plugins()
     for report in registry.reports:
-        logging.getLogger("minivllm.plugins").warning("%s", report)
+        registry.tell(str(report))
     return registry
 
 
@@ -129,7 +128,7 @@ class _Loader:
 
     # ------------------------------------------------------------------ hooks
 
-    def collect(self) -> Registry:
+    def collect(self, strict: bool) -> Registry:
         for hook, (kind, expected) in HOOKS.items():
             for impl in getattr(self.pm.hook, hook).get_hookimpls():
                 provider = self.providers[impl.plugin_name]
@@ -144,7 +143,7 @@ class _Loader:
                         self._add_option(item, provider)
                     elif isinstance(item, Component):
                         self._add_component(kind, item, provider)
-        return Registry(self.entries, self.options, self.reports, self.disabled)
+        return Registry(self.entries, self.options, self.reports, self.disabled, strict=strict)
 
     def _answers(self, hook: str, function: Any, provider: Provider) -> list[Any]:
         answers: list[Any] = []

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from minivllm.errors import CheckpointError, ConfigError, PluginError
+from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError
 from minivllm.plugins.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
@@ -23,7 +25,14 @@ KINDS: dict[str, str] = {
     "sampler": "sampler",
     "executor": "executor",
 }
-
+# and the interface in minivllm.core.interfaces that its classes implement
+_INTERFACES = {
+    "model": "Model",
+    "attention": "AttentionBackend",
+    "scheduler": "Scheduler",
+    "sampler": "Sampler",
+    "executor": "Executor",
+}
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux under Windows
 
@@ -71,7 +80,11 @@ class OptionEntry:
 
 
 class Registry:
-    """Every component and config option that the installed plugins offer."""
+    """Every component and config option that the installed plugins offer.
+
+    ``strict``: what would be passed over is an error. ``tell`` takes what is passed over, one line each; the log unless
+    given.
+    """
 
     def __init__(
         self,
@@ -79,7 +92,13 @@ class Registry:
         options: Iterable[OptionEntry] = (),
         reports: Iterable[Report] = (),
         disabled: Iterable[str] = (),
+        *,
+        strict: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
+        self.strict = strict
+        self._told: set[str] = set()
+        self.tell = tell or logging.getLogger("minivllm.plugins").warning
         self.reports = tuple(reports)
         self.disabled = tuple(disabled)
         self._tables: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
@@ -140,7 +159,8 @@ class Registry:
 
         Raises:
             ConfigError: nobody registered the name.
-            PluginError: it cannot be imported; the message names the package and what to install.
+            PluginError: it cannot be imported, or does not implement the interface of its kind; the message names the
+                package, and what to install.
         """
         entry = self.entry(kind, name)
         component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
@@ -150,13 +170,42 @@ class Registry:
         except ImportError as e:
             reasons = self.why_not(component) or [str(e)]
             hint = self._how_to_install(component)
-            raise PluginError(f"{who} cannot be imported: {'; '.join(reasons)}.{hint}") from e
-        except Exception as e:
-            raise PluginError(f"{who} cannot be imported: {module_name} raised {type(e).__name__}: {e}") from e
+            raise PluginError(f"{who} cannot be imported: {'; '.join(map(_one_line, reasons))}.{hint}") from e
+        except (Exception, SystemExit) as e:
+            why = f"{module_name} raised {type(e).__name__}: {_one_line(e)}"
+            raise PluginError(f"{who} cannot be imported: {why}") from e
         target = getattr(module, attribute, None)
         if not isinstance(target, type):
             raise PluginError(f"{who} names {component.target}, but {module_name} has no class {attribute}")
+        interface: type = getattr(importlib.import_module("minivllm.core.interfaces"), _INTERFACES[kind])
+        if not issubclass(target, interface):
+            raise PluginError(f"{who} names {component.target}, which does not subclass {interface.__name__}")
+        if left := sorted(getattr(target, "__abstractmethods__", ())):
+            raise PluginError(f"{who} names {component.target}, which lacks {interface.__name__}'s {listing(left)}")
         return target
+
+    @contextmanager
+    def building(self, kind: str, name: str) -> Iterator[None]:
+        """While something of a component is made: what a plugin's class raises becomes a PluginError of one line that
+        names its package. Errors of ours, and of what is built in, stay as they are."""
+        entry = self.entry(kind, name)
+        try:
+            yield
+        except MinivllmError:
+            raise
+        except Exception as e:
+            if entry.provider.builtin:
+                raise
+            who = f"{KINDS[kind]} {entry.component.name!r} of {entry.provider}"
+            raise PluginError(f"{who} cannot be built: {type(e).__name__}: {_one_line(e)}") from e
+
+    def pass_over(self, error: PluginError) -> None:
+        """Go on without a component that nobody named and that is broken. Raises the error in strict mode."""
+        if self.strict:
+            raise error
+        if (line := _one_line(error)) not in self._told:
+            self._told.add(line)
+            self.tell(line)
 
     def model_for_architecture(self, architecture: str) -> ModelComponent:
         """The model that runs an architecture of config.json. Raises CheckpointError naming the hook to write."""
@@ -198,6 +247,10 @@ class Registry:
             return self._tables[kind]
         except KeyError:
             raise ValueError(f"{kind!r} is no kind of component; the kinds are {listing(KINDS)}") from None
+
+
+def _one_line(what: object) -> str:
+    return " ".join(str(what).split())
 
 
 def _architectures(component: Component) -> tuple[str, ...]:

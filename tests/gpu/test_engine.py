@@ -59,7 +59,7 @@ def on_cpu() -> Iterator[list[RequestOutput]]:
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_every_backend_says_what_the_cpu_says(attention: str, eager: bool, on_cpu: list[RequestOutput]) -> None:
-    with LLM("demo", attention=attention, enforce_eager=eager, max_num_seqs=16) as llm:
+    with LLM("demo", attention=attention, enforce_eager=eager or None, max_num_seqs=16) as llm:
         about = llm.engine.describe()
         assert about["attention"] == attention
         assert about["cuda_graphs"] == (not eager and attention != "torch")
@@ -71,7 +71,7 @@ def test_graphs_change_no_token_in_float32() -> None:
     params = [SamplingParams(temperature=t, seed=i, max_tokens=48) for i, t in enumerate([0, 0, 0.8, 0.8, 1.0, 0.5])]
     texts = []
     for eager in (True, False):
-        with LLM("demo", attention="triton", dtype="float32", enforce_eager=eager, max_num_seqs=11) as llm:
+        with LLM("demo", attention="triton", dtype="float32", enforce_eager=eager or None, max_num_seqs=11) as llm:
             texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert texts[0] == texts[1]
 

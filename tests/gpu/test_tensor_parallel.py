@@ -30,7 +30,7 @@ def on_one() -> list[RequestOutput]:
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("tp", SIZES)
 def test_the_demo_says_the_same_on_several(tp: int, eager: bool, on_one: list[RequestOutput]) -> None:
-    with LLM("demo", attention="triton", tp=tp, enforce_eager=eager, max_num_seqs=16) as llm:
+    with LLM("demo", attention="triton", tp=tp, enforce_eager=eager or None, max_num_seqs=16) as llm:
         about = llm.engine.describe()
         assert about["ranks"] == tp and about["cuda_graphs"] is not eager
         for _ in range(2):
@@ -42,7 +42,7 @@ def test_graphs_change_no_token_in_float32() -> None:
     params = [SamplingParams(temperature=t, seed=i, max_tokens=48) for i, t in enumerate([0, 0, 0.8, 0.8, 1.0, 0.5])]
     texts = []
     for eager in (True, False):
-        with LLM("demo", attention="triton", tp=2, dtype="float32", enforce_eager=eager, max_num_seqs=11) as llm:
+        with LLM("demo", attention="triton", tp=2, dtype="float32", enforce_eager=eager or None, max_num_seqs=11) as llm:
             texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert texts[0] == texts[1]
 
@@ -196,6 +196,6 @@ def test_all_reduce_through_peer_memory_equals_the_reference(ranks: int) -> None
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_the_demo_says_the_same_through_peer_memory(eager: bool, on_one: list[RequestOutput]) -> None:
-    with LLM("demo", attention="triton", tp=2, enforce_eager=eager, max_num_seqs=16, overrides=PEER) as llm:
+    with LLM("demo", attention="triton", tp=2, enforce_eager=eager or None, max_num_seqs=16, overrides=PEER) as llm:
         for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), on_one, strict=True):
             assert_close(ours, reference)

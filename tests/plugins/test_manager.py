@@ -33,7 +33,18 @@ def test_builtins_come_first_and_without_a_report(fake_plugin: FakePlugin) -> No
 
 
 def test_an_installed_plugin_is_found_with_its_package_and_version(fake_plugin: FakePlugin) -> None:
-    fake_plugin("minivllm-fast", GOOD, version="2.3")
+    code = """
+        from minivllm.core.interfaces import AttentionBackend
+        from minivllm.plugins import Component, hookimpl
+
+        class Fast(AttentionBackend):
+            plan = decode = prefill = None
+
+        @hookimpl
+        def minivllm_attention_backends():
+            yield Component("fast", __name__ + ":Fast")
+    """
+    fake_plugin("minivllm-fast", code, version="2.3")
     registry = load_plugins()
     entry = registry.entry("attention", "fast")
     assert (entry.provider.package, entry.provider.version) == ("minivllm-fast", "2.3")

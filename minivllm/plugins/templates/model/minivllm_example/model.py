@@ -1,0 +1,25 @@
+"""A dense decoder on minivllm's layers: grouped-query attention, gated MLP, a norm before each.
+
+Parameters are named as the checkpoint's tensors are. Splitting over ranks, loading and graphs come with the layers.
+"""
+
+from __future__ import annotations
+
+from minivllm.core.model_config import ModelConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.layers.decoder import CausalLM, DecoderLayer, SelfAttention
+from minivllm.layers.mlp import GatedMLP
+from minivllm.layers.rotary import RotaryTable
+
+
+class ExampleDecoderLayer(DecoderLayer):
+    def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, rotary: RotaryTable) -> None:
+        super().__init__(config)
+        bias = config.attention_bias
+        self.self_attn = SelfAttention(config, tp, index, rotary, qk_norm=False, qkv_bias=bias, out_bias=bias)
+        self.mlp = GatedMLP(config, tp)
+
+
+class ExampleForCausalLM(CausalLM):
+    architectures = ("ExampleForCausalLM",)
+    layer = ExampleDecoderLayer

@@ -1,0 +1,28 @@
+"""Conformance suites for plugins: subclass one in a test file of yours, and pytest collects its tests.
+
+    class TestMistral(ModelConformance):
+        architecture = "MistralForCausalLM"
+        config = {"hidden_size": 64, "num_hidden_layers": 2, ...}
+
+What each suite proves and which attributes it reads is told in ``docs/contract.md``. Needs ``minivllm[test]``.
+"""
+
+from __future__ import annotations
+
+try:
+    import hypothesis  # noqa: F401
+    import pytest
+except ImportError as error:
+    raise ImportError(
+        f"minivllm.testing needs {error.name}, which is not installed; pip install 'minivllm[test]' brings it",
+        name=error.name,
+    ) from error
+
+for _module in ("conformance", "model", "attention", "scheduler", "simulation", "steps"):
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")  # their asserts are the message
+
+from minivllm.testing.attention import AttentionConformance
+from minivllm.testing.model import ModelConformance
+from minivllm.testing.scheduler import SchedulerConformance
+
+__all__ = ["AttentionConformance", "ModelConformance", "SchedulerConformance"]

@@ -1,0 +1,264 @@
+"""What an attention backend promises: float32 attention's numbers for every kind of step, on CPU and GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.core.interfaces import AttentionBackend, AttentionSpec, CudaGraphs
+from minivllm.core.model_config import FrozenDict
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.layers.attention import Attention
+from minivllm.llm import LLM
+from minivllm.plugins.manager import default_registry
+from minivllm.testing.conformance import DEVICES, Conformance, on_gpu
+from minivllm.testing.steps import LAYER, Captured, Step, relative_error, spec_of
+
+Lens = list[tuple[int, int]]
+
+
+def random_lens(n: int, most: int, seed: int = 0) -> Lens:
+    return [(1, int(length)) for length in np.random.default_rng(seed).integers(1, most + 1, n)]
+
+
+# name -> [(query tokens, context), decodes first], how many of them are decodes. A CPU's are small, for interpreters.
+SMALL: dict[str, tuple[Lens, int]] = {
+    "one decode": ([(1, 1)], 1),
+    "decodes": ([(1, 40), (1, 1), (1, 130), (1, 16), (1, 64)], 5),
+    "prompts": ([(5, 5), (20, 20), (1, 1)], 0),
+    "chunks": ([(8, 40), (3, 131)], 0),
+    "mixed": ([(1, 17), (1, 33), (9, 9), (4, 60)], 2),
+}
+LARGE: dict[str, tuple[Lens, int]] = {
+    "one decode": ([(1, 8192)], 1),
+    "decodes": ([*random_lens(20, 8192), (1, 1), (1, 8192), (1, 4096)], 23),
+    "many decodes": (random_lens(300, 1024), 300),
+    "prompts": ([(1, 1), (17, 17), (128, 128), (1000, 1000), (65, 65)], 0),
+    "a long prompt": ([(4096, 4096)], 0),
+    "chunks": ([(64, 8192), (1, 100), (200, 1000), (33, 97), (512, 1536)], 0),
+    "mixed": ([(1, 700), (1, 1), (1, 3000), (50, 50), (300, 900), (1, 1), (127, 8000)], 3),
+}
+STEPS = list(dict.fromkeys([*SMALL, *LARGE]))
+
+
+class AttentionConformance(Conformance):
+    """Every kind of step against float32 attention. What ``unsupported`` gives reasons for is skipped with them."""
+
+    required = ("backend",)
+    backend: ClassVar[str | type[AttentionBackend]]  # a registered name, or the class
+    options: ClassVar[dict[str, Any]] = {}  # attention.options
+    must_run_on: ClassVar[tuple[str, ...]] = ()  # devices on which a reason against the first shape is a failure
+    shapes: ClassVar[tuple[tuple[int, int, int, int], ...]] = (  # heads, kv heads, head size, block size
+        (4, 2, 64, 16),
+        (16, 8, 128, 256),
+        (5, 1, 64, 16),
+        (2, 2, 128, 64),
+    )
+    dtypes: ClassVar[dict[str, str]] = {"cpu": "float32", "cuda": "bfloat16"}  # where it is run, and in what
+    tolerances: ClassVar[dict[str, float]] = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1e-2}  # relative, in norm
+    # False for a backend that multiplies what it masks by zero: the engine's cache holds no NaN, but old keys it does.
+    reads_contexts_only: ClassVar[bool] = True
+
+    # ------------------------------------------------------------------ the world
+
+    @classmethod
+    def backend_class(cls) -> type[AttentionBackend]:
+        if isinstance(cls.backend, str):
+            return default_registry().resolve("attention", cls.backend)
+        return cls.backend
+
+    def reasons(self, spec: AttentionSpec) -> list[str]:
+        registry = default_registry()
+        missing = registry.why_not(registry.get("attention", self.backend)) if isinstance(self.backend, str) else []
+        return missing or self.backend_class().unsupported(spec)
+
+    def spec(self, device: str, shape: tuple[int, int, int, int] | None = None, **changes: Any) -> AttentionSpec:
+        size: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 256} if device == "cpu" else {}
+        if device not in self.dtypes:
+            pytest.skip(f"dtypes names no {device}")
+        usual: dict[str, Any] = {
+            "device": device,
+            "dtype": self.dtypes[device],
+            "options": FrozenDict(self.options),
+            **size,
+        }
+        return spec_of(*(shape or self.shapes[0]), **(usual | changes))
+
+    def build(self, spec: AttentionSpec) -> AttentionBackend:
+        """Skips where the backend says that it cannot."""
+        if reasons := self.reasons(spec):
+            why = f"{self.backend}: {'; '.join(reasons)}"
+            if spec.device in self.must_run_on and spec == self.spec(spec.device):
+                pytest.fail(f"it must run on {spec.device}: {why}", pytrace=False)
+            pytest.skip(why)
+        return self.backend_class()(spec)
+
+    def step(self, spec: AttentionSpec, name: str, **options: Any) -> Step:
+        steps = SMALL if spec.device == "cpu" else LARGE
+        if name not in steps:
+            pytest.skip("this step is for GPUs")
+        lens, decodes = steps[name]
+        return Step(spec, lens, decodes, **({"poison": self.reads_contexts_only} | options))
+
+    def check(self, step: Step, backend: AttentionBackend) -> None:
+        assert relative_error(step.run(backend), step.expected()) < self.tolerances[step.spec.dtype]
+
+    # ------------------------------------------------------------------ numbers
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("step", STEPS)
+    def test_every_kind_of_step(self, device: str, step: str) -> None:
+        spec = self.spec(device)
+        self.check(self.step(spec, step), self.build(spec))
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("step", ["decodes", "mixed"])
+    def test_group_sizes_head_sizes_and_block_sizes(self, device: str, step: str) -> None:
+        ran = 0
+        for shape in self.shapes:
+            spec = self.spec(device, shape)
+            if not self.reasons(spec):
+                self.check(self.step(spec, step), self.build(spec))
+                ran += 1
+        if not ran:
+            self.build(self.spec(device))  # skips, with its reasons
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_dtypes(self, device: str) -> None:
+        for dtype, tolerance in self.tolerances.items():
+            spec = self.spec(device, dtype=dtype)
+            if not self.reasons(spec):
+                for step in (self.step(spec, "mixed"), self.step(spec, "decodes")):
+                    assert relative_error(step.run(self.build(spec)), step.expected()) < tolerance, dtype
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_one_backend_runs_step_after_step(self, device: str) -> None:
+        spec = self.spec(device)
+        backend = self.build(spec)
+        steps = SMALL if device == "cpu" else LARGE
+        for seed, name in enumerate([*steps, "mixed", "decodes"]):
+            self.check(self.step(spec, name, seed=seed), backend)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("step", ["decodes", "mixed"])
+    def test_a_prefix_that_rows_share(self, device: str, step: str) -> None:
+        spec = self.spec(device)
+        backend, size = self.build(spec), spec.block_size
+        lens, decodes = (SMALL if device == "cpu" else LARGE)[step]
+        longer = [(query, min(context, spec.max_model_len - 2 * size) + 2 * size) for query, context in lens]
+        self.check(Step(spec, longer, decodes, poison=self.reads_contexts_only, shared=2 * size), backend)
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("step", ["decodes", "chunks", "mixed"])
+    def test_a_sliding_window(self, device: str, step: str) -> None:
+        for window in (1, 12, 100):
+            spec = self.spec(device, sliding_window=window)
+            if not self.backend_class().capabilities.sliding_window:
+                assert self.reasons(spec), "it declares no sliding window, and takes a spec with one"
+                pytest.skip("it declares no sliding window")
+            self.check(self.step(spec, step), self.build(spec))
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("size", [1, 8, 16])
+    def test_padding_rows_touch_block_0_only(self, device: str, size: int) -> None:
+        spec = self.spec(device)
+        step = Step(spec, random_lens(min(size, 5), spec.max_model_len, size), min(size, 5), self.reads_contexts_only)
+        padded, backend = step.padded(size), self.build(spec)
+        got = padded.run(backend)[: len(step.lens)]
+        assert relative_error(got, step.expected()) < self.tolerances[spec.dtype]
+
+    # ------------------------------------------------------------------ what it declares
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_unsupported_gives_sentences(self, device: str) -> None:
+        cls, usual = self.backend_class(), self.spec(device)
+        c = cls.capabilities
+        wrong = [replace(usual, device="abacus"), replace(usual, dtype="int4")]
+        wrong += [replace(usual, head_dim=max(c.head_dims) + 1)] if c.head_dims else []
+        wrong += [replace(usual, block_size=max(c.block_sizes) + 1)] if c.block_sizes else []
+        wrong += [replace(usual, block_size=2 * n + 1)] if (n := c.block_size_multiple_of) > 1 else []
+        for spec in wrong:
+            reasons = cls.unsupported(spec)
+            assert reasons, f"it takes {spec}"
+            more = set(reasons) - set(cls.unsupported(usual))
+            assert more, f"no reason tells {spec} from what is usual"
+        for reason in [r for spec in [usual, *wrong] for r in cls.unsupported(spec)]:
+            assert isinstance(reason, str) and len(reason.split()) >= 3 and "\n" not in reason, (
+                f"{reason!r}: a sentence"
+            )
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_a_fused_decode_equals_the_separate_kernels(self, device: str) -> None:
+        spec = self.spec(device)
+        if not (most := self.build(spec).fused_decode_rows):
+            pytest.skip("it declares no fused_decode_rows")
+        heads, kv_heads, dim = self.shapes[0][:3]
+        lens = (SMALL if device == "cpu" else LARGE)["decodes"][0][-most:]
+        step = Step(spec, lens, len(lens))
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.rand(shape, device=device, generator=generator)
+
+        rotary = SimpleNamespace(cos_sin=random(spec.max_model_len, dim))
+        norm = SimpleNamespace(weight=(random(dim) + 0.5).to(step.q), eps=1e-6)
+        layer = Attention(LAYER.index, heads, kv_heads, dim, rotary, scale=spec.scale, q_norm=norm, k_norm=norm)  # type: ignore[arg-type]
+        qkv, b = random(len(step.q), (heads + 2 * kv_heads) * dim).sub(0.5).to(step.q), step.batch
+        outs, caches = [], []
+        for rows in (None, 0):
+            backend, cache = self.build(spec), step.cache.clone()
+            if rows is not None:
+                backend.fused_decode_rows = rows
+            backend.bind(cache)
+            backend.plan(b)
+            outs.append(layer(qkv, b.seq_lens.long() - 1, backend))
+            caches.append(cache)
+        assert relative_error(*outs) < self.tolerances[spec.dtype]
+        assert relative_error(*caches) < self.tolerances[spec.dtype]
+
+    @on_gpu
+    def test_a_captured_decode_step_equals_the_eager_one(self) -> None:
+        if self.backend_class().capabilities.cuda_graphs == CudaGraphs.NEVER:
+            pytest.skip("it declares that its steps cannot be captured")
+        ran = 0
+        for shape in self.shapes[:3]:
+            spec = self.spec("cuda", shape, max_num_seqs=64)
+            if not self.reasons(spec):
+                self._captured_equals_eager(spec)
+                ran += 1
+        if not ran:
+            self.build(self.spec("cuda", max_num_seqs=64))
+
+    def _captured_equals_eager(self, spec: AttentionSpec) -> None:
+        backend, tolerance = self.build(spec), self.tolerances[spec.dtype]
+        blocks = 64 * -(-spec.max_model_len // spec.block_size) + 8
+        shape = (2, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        cache = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device="cuda")
+        graphs = {size: Captured(backend, size, cache) for size in (64, 8, 1)}
+        asked = [(64, 64, 8192), (8, 8, 100), (1, 1, 8192), (8, 5, 8192), (64, 57, 30), (1, 1, 1), (64, 64, 4000)]
+        for seed, (size, n, most) in enumerate(asked):
+            step = Step(spec, random_lens(n, most, seed), n, seed=seed)
+            cache[:, :, : step.cache.shape[2]] = step.cache
+            got = graphs[size].replay(step)
+            assert relative_error(got, step.expected()) < tolerance, (size, n)
+            assert relative_error(got, step.run(self.build(spec))) < tolerance / 2, (size, n)
+
+    # ------------------------------------------------------------------ in an engine
+
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_an_engine_says_what_it_says_with_the_reference(self, device: str) -> None:
+        if not isinstance(self.backend, str):
+            pytest.skip("it is no registered name")
+        self.build(self.spec(device, dtype="float32"))  # only there one token is right
+        prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        said = []
+        for name in (self.backend, "torch"):
+            with LLM("demo", attention=name, device=device, dtype="float32", max_model_len=64, max_num_seqs=8) as llm:
+                assert llm.engine.describe()["attention"] == default_registry().get("attention", name).name
+                said.append([list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)])
+        assert said[0] == said[1]

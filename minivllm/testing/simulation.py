@@ -1,0 +1,240 @@
+"""A device in a few lines of Python: it runs what a scheduler decides, and sees whether each row reads its own history.
+
+A token's "key and value" is the chained hash of all tokens before it (and of the cache salt), so a block that was
+stolen, freed too early or shared wrongly is read as a foreign history. The model's next token is a function of that
+hash alone: what a request must say can be computed without any batch. Only the interface is used: ``Scheduler``,
+``BlockManager``, ``Batch``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minivllm.config.engine_config import SchedulerOptions
+from minivllm.core.batch import Batch
+from minivllm.core.interfaces import Scheduler
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.sequence import FinishReason, Sequence, Status
+
+VOCAB = 12
+STOP = 3  # the token that ends requests with ``stops``
+ROW = np.dtype([("number", "<i4")])
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. ``string_at``: a stop string is complete after so many tokens (0: never)."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 4
+    stops: bool = False
+    min_tokens: int = 0
+    string_at: int = 0
+    salt: str | None = None
+    priority: int = 0  # for schedulers that heed it
+
+    def sequence(self, name: str, number: int) -> Sequence:
+        """As the engine makes it, request ``number`` of all."""
+        params = SamplingParams(max_tokens=self.max_tokens, min_tokens=min(self.min_tokens, self.max_tokens))
+        seq = Sequence(
+            name, list(self.prompt), params, max_len=len(self.prompt) + self.max_tokens,
+            stop_ids=(STOP, VOCAB) if self.stops else (), cache_salt=self.salt,
+        )  # fmt: skip
+        seq.sampler_row = np.array((number,), dtype=ROW)
+        return seq
+
+
+class Story:
+    """A request's tokens as a lone run would give them, going on past every stop."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask = ask
+        self.tokens = list(ask.prompt)
+        state = hash((0, *(ask.salt or "").encode()))
+        self.states = [state := hash((state, token)) for token in ask.prompt]
+        for _ in range(ask.max_tokens):
+            self.tokens.append(next_token(state))
+            state = hash((state, self.tokens[-1]))
+            self.states.append(state)
+
+    def ending(self) -> tuple[list[int], FinishReason]:
+        """What the request must bring back."""
+        ask, n = self.ask, len(self.ask.prompt)
+        for count, token in enumerate(self.tokens[n:], 1):
+            if ask.stops and token == STOP and count > ask.min_tokens:
+                return self.tokens[n : n + count], FinishReason.STOP
+            if count == ask.max_tokens:
+                return self.tokens[n:], FinishReason.LENGTH
+            if count == ask.string_at:
+                return self.tokens[n : n + count], FinishReason.STOP
+        raise AssertionError("a story without an end")
+
+
+def next_token(state: int) -> int:
+    return (state >> 7) % VOCAB
+
+
+@dataclass
+class World:
+    """A scheduler, the device under it, and the loop between them, ``depth`` steps deep as ``LLMEngine.step`` is."""
+
+    scheduler: Scheduler
+    options: SchedulerOptions
+    depth: int = 2
+    steps: int = 0
+    asked: int = 0
+    live: dict[str, tuple[Sequence, Story]] = field(default_factory=dict)
+    ended: dict[str, tuple[list[int], FinishReason]] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        blocks = self.scheduler.blocks
+        self.size = blocks.block_size
+        self.under_way: deque[tuple[Batch, np.ndarray]] = deque()
+        self.tables = np.zeros_like(blocks.tables)  # the device's copy
+        self.last_token = np.full(self.options.max_num_seqs, -1)
+        self.number = np.full(self.options.max_num_seqs, -1)  # what Sampler.prepare was told of each slot
+        self.cache: dict[tuple[int, int], int] = {}  # (block, offset) → the state that was written there
+        self.told: dict[str, int] = {}  # tokens committed, by request
+        self.generations: dict[int, set[int]] = {}  # by slot, those that were admitted
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, ask: Ask, name: str | None = None) -> Sequence:
+        name = name if name is not None else f"r{self.asked}"
+        seq = ask.sequence(name, self.asked)
+        seq.priority = ask.priority if self.scheduler.uses_priority else 0
+        self.scheduler.add(seq)
+        self.asked += 1
+        self.live[name] = seq, Story(ask)
+        self.told[name] = 0
+        return seq
+
+    def abort(self, name: str) -> None:
+        seq = self.scheduler.abort(name)
+        assert seq is self.live.pop(name)[0] and seq.status is Status.FINISHED
+        self.scheduler.check()
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> bool:
+        """What ``LLMEngine.step`` does; returns whether there was anything to do."""
+        while len(self.under_way) < self.depth:
+            batch = self.scheduler.schedule()
+            self.scheduler.check()
+            self.scheduler.blocks.check()
+            if batch is None:
+                break
+            self.under_way.append((batch, self.launch(batch)))
+        if not self.under_way:
+            return False
+        self.steps += 1
+        batch, tokens = self.under_way.popleft()
+        self.commit(batch, tokens)
+        self.scheduler.check()
+        self.scheduler.blocks.check()
+        return True
+
+    def drain(self, limit: int = 10_000) -> None:
+        """Step until every request has ended; then nothing may be held."""
+        s = self.scheduler
+        for _ in range(limit):
+            if not s.has_work:
+                break
+            assert self.step(), "there is work, nothing is under way, and nothing was scheduled"
+        assert not s.has_work, f"requests still wait after {limit} steps: {list(self.live)}"
+        while self.under_way:
+            self.step()
+        assert not self.live, "it says that there is no work, and these have not ended"
+        assert s.blocks.num_free == s.blocks.num_blocks, "blocks leaked"
+        assert not any(s.sequences), "a slot still holds a sequence"
+        assert s.schedule() is None, "a step was scheduled for nobody"
+
+    def launch(self, batch: Batch) -> np.ndarray:
+        """Run a step, checking all that a device would trust; returns what it samples."""
+        s = self.scheduler
+        self.batches.append(batch)
+        self._check_shape(batch)
+        self.check_policy(batch)
+
+        self.tables[batch.block_slots, batch.block_indices] = batch.block_ids
+        places = batch.block_slots.astype(np.int64) * self.tables.shape[1] + batch.block_indices
+        assert len(np.unique(places)) == len(places), "a table entry is sent twice: the order would matter"
+        self.number[batch.admitted_slots] = batch.admitted_params["number"]
+
+        rows, at = [], 0
+        for i, (slot, c, n) in enumerate(zip(*(x.tolist() for x in (batch.slots, batch.num_computed, batch.num_new)),
+                                             strict=True)):  # fmt: skip
+            seq = s.sequences[slot]
+            assert seq is not None and seq.slot == slot
+            kept, story = self.live[seq.request_id]
+            assert kept is seq and seq.sampler_row is not None and self.number[slot] == seq.sampler_row["number"]
+            if i < batch.num_decodes:
+                new = [int(self.last_token[slot])]
+                assert c >= seq.prompt_len
+            else:
+                new = batch.token_ids[at : at + n].tolist()
+                at += n
+            assert new == story.tokens[c : c + n], f"{seq} computes {new} at {c}, its tokens are {story.tokens}"
+            assert not batch.samples[i] or c + n >= seq.prompt_len, "sampled within the prompt"
+            rows.append((slot, c, n, story))
+        assert at == len(batch.token_ids)
+
+        owner: dict[int, int] = {}
+        for slot, c, n, story in rows:  # each layer writes all of a step's keys before any row attends
+            for p in range(c, c + n):
+                block = int(self.tables[slot, p // self.size])
+                assert block > 0, "block 0 is padding's"
+                assert owner.setdefault(block, slot) == slot, f"block {block} is written by two sequences in one step"
+                self.cache[block, p % self.size] = story.states[p]
+        sampled = np.full(len(rows), -1, dtype=np.int32)
+        for i, (slot, c, n, story) in enumerate(rows):
+            size, table = self.size, self.tables[slot].tolist()
+            seen = [self.cache.get((table[p // size], p % size)) for p in range(c + n)]
+            assert seen == story.states[: c + n], f"slot {slot} reads another history than its own"
+            if batch.samples[i]:
+                sampled[i] = self.last_token[slot] = next_token(story.states[c + n - 1])
+        return sampled
+
+    def commit(self, batch: Batch, tokens: np.ndarray) -> None:
+        committed = self.scheduler.commit(batch, tokens)
+        over = {seq.request_id: reason for seq, reason in committed.finished}
+        for row, slot, token in zip(committed.rows, committed.slots, committed.token_ids, strict=True):
+            assert batch.slots[row] == slot and tokens[row] == token
+        by_slot = {seq.slot: seq for seq, _ in committed.finished}
+        assert len(by_slot) == len(committed.finished)
+        for slot in committed.slots.tolist():
+            seq = by_slot.get(slot) or self.scheduler.sequences[slot]
+            assert seq is not None
+            name, ask = seq.request_id, self.live[seq.request_id][1].ask
+            self.told[name] += 1
+            if name in over:
+                self._end(name, over[name])
+            elif ask.string_at == self.told[name]:
+                self.scheduler.finish(seq)
+                self._end(name, FinishReason.STOP)
+
+    def _end(self, name: str, reason: FinishReason) -> None:
+        seq, story = self.live.pop(name)
+        assert seq.status is Status.FINISHED
+        self.ended[name] = seq.output_token_ids, reason
+        assert self.ended[name] == story.ending(), f"{name} differs from its lone run"
+
+    def _check_shape(self, batch: Batch) -> None:
+        assert batch.num_tokens == batch.num_new.sum() <= self.options.max_num_batched_tokens
+        assert 0 < len(set(batch.slots.tolist())) == len(batch.slots) <= self.options.max_num_seqs
+        assert (batch.num_new > 0).all() and (batch.num_new[: batch.num_decodes] == 1).all()
+        assert batch.samples[: batch.num_decodes].all()
+        generation = dict(zip(batch.slots.tolist(), batch.generations.tolist(), strict=True))
+        for slot in batch.admitted_slots.tolist():
+            known = self.generations.setdefault(slot, set())
+            assert generation[slot] not in known, f"slot {slot} starts a sequence in a generation that was there before"
+            known.add(generation[slot])
+        for slot, number in generation.items():
+            assert number in self.generations.get(slot, ()), f"slot {slot} runs, and was never admitted"
+
+    def check_policy(self, batch: Batch) -> None:
+        """What one scheduler promises beyond the interface; for subclasses."""

@@ -1,0 +1,233 @@
+"""One attention step by hand: a paged cache, a batch, and what must come out; eager, padded and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.interfaces import AttentionBackend, AttentionSpec
+from minivllm.kernels.paged_prefill import paged_attention_reference
+
+LAYER = SimpleNamespace(index=1)  # of the two that a step's cache has
+JUNK = 2**30  # a block id that nobody may read
+
+
+def spec_of(heads: int, kv_heads: int, head_dim: int, block_size: int, **options: Any) -> AttentionSpec:
+    usual: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 300, "max_model_len": 8192}
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        num_layers=2,
+        max_num_batched_tokens=8192,
+        scale=head_dim**-0.5,
+        **(usual | options),
+    )
+
+
+def attention_batch(
+    query_lens: Sequence[int] | np.ndarray,
+    seq_lens: Sequence[int] | np.ndarray,
+    tables: Sequence[Sequence[int]] | np.ndarray,
+    block_size: int,
+    num_decodes: int,
+    device: torch.device | str = "cpu",
+    *,
+    junk: int = JUNK,
+) -> AttentionBatch:
+    """Row i's last ``query_lens[i]`` of ``seq_lens[i]`` tokens are new; table entries past a context hold ``junk``."""
+    query, seq = np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32)
+    table = np.full((len(seq), max(map(len, tables))), junk, dtype=np.int32)
+    for i, blocks in enumerate(tables):
+        table[i, : len(blocks)] = blocks
+    starts = np.concatenate(([0], np.cumsum(query))).astype(np.int32)
+    position = np.arange(starts[-1]) + np.repeat(seq - query - starts[:-1], query)
+    row = np.repeat(np.arange(len(seq)), query)
+    slots = table[row, position // block_size].astype(np.int64) * block_size + position % block_size
+    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # as the runner: not aligned
+    return AttentionBatch(
+        num_decodes=num_decodes,
+        query_start=packed[: len(starts)],
+        seq_lens=packed[len(starts) :],
+        block_tables=torch.from_numpy(table).to(device),
+        slot_mapping=torch.from_numpy(slots).to(device),
+        host_query_lens=query,
+        host_seq_lens=seq,
+        host_block_tables=table,
+    )
+
+
+@dataclass
+class Step:
+    """(query tokens, context) of each row, decodes first; keys and values in a cache of two layers.
+
+    ``poison``: what no context holds is NaN, table entries past a context are junk. ``shared``: so many tokens at the
+    front are the same blocks in every row (whole blocks, and none of a row's query tokens).
+    """
+
+    spec: AttentionSpec
+    lens: list[tuple[int, int]]
+    num_decodes: int
+    poison: bool = False
+    seed: int = 0
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        s, size = self.spec, self.spec.block_size
+        rng, device = np.random.default_rng(self.seed), torch.device(s.device)
+        generator = torch.Generator(device).manual_seed(self.seed)
+        query, seq = (np.array(x, dtype=np.int32) for x in zip(*self.lens, strict=True))
+        common = self.shared // size
+        assert common * size == self.shared and (seq - query >= self.shared).all()
+        own = -(-seq // size) - common
+        ids = rng.permutation(np.arange(1, common + own.sum() + 3)).tolist()
+        head = [ids.pop() for _ in range(common)]
+        tables = [head + [ids.pop() for _ in range(n)] for n in own]
+        shape = (2, 2, common + int(own.sum()) + 3, size, s.num_kv_heads, s.head_dim)
+        self.cache = torch.randn(shape, device=device, generator=generator).to(getattr(torch, s.dtype))
+        if self.poison:
+            held = torch.zeros(shape[2:4], dtype=torch.bool)
+            for blocks, length in zip(tables, seq, strict=True):
+                at = torch.arange(int(length))
+                held[torch.tensor(blocks)[at // size], at % size] = True
+            self.cache[:, :, ~held.to(device)] = float("nan")
+        q_shape = (int(query.sum()), s.num_heads, s.head_dim)
+        self.q = torch.randn(q_shape, device=device, generator=generator).to(self.cache)
+        junk = JUNK if self.poison else 0
+        self.batch = attention_batch(query, seq, tables, size, self.num_decodes, device, junk=junk)
+
+    def expected(self) -> torch.Tensor:
+        """In float32."""
+        k, v = self.cache[LAYER.index].float()
+        b, s = self.batch, self.spec
+        return paged_attention_reference(
+            self.q.float(), k, v, b.block_tables, b.query_start, b.seq_lens, s.scale, s.sliding_window
+        )
+
+    def run(self, backend: AttentionBackend) -> torch.Tensor:
+        """Let the backend plan, write the new keys and values, and attend, into poisoned memory."""
+        if not backend.keeps_cache_write():
+            return self._run_by_forward(backend)
+        b, at = self.batch, self._slots(self.batch)
+        k, v = self.cache[(LAYER.index, slice(None), *at)]
+        cache = self.cache.clone()
+        cache[(LAYER.index, slice(None), *at)] = float("nan")
+        backend.bind(cache)
+        backend.plan(b)
+        backend.write(k, v, LAYER)
+        out, d = torch.full_like(self.q, float("nan")), self.num_decodes
+        if d:
+            backend.decode(self.q[:d], LAYER, out[:d])
+        if d < len(self.q):
+            backend.prefill(self.q[d:], LAYER, out[d:])
+        assert torch.equal(cache.nan_to_num(), self.cache.nan_to_num()), "the cache holds something else than it should"
+        return out
+
+    def _run_by_forward(self, backend: AttentionBackend) -> torch.Tensor:
+        """The cache is laid out in the backend's own way: it writes the contexts itself, a prompt chunk a step."""
+        b, size = self.batch, self.spec.block_size
+        backend.bind(torch.full_like(self.cache, float("nan") if self.poison else 0.0))
+        most = self.spec.max_num_batched_tokens
+        for row, (query, seq) in enumerate(self.lens):
+            for start in range(self.shared if row else 0, seq - query, most):
+                end = min(start + most, seq - query)
+                chunk = attention_batch(
+                    [end - start], [end], b.host_block_tables[row : row + 1], size, 0, self.q.device
+                )
+                self._forward(backend, chunk, torch.zeros_like(self.q[:1]).expand(end - start, -1, -1).contiguous())
+        return self._forward(backend, b, self.q)
+
+    def _forward(self, backend: AttentionBackend, batch: AttentionBatch, q: torch.Tensor) -> torch.Tensor:
+        k, v = self.cache[(LAYER.index, slice(None), *self._slots(batch))]
+        backend.plan(batch)
+        return backend.forward(q, k, v, LAYER)
+
+    def _slots(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.slot_mapping // self.spec.block_size, batch.slot_mapping % self.spec.block_size
+
+    def padded(self, size: int) -> Step:
+        """The same decodes at the front of ``size`` rows, as in a graph: what is behind them writes to block 0."""
+        more = size - len(self.lens)
+        assert self.num_decodes == len(self.lens) and more >= 0
+        step = object.__new__(Step)
+        step.__dict__ |= self.__dict__
+        step.lens, step.num_decodes = [*self.lens, *[(1, 1)] * more], size
+        step.q = torch.cat([self.q, self.q[:1].expand(more, -1, -1)])
+        b = self.batch
+        tables = np.concatenate([b.host_block_tables, np.zeros((more, b.host_block_tables.shape[1]), np.int32)])
+        lens = np.concatenate([b.host_seq_lens, np.ones(more, np.int32)])
+        step.batch = attention_batch(np.ones(size), lens, tables, self.spec.block_size, size, self.q.device)
+        step.cache = self.cache.clone()
+        step.cache[:, :, 0, 0] = 1.0  # any value, the same for all padding rows
+        return step
+
+
+class Captured:
+    """A decode step of ``size`` rows, captured as the runner captures it: static buffers, plan, warm-up, capture."""
+
+    def __init__(self, backend: AttentionBackend, size: int, cache: torch.Tensor) -> None:
+        spec, device = backend.spec, cache.device
+        self.backend, self.size, self.width = backend, size, -(-spec.max_model_len // spec.block_size)
+        self.query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.ones(size, dtype=torch.int32, device=device)
+        self.tables = torch.zeros((size, self.width), dtype=torch.int32, device=device)
+        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
+        self.q = torch.zeros((size, spec.num_heads, spec.head_dim), dtype=cache.dtype, device=device)
+        self.out = torch.empty_like(self.q)
+        backend.bind(cache)
+        self._plan(np.ones(size, np.int32), np.zeros((size, 1), np.int32))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._attend()
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._attend()
+
+    def _plan(self, seq_lens: np.ndarray, tables: np.ndarray) -> None:
+        self.backend.plan(
+            AttentionBatch(
+                num_decodes=self.size,
+                query_start=self.query_start,
+                seq_lens=self.seq_lens,
+                block_tables=self.tables,
+                slot_mapping=self.slots,
+                host_query_lens=np.ones(self.size, np.int32),
+                host_seq_lens=seq_lens,
+                host_block_tables=tables,
+                graph_size=self.size,
+            )
+        )
+
+    def _attend(self) -> None:
+        for index in (0, 1):  # as a model: layer 0 first
+            self.backend.decode(self.q, SimpleNamespace(index=index), self.out)
+
+    def replay(self, step: Step) -> torch.Tensor:
+        """``step``'s decodes, at most ``size`` of them, on the cache that was bound."""
+        n, b = len(step.lens), step.batch
+        seq_lens = np.ones(self.size, np.int32)
+        seq_lens[:n] = b.host_seq_lens
+        tables = np.zeros((self.size, b.host_block_tables.shape[1]), np.int32)
+        tables[:n] = b.host_block_tables
+        self.seq_lens.copy_(torch.from_numpy(seq_lens))
+        self.tables[:, : tables.shape[1]].copy_(torch.from_numpy(tables)[:, : self.width])
+        self.q[:n] = step.q
+        self.out.fill_(float("nan"))
+        if self.backend.plans_on_host:
+            self._plan(seq_lens, tables)
+        self.graph.replay()
+        return self.out[:n].clone()
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    assert out.isfinite().all(), "not every element was written, or garbage was read"
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
