@@ -163,9 +163,9 @@ class DecodeGraphs:
             MinivllmError: they differ; backend and size are named.
         """
         run, rng = self.runner, np.random.default_rng(0)
-        rows = min(self.sizes[-1], run.num_slots)
-        per_slot = max(min(num_blocks // rows, run.block_table.shape[1], 4), 1)
-        blocks = 1 + np.arange(rows * per_slot, dtype=np.int32).reshape(rows, per_slot) % num_blocks
+        rows = min(self.sizes[-1], run.num_slots, num_blocks)  # each with blocks of its own; more are padding
+        per_slot = min(num_blocks // rows, run.block_table.shape[1], 4)
+        blocks = 1 + np.arange(rows * per_slot, dtype=np.int32).reshape(rows, per_slot)
         lengths = rng.integers(0, per_slot * run.block_size, rows).astype(np.int32)
         used = torch.from_numpy(np.unique(blocks)).to(run.device)
         cache = run.attention.kv_cache

@@ -33,7 +33,6 @@ class Attention:
         scale: float | None = None,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        sliding_window: int | None = None,
     ) -> None:
         self.index = index
         self.num_heads = num_heads
@@ -43,7 +42,6 @@ class Attention:
         self.rotary = rotary
         self.q_norm, self.k_norm = q_norm, k_norm
         self.eps = 0.0 if q_norm is None else q_norm.eps
-        self.sliding_window = sliding_window
         self._chosen_for: AttentionBackend | None = None
         self._path: _Path = self._separate
 
