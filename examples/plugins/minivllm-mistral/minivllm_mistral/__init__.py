@@ -1,0 +1,1 @@
+"""Mistral for minivllm: ``plugin.py`` says what there is, ``model.py`` is the model."""

@@ -1,0 +1,1 @@
+"""Triton kernels, one file a job; ``experts/torch.py`` is what their tests compare with."""

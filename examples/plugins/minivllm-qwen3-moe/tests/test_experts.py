@@ -1,0 +1,224 @@
+"""The Triton experts against the reference: any number of tokens, any choice of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from minivllm_qwen3_moe.experts import BACKENDS, Experts, choose
+from minivllm_qwen3_moe.experts.torch import route as route_reference
+from minivllm_qwen3_moe.kernels.routing import num_tiles, route
+from minivllm_qwen3_moe.tiles import TABLE, tiles_for
+
+from minivllm.errors import ConfigError
+from minivllm.layers.norm import RMSNorm
+
+Where = tuple[str, torch.dtype]
+
+
+@dataclass
+class World:
+    """A layer and its input. The router reads each expert's logit off the input, where they stand apart: bfloat16, or
+    another order of summing, must not change who is chosen."""
+
+    x: torch.Tensor
+    norm: RMSNorm
+    gate: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    @classmethod
+    def make(cls, where: Where, tokens: int, experts: int, hidden: int = 32, inner: int = 24) -> World:
+        generator = torch.Generator().manual_seed(tokens)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+        x, norm = normal(tokens, hidden), RMSNorm(hidden, 1e-6)
+        x[:, :experts] = torch.rand((tokens, experts), generator=generator).argsort(1) / 16 - experts / 32
+        norm.weight.data = torch.rand(hidden, generator=generator) + 0.5
+        norm.weight.data[:experts] = 1
+        made = cls(
+            x, norm, torch.eye(experts, hidden), normal(experts, 2 * inner, hidden), normal(experts, hidden, inner)
+        )
+        return made.to(*where)
+
+    def to(self, device: str, dtype: torch.dtype) -> World:
+        norm = RMSNorm(len(self.norm.weight), self.norm.eps)
+        norm.weight.data = self.norm.weight.data.to(device, dtype)
+        rest = (t.to(device, dtype) for t in (self.x, self.gate, self.gate_up, self.down))
+        moved = World(next(rest), norm, *rest)
+        if device == "cuda":  # weights that a kernel has just written may be read too early: see minivllm's pdl.py
+            torch.cuda.synchronize()
+        return moved
+
+    def run(self, experts: Experts, *, add: bool = False) -> torch.Tensor:
+        x = self.x.clone()
+        out = experts(x, self.norm, self.gate, self.gate_up, self.down, add=add)
+        assert not len(x) or (out.data_ptr() == x.data_ptr()) == add
+        return out
+
+
+def check(where: Where, world: World, top_k: int, renormalize: bool = True) -> None:
+    """With and without the residual; the reference computes in float32 from the same numbers."""
+    reference, ours = (BACKENDS[name](top_k, renormalize) for name in ("torch", "triton"))
+    limit = 1e-5 if where[1] == torch.float32 else 1e-2
+    for add in (False, True):
+        out, expected = world.run(ours, add=add), world.to("cpu", torch.float32).run(reference, add=add)
+        assert out.isfinite().all(), "not every element was written"
+        error = (out.float().cpu() - expected).norm() / expected.norm()
+        assert error < limit, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(t, 8, 2) for t in (1, 2, 4, 5, 7, 32, 33, 50)]
+    + [(t, e, k) for t in (3, 40) for e, k in ((6, 4), (5, 1), (4, 4))],
+)
+def test_numbers_of_tokens_and_experts(where: Where, tokens: int, experts: int, top_k: int) -> None:
+    check(where, World.make(where, tokens, experts), top_k)
+
+
+@pytest.mark.parametrize("tokens", [3, 9, 40])
+def test_weights_as_they_are(where: Where, tokens: int) -> None:
+    check(where, World.make(where, tokens, 8), 3, renormalize=False)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(40, 24), (136, 20), (20, 136)])
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_sizes_that_no_tile_divides(where: Where, hidden: int, inner: int, tokens: int) -> None:
+    check(where, World.make(where, tokens, 6, hidden, inner), 2)
+
+
+@pytest.mark.parametrize("tokens", [2, 20, 70])
+def test_all_tokens_to_the_same_experts(where: Where, tokens: int) -> None:
+    """The others have no row; these have several tiles."""
+    world = World.make(where, tokens, 8)
+    world.x[:, [2, 7]] = 9
+    check(where, world, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.parametrize("tokens", [1, 4, 8, 32, 150, 256, 1000, 3000])
+def test_every_row_of_the_table_at_its_shape(tokens: int) -> None:
+    where = ("cuda", torch.bfloat16)
+    check(where, World.make(where, tokens, 128, 2048, 768), 8)
+
+
+def test_no_tokens(where: Where) -> None:
+    world, ours = World.make(where, 0, 4), BACKENDS["triton"](2, True)
+    assert world.run(ours).shape == world.x.shape
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_a_row_of_nan_spoils_itself_only(where: Where, tokens: int) -> None:
+    world, ours = World.make(where, tokens, 8), BACKENDS["triton"](2, True)
+    expected = world.run(ours)
+    world.x[1] = float("nan")
+    out = world.run(ours)
+    others = [i for i in range(tokens) if i != 1]
+    torch.testing.assert_close(out[others], expected[others])
+
+
+# --------------------------------------------------------------------------- routing
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 8, 2), (32, 6, 3), (33, 6, 3), (300, 12, 5), (2100, 3, 1)]
+)
+def test_every_pair_stands_in_a_tile_of_its_expert(
+    where: Where, tokens: int, experts: int, top_k: int, block: int, renormalize: bool
+) -> None:
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(0)).to(where[0])  # no equal ones
+    routing = route(logits, top_k, renormalize, block)
+    weights, ids = route_reference(logits, top_k, renormalize)
+    torch.testing.assert_close(routing.weights, weights)
+    pairs, tiles, flat = routing.pairs.cpu(), routing.tiles.cpu(), ids.flatten().cpu()
+    assert sorted(pairs.tolist()) == list(range(tokens * top_k))
+    keys = flat[pairs.long()] * tokens * top_k + pairs  # by expert, then by token
+    assert bool((keys.diff() > 0).all())
+    found = [(int(e), int(first), int(end)) for e, first, end in tiles.T if e >= 0]
+    assert (tiles[0, len(found) :] == -1).all()
+    rows: list[int] = []
+    for expert, first, end in found:
+        own = list(range(first, min(first + block, end)))
+        assert own and flat[pairs[own].long()].eq(expert).all()
+        assert end == tokens * top_k or flat[pairs[end]] != expert
+        rows += own
+    assert rows == list(range(tokens * top_k))
+
+
+def test_equal_logits_choose_the_first_experts(where: Where) -> None:
+    routing = route(torch.zeros(2, 4, device=where[0]), 3, True, 16)
+    assert routing.tiles[0].tolist()[:3] == [0, 1, 2]
+    torch.testing.assert_close(routing.weights.cpu(), torch.full((2, 3), 1 / 3))
+
+
+@pytest.mark.parametrize("pairs", [1, 7, 100, 1000])
+def test_the_bound_on_tiles_holds_and_is_reached(pairs: int) -> None:
+    for experts in (1, 3, 8):
+        for block in (16, 64):
+            bound = num_tiles(pairs, experts, block)
+            single = min(experts - 1, pairs - 1)  # the worst case: experts with one row each, the rest at one
+            assert single + -(-(pairs - single) // block) <= bound
+            assert bound <= pairs
+
+
+# --------------------------------------------------------------------------- choosing
+
+
+def test_auto_takes_what_is_meant_for_the_device() -> None:
+    assert choose("auto", torch.device("cpu"), torch.float32) is BACKENDS["torch"]
+    if pytest.importorskip("triton"):
+        assert choose("auto", torch.device("cuda"), torch.bfloat16) is BACKENDS["triton"]
+
+
+def test_a_backend_that_cannot_run_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=r"experts=triton cannot run here: .*TRITON_INTERPRET.*auto, torch"):
+        choose("triton", torch.device("cpu"), torch.float32)
+
+
+def test_tiles_are_powers_of_two_and_cover_any_number_of_tokens() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens in (1, 8, 100, 10**6):
+            tiles = tiles_for(tokens, 8, 128, dtype)
+            sizes = (tiles.rows, *(s for t in (tiles.gate_up, tiles.down) for s in (t.n, t.k, t.warps)))
+            assert all(size & (size - 1) == 0 for size in sizes)
+    assert [most for most, _ in TABLE] == sorted(most for most, _ in TABLE)
+
+
+# --------------------------------------------------------------------------- graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+@pytest.mark.parametrize("tokens", [1, 3, 24, 200])
+def test_a_graph_follows_the_router_and_gives_the_same_bits_every_time(tokens: int) -> None:
+    """Captured on some tokens, replayed on others that choose other experts."""
+    world, ours = World.make(("cuda", torch.bfloat16), tokens, 128, 512, 256), BACKENDS["triton"](8, True)
+
+    def run() -> torch.Tensor:
+        return ours(world.x, world.norm, world.gate, world.gate_up, world.down, add=False)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        world.x.normal_()
+        expected = run()
+        differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(50):
+            graph.replay()
+            differing += (out != expected).any()
+        assert differing.item() == 0
