@@ -64,7 +64,7 @@ def join(device_type: str, device_index: int, rank: int, size: int, host: str, p
 def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str, Any]) -> TensorParallel:
     """Small sums through peer memory, after proving on this machine that they are right. Every rank calls this.
 
-    ``executor.options.all_reduce``: auto (the default) takes it up to the size where NCCL becomes faster, measured here;
+    ``executor.options.all_reduce``: auto (the default) takes it up to the size where NCCL is faster, measured here;
     peer up to ``all_reduce_bytes``, 1 MiB if not given; nccl never.
     """
     how = options.get("all_reduce", "auto")

@@ -39,8 +39,8 @@ _LOGPROBS = 20  # a token, in a slot for results; more travel in pieces
 
 class MultiprocExecutor(Executor):
     """Options: ``devices``, the GPUs' numbers (0, 1, … unless given); ``step_timeout`` and ``start_timeout`` in seconds
-    (how long a start may come no further); ``all_reduce``, nccl or peer (small sums through peer memory, up to
-    ``all_reduce_bytes``)."""
+    (how long a start may come no further); ``all_reduce``, auto, nccl or peer (small sums through peer
+    memory, up to what is faster here, never, or up to ``all_reduce_bytes``)."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len

@@ -48,8 +48,8 @@ def _all_reduce_kernel(
     x, out, data, flags, state, rank, capacity8, n8,
     RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. A program
-    # takes every so many blocks.
+    # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
+    # take every so many blocks.
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

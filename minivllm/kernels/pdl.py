@@ -28,8 +28,8 @@ The rule:
    residual stream updated in place, a tensor whose memory the allocator has handed out again, a workspace.
 4. Nothing is said by ``gdc_launch_dependents`` but "you may start": it publishes no data, so it stands at the top. In
    a grid of many waves it takes effect with the last one.
-5. Decode attention reads more before its wait: what earlier kernels of the step wrote (its work items, block tables) and,
-   from the packed projection, older keys and values. It may because what stands right before it starts it late, with
+5. Decode attention reads more before its wait: what earlier kernels of the step wrote (work items, block tables) and,
+   with the packed projection, older keys and values. It may because what stands right before it starts it late, with
    ``gdc_launch_dependents`` behind ``gdc_wait``: all that came before that kernel is complete then. Late are the
    product that makes q, k and v, the rotary kernel, the cache write, and attention itself where it takes q. A kernel
    of your own between these and attention must be late too, or an ordinary one.

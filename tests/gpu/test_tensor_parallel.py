@@ -42,7 +42,9 @@ def test_graphs_change_no_token_in_float32() -> None:
     params = [SamplingParams(temperature=t, seed=i, max_tokens=48) for i, t in enumerate([0, 0, 0.8, 0.8, 1.0, 0.5])]
     texts = []
     for eager in (True, False):
-        with LLM("demo", attention="triton", tp=2, dtype="float32", enforce_eager=eager or None, max_num_seqs=11) as llm:
+        with LLM(
+            "demo", attention="triton", tp=2, dtype="float32", enforce_eager=eager or None, max_num_seqs=11
+        ) as llm:
             texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert texts[0] == texts[1]
 

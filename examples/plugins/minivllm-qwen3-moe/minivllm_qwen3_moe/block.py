@@ -48,7 +48,7 @@ class SparseMLP(nn.Module):
         weights = self.gate.weight, self.gate_up_experts.stacked(), self.down_experts.weight
         if self.tp.size == 1:
             return self._run(x, norm, *weights, add=True)
-        return x.add_(self.tp.all_reduce(self._run(x, norm, *weights, add=False)))
+        return self.tp.all_reduce_add(x, self._run(x, norm, *weights, add=False))
 
 
 class _GateUp(nn.Module):
