@@ -8,6 +8,8 @@ Rows past the batch hold the padding slot: its table row is all zeros, so they u
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +30,21 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, then multiples of 8 until ``max_num_seqs`` fits."""
     top = -(-max_num_seqs // 8) * 8
     return [n for n in (1, 2, 4) if n < max_num_seqs or n == 1] + list(range(8, top + 1, 8))
+
+
+def capture_graph(
+    run: Callable[[], torch.Tensor], pool: tuple[int, int], side: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """``run`` as a graph, and the tensor that holds its result after a replay. It is run once before, on ``side``:
+    what it needs is compiled outside the capture."""
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = run()
+    return graph, result
 
 
 class DecodeGraphs:
@@ -66,14 +83,7 @@ class DecodeGraphs:
         side = torch.cuda.Stream()
         for size in reversed(self.sizes):
             self._prepare(self._plans[size], self._ones[:size], None)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._step(size)  # compiles what this size needs, outside the capture
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._hidden[size] = self._step(size)
-            self._graphs[size] = graph
+            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), pool, side)
         self.runner.num_computed.zero_()
         self.runner.last_token.zero_()
 

@@ -12,12 +12,14 @@ context is one key long, so that they see nothing; they write into block 0, whic
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.cuda_graphs import capture_graph
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -78,14 +80,7 @@ class PromptGraphs:
         pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for size in reversed(self.sizes):
             self._rehearse(size)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._forward(size)  # compiles what this size needs, outside the capture
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self._hidden[size] = self._forward(size)
-            self._graphs[size] = graph
+            self._graphs[size], self._hidden[size] = capture_graph(partial(self._forward, size), pool, side)
 
     def _rehearse(self, size: int) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
