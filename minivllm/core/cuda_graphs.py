@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def capture_graph(
-    run: Callable[[], torch.Tensor], pool: tuple[int, int], side: torch.cuda.Stream
+    run: Callable[[], torch.Tensor], pool: Any, side: torch.cuda.Stream
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """``run`` as a graph, and the tensor that holds its result after a replay. It is run once before, on ``side``:
     what it needs is compiled outside the capture."""
