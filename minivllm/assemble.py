@@ -75,7 +75,7 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
     """The checkpoint's folder and shape; with dummy weights the published shape is enough, and there is no folder."""
     options = config.model
     if config.load_format == "dummy" and options.path is None and options.hf_config:
-        return None, ModelConfig.from_hf(options.hf_config, where=f"conf/model/{options.name}.yaml")
+        return None, ModelConfig.from_hf(options.hf_config, where="model.hf_config")
     path = fetch(options)
     return path, read_model_config(path)
 

@@ -28,6 +28,7 @@ class Arguments:
     rest: list[str] = field(default_factory=list)  # further words: `plugins list`, `plugins new NAME`
     overrides: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # of `plugins new`: --kind is the one flag with a value of its own
 
     def has(self, *names: str) -> bool:
         return any(name in self.flags for name in names)
@@ -63,11 +64,11 @@ def parse(argv: Sequence[str]) -> Arguments:
             flag, _, value = token.partition("=")
             if flag not in _FLAGS:
                 raise ConfigError(
-                    f"{token}: there is no such flag.{did_you_mean(flag, _FLAGS)} Settings are typed as key=value; "
+                    f"{token}: there is no such flag.{_meant(flag, value)} Settings are typed as key=value; "
                     "`minivllm --help` lists them"
                 )
-            if flag == "--kind":  # of `plugins new`; the one flag that is a setting
-                args.overrides.append(f"kind={value or (waiting.pop(0) if waiting else '')}")
+            if flag == "--kind":
+                args.kinds.append(value or (waiting.pop(0) if waiting else ""))
                 continue
             if flag == "--cfg":
                 value = value or (waiting.pop(0) if waiting[:1] in (["job"], ["hydra"], ["all"]) else "job")
@@ -88,8 +89,23 @@ def parse(argv: Sequence[str]) -> Arguments:
         else:
             args.rest.append(token)
     if args.rest and args.word != "plugins" and not (args.word == "bench" and args.rest[0] == "compare"):
-        raise ConfigError(f"{args.rest[0]!r} after {args.word}: one mode at a time; settings are typed as key=value")
+        compare = did_you_mean(args.rest[0], ["compare"]) if args.word == "bench" else ""
+        raise ConfigError(
+            f"{args.rest[0]!r} after {args.word}: one mode at a time; settings are typed as key=value.{compare}"
+        )
     return args
+
+
+def _meant(flag: str, value: str) -> str:
+    """What somebody meant by a flag that is none: a key with dashes, as other programs have it, or another flag."""
+    from minivllm.config.modes import MODES
+    from minivllm.config.schema import keys_of
+    from minivllm.plugins.naming import did_you_mean
+
+    name = flag.lstrip("-").replace("-", "_")
+    if any(name in (key, key.partition(".")[0]) for mode in MODES.values() for key in keys_of(mode.schema)):
+        return f" Did you mean {name}={value or '...'}?"
+    return did_you_mean(flag, _FLAGS)
 
 
 def _run(args: Arguments) -> int:
@@ -104,6 +120,8 @@ def _run(args: Arguments) -> int:
 
         print(help_text(args.word, load_plugins()))
         return 0
+    if args.kinds and args.rest[:1] != ["new"]:
+        raise ConfigError("--kind belongs to `minivllm plugins new NAME --kind KIND`")
     if args.word == "plugins":
         return _plugins(args)
     if args.has("--json"):
@@ -111,6 +129,8 @@ def _run(args: Arguments) -> int:
     if args.rest:
         from minivllm.bench.compare import run as compare
 
+        if args.flags:
+            raise ConfigError(f"{args.flags[0]}: bench compare takes no flag; type bench compare A.json B.json")
         return compare(args.rest[1:], args.overrides)
     return _run_mode(args)
 
@@ -169,7 +189,8 @@ def _plugins(args: Arguments) -> int:
 
         if args.flags:
             raise ConfigError(f"{args.flags[0]}: plugins new takes no flag but --kind")
-        print(new_plugin(args.rest[1:], args.overrides, load_plugins(), Path.cwd()))
+        settings = [*args.overrides, *(f"kind={kind}" for kind in args.kinds)]
+        print(new_plugin(args.rest[1:], settings, load_plugins(), Path.cwd()))
         return 0
     if args.rest not in ([], ["list"]):
         raise ConfigError(
@@ -178,6 +199,8 @@ def _plugins(args: Arguments) -> int:
         )
     if args.overrides:
         raise ConfigError(f"{args.overrides[0]}: plugins takes no settings")
+    if other := [flag for flag in args.flags if flag != "--json"]:
+        raise ConfigError(f"{other[0]}: plugins list takes no flag but --json")
     from minivllm.plugins.show import as_json, as_table
 
     registry = load_plugins()

@@ -94,6 +94,10 @@ class Replica:
         if taken := {TEXT, TOKENS, REASON} & set(there):
             raise RequestError(f"the rows have {', '.join(sorted(taken))} already, which map_batches adds: rename it")
         prompts = rows.column(self.prompt_column).to_pylist()
+        if wrong := [prompt for prompt in prompts if not isinstance(prompt, str | list | dict)]:
+            raise RequestError(
+                f"prompt_column={self.prompt_column!r} holds {wrong[0]!r}: a prompt is text or a list of token ids"
+            )
         said = [output.outputs[0] for output in self.llm.generate(prompts, self.params, use_tqdm=False)]
         tokens = pa.array([list(one.token_ids) for one in said], pa.list_(pa.int32()))
         rows = rows.append_column(TEXT, pa.array([one.text for one in said], pa.string()))

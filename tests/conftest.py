@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models of a few thousand weights: more threads only wait for each other
+
 import pytest
 import torch
 

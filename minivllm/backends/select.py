@@ -86,7 +86,7 @@ def choose(
         PluginError: in strict mode, a plugin's backend that ``auto`` came to is broken.
     """
     broken = broken or {}
-    anyhow = replace(spec, needs_graphs=False)  # prompts are not captured
+    anyhow = replace(spec, needs_graphs=False)  # of prompts it is not asked
     prefill, prefill_class, why = _one(options.prefill or options.name, anyhow, registry, broken, prefill=True)
     decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry, broken, prefill=False)
     if decode != prefill:

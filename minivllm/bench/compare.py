@@ -154,6 +154,8 @@ def _read(file: Path) -> dict[str, _Config]:
                 config.records.append(row["record"])
             else:
                 config.reason = f"{row['status']}: {row['reason']}"
+    except IsADirectoryError as e:
+        raise ConfigError(f"{file} is a folder; type {file / 'results.json'}, if a sweep wrote it") from e
     except OSError as e:
         raise ConfigError(f"{file} cannot be read: {e.strerror}") from e
     except (ValueError, KeyError, TypeError, AttributeError) as e:

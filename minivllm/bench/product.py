@@ -48,7 +48,11 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
     except HydraException as e:
         if override.key in keys and keys[override.key].text:
             return None  # a file's name, or other text outside Hydra's grammar
-        raise ConfigError(f"{override.text}: cannot be read ({str(e).splitlines()[0]})") from e
+        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's names of tokens say nothing
+        raise ConfigError(
+            f"{override.text}: cannot be read ({reason}); several values are typed {override.key}=a,b or choice(a,b), "
+            "numbers range(1,5), options of a group glob(*)"
+        ) from e
     if not parsed.is_sweep_override():
         return None
     value: Any = parsed.value()

@@ -39,7 +39,7 @@ class Progress:
         self._row = None
         found = figures(row.record) if row.record else {}
         first = next((f for f in FIGURES if f.key in found), None)
-        said = f"{row.status}: {row.reason}" if row.reason else row.status
+        said = f"{row.status}: {row.reason.rstrip('.')}" if row.reason else row.status
         if first is not None:
             said = f"{found[first.key].text(first)} {first.label}"
         print(f"{self._head(row)}: {said}, {row.seconds:.1f} s{self._left(0.0)}", file=sys.stderr, flush=True)

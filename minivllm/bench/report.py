@@ -121,7 +121,8 @@ class _Page:
         )  # fmt: skip
         parts += self._section(
             "Step times", "Milliseconds, logarithmic: from the 1st to the 99th percentile, the middle half as a box, "
-            "the median as a tick.", lambda rows: box_chart([self._box(row) for row in rows], self._mark(rows)),
+            "the median as a tick. Beside it: the median / the 99th percentile.",
+            lambda rows: box_chart([self._box(row) for row in rows], self._mark(rows)),
         )  # fmt: skip
         parts += self._section(
             "GPU-busy share", "Per cent of the time in which some kernel ran, over some steady steps under torch's "

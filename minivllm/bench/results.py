@@ -130,6 +130,11 @@ class Sweep:
             if tree.pop("format") != FORMAT:
                 raise ConfigError(f"{file} was written by another version of minivllm and cannot be gone on with")
             return cls(**(tree | {"rows": [Row(**row) for row in tree["rows"]]}))
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise ConfigError(
+                f"sweep.resume={folder} is not the folder of a sweep: it holds no results.json; type the folder "
+                "that `minivllm bench -m` named, such as minivllm-sweeps/DATE-TIME"
+            ) from e
         except OSError as e:
             raise ConfigError(f"sweep.resume={folder}: {file} cannot be read: {e.strerror}") from e
         except (ValueError, KeyError, TypeError, AttributeError) as e:

@@ -37,7 +37,7 @@ def run(overrides: Sequence[str], registry: Registry) -> int:
     own = [text for text in overrides if Override.parse(text).key.startswith("sweep.")]
     typed = [text for text in overrides if text not in own]
     options = _options(own, registry)
-    resumed = None if options.resume is None else Path(options.resume).expanduser().absolute()
+    resumed = None if options.resume is None else Path(options.resume).expanduser().resolve()
     sweep = _new(typed, options, registry) if resumed is None else _resumed(resumed, typed, options)
     refused = {row.job: why for row in sweep.rows if row.status != "ok" and (why := _refused(row, registry))}
     if len(refused) == len(sweep.rows):
@@ -136,7 +136,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _run(sweep: Sweep, folder: Path, refused: dict[int, str]) -> int:
     from minivllm.bench.report import write_report
 
-    print(f"sweep: {len(sweep.rows)} configurations, in {folder}", flush=True)
+    print(f"sweep: {len(sweep.rows)} configuration{'s'[: len(sweep.rows) > 1]}, in {folder}", flush=True)
     done = sum(row.status == "ok" for row in sweep.rows)
     again = sum(row.status not in ("ok", "waiting") for row in sweep.rows)
     if done or again:

@@ -160,6 +160,10 @@ class BenchOptions:
                         f"{key}={value if isinstance(value, str) else 'true'} with workload={name}: it runs no model; "
                         f"leave {key} out"
                     )
+        for key, words in (("profile", ("false", "true", "gpu")), ("trace", ("false", "true"))):
+            value = getattr(self, key)
+            if value not in words and not value.endswith(".json"):
+                raise ConfigError(f"{key}={value} is neither {' nor '.join(words)} nor a file whose name ends in .json")
         if self.timeline not in ("false", "png") and not self.timeline.endswith(".png"):
             raise ConfigError(f"timeline={self.timeline} is neither png nor a file whose name ends in .png")
 

@@ -112,7 +112,7 @@ def _parse_value(override: Override) -> Any:
     try:
         parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
     except HydraException as e:
-        reason = str(e).splitlines()[0]
+        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's names of tokens say nothing
         raise ConfigError(
             f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
         ) from e

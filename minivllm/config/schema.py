@@ -200,11 +200,11 @@ class BenchSchema(EngineSchema):
     profile: str = key(
         "false",
         "true: then profile some steady steps: GPU-busy share and the ten largest kernels; gpu: only if there is one; "
-        "FILE: keep torch's Chrome trace, too",
+        "FILE.json: keep torch's Chrome trace, too",
         text=True,
     )
     profile_steps: int = key(20, "how many", ge=1)
-    trace: str = key("false", "true, or FILE: run once more and write a Perfetto trace of its steps", text=True)
+    trace: str = key("false", "true, or FILE.json: run once more and write a Perfetto trace of its steps", text=True)
     timeline: str = key("false", "png, or FILE.png: run once more and draw batches and cache over time", text=True)
     check: bool = key(False, "workload=host: exit code 1 if a limit is passed")
     sweep: SweepSchema = key(SweepSchema, "several configurations")

@@ -12,7 +12,7 @@ from minivllm.config.schema import Key
 from minivllm.core.model_config import FrozenDict
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean, listing
-from minivllm.plugins.registry import Registry
+from minivllm.plugins.registry import KINDS, Registry
 
 _HAS_AUTO = ("attention", "executor")
 
@@ -54,6 +54,12 @@ def settle_components(tree: Any, registry: Registry) -> None:
             value = getattr(node, field)
             if value is None or (field == "name" and value == "auto" and kind in _HAS_AUTO):
                 continue
+            allowed = sorted([*registry.names(kind), *registry.aliases(kind)])
+            if field != "name" and value not in allowed:
+                raise ConfigError(
+                    f"{kind}.{field}={value}: there is no such {KINDS[kind]}.{did_you_mean(value, allowed)} "
+                    f"Allowed: {listing(allowed)}; null: the same as {kind}="
+                )
             component = registry.get(kind, value)
             setattr(node, field, component.name)
             used.append(component)

@@ -62,7 +62,7 @@ class ModelConfig:
         """Read a config.json (as a mapping).
 
         Raises:
-            CheckpointError: a key that every decoder needs is missing; it is named, with ``where``.
+            CheckpointError: a key that every decoder needs is missing, or no size; it is named, with ``where``.
         """
         missing = [
             k
@@ -72,6 +72,11 @@ class ModelConfig:
         ]  # fmt: skip
         if missing:
             raise CheckpointError(f"{where} lacks {', '.join(missing)}; is it the config of a decoder-only model?")
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                    "num_key_value_heads", "head_dim"):  # fmt: skip
+            size = hf.get(key)
+            if size is not None and (type(size) is not int or size < 1):
+                raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
         heads = int(hf["num_attention_heads"])
         eos = hf.get("eos_token_id")
         return cls(

@@ -61,6 +61,19 @@ def join(device_type: str, device_index: int, rank: int, size: int, host: str, p
     return TensorParallel(rank, size, dist.group.WORLD)
 
 
+def check_all_reduce(options: Mapping[str, Any], device_type: str) -> None:
+    """Raises ConfigError for an ``executor.options.all_reduce`` (or ``all_reduce_bytes``) that cannot be heeded."""
+    how, size = options.get("all_reduce", "auto"), options.get("all_reduce_bytes", _PEER_BYTES)
+    if how not in ("auto", "nccl", "peer"):
+        raise ConfigError(f"executor.options.all_reduce={how} is none of auto, nccl and peer")
+    if "all_reduce_bytes" in options and how != "peer":
+        raise ConfigError(f"executor.options.all_reduce_bytes is for all_reduce=peer, not for {how}; leave it out")
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"executor.options.all_reduce_bytes={size} is not a whole number from 1")
+    if device_type == "cpu" and how != "auto":
+        raise ConfigError(f"executor.options.all_reduce={how} is for GPUs; on a CPU leave it out")
+
+
 def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str, Any]) -> TensorParallel:
     """Small sums through peer memory, after proving on this machine that they are right. Every rank calls this.
 
@@ -68,20 +81,17 @@ def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str
     peer up to ``all_reduce_bytes``, 1 MiB if not given; nccl never.
     """
     how = options.get("all_reduce", "auto")
-    if how not in ("auto", "nccl", "peer"):
-        raise ConfigError(f"executor.options.all_reduce={how} is none of auto, nccl and peer")
-    if "all_reduce_bytes" in options and how != "peer":
-        raise ConfigError(f"executor.options.all_reduce_bytes is for all_reduce=peer, not for {how}; leave it out")
     if how == "nccl" or tp.size == 1:
         return tp
-    device, why = torch.device("cuda", device_index), ""
-    capacity = int(options.get("all_reduce_bytes", _PEER_BYTES)) if how == "peer" else _SIZES[-1]
+    device, why, peer = torch.device("cuda", device_index), "", None
+    capacity = options.get("all_reduce_bytes", _PEER_BYTES) if how == "peer" else _SIZES[-1]
     try:
         peer = PeerAllReduce.create(tp.group, capacity, device)
-        right = _agrees(peer, tp, device)
-    except RuntimeError as error:
-        right, why = False, str(error).splitlines()[0]
-    if not tp.minimum(int(right), device):
+    except Exception as error:  # whatever this torch or this machine lacks: NCCL works without it
+        why = f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+    # a rank without peer memory would leave the others waiting in the first sum
+    everywhere = bool(tp.minimum(int(peer is not None), device))
+    if peer is None or not everywhere or not tp.minimum(int(_agrees(peer, tp, device)), device):
         level = logging.WARNING if how == "peer" else logging.INFO
         logger.log(level, "sums through peer memory do not work here, NCCL is used %s", why)
         return tp

@@ -18,7 +18,7 @@ import torch
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
-from minivllm.executors.group import open_store
+from minivllm.executors.group import check_all_reduce, open_store
 from minivllm.executors.messages import Hello
 from minivllm.executors.processes import RankProcesses
 from minivllm.executors.progress import START_TIMEOUT
@@ -46,6 +46,7 @@ class MultiprocExecutor(Executor):
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
         self._registry = registry
         self.devices = choose_devices(config)
+        check_all_reduce(config.executor.options, resolve_device(config.device))
         refuse_unsplittable(config, model_config, registry)
         with registry.building("sampler", config.sampler.name):
             self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize

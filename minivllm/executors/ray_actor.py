@@ -27,6 +27,7 @@ class RankActor:
         self.pending: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
         self.store: Any = None
         self.progress: Progress | None = None
+        self.failed = b""  # last words
 
     @ray.method(concurrency_group="health")
     def pulse(self) -> bytes:
@@ -64,9 +65,11 @@ class RankActor:
 
     @ray.method(concurrency_group="steps")
     def launch(self, step: bytes) -> bytes:
-        """Empty, or why it failed."""
+        """Empty, or why it failed; later ones say so again: the driver may not have waited for this answer."""
         from minivllm.executors.wire import unpack_batch
 
+        if self.failed:
+            return self.failed
         assert self.worker is not None and self.worker.runner is not None
         runner = self.worker.runner
         doing = "in a step"
@@ -78,7 +81,8 @@ class RankActor:
                 self.pending.put(pending)
             return b""
         except BaseException as error:
-            return encode(Failed.of(error, doing))
+            self.failed = encode(Failed.of(error, doing))
+            return self.failed
 
     @ray.method(concurrency_group="results")
     def result(self) -> bytes:

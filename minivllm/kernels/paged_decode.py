@@ -218,7 +218,8 @@ def _decode_kernel(
         end -= tl.where(index == final, 1, 0)
     if PEEL:
         there = begin + n < tl.where(row >= 0, end, begin)
-        page = page_ids(table, begin, tl.maximum(end, begin + 1), BLOCK_SIZE, BLOCK_N)
+        first = tl.where(row >= 0, begin, 0)  # without an item it is of an older step, perhaps past these tables
+        page = page_ids(table, first, tl.maximum(end, first + 1), BLOCK_SIZE, BLOCK_N)
         slot = (begin + n) % BLOCK_SIZE
         mask = there[:, None] & (d < D)[None, :]
         k_rows = page.to(tl.int64) * k_stride_block + slot * k_stride_slot

@@ -301,7 +301,8 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """q (t, heads, head_dim), one sequence after another -> the same shape and dtype, computed in float32."""
+    """q (t, heads, head_dim), one sequence after another -> the same shape and dtype, computed in float32.
+    A query before the first key (a row of more query tokens than keys: padding) gives zeros."""
     out, block_size = torch.zeros_like(q), k_cache.shape[1]
     group = q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -315,12 +316,13 @@ def paged_attention_reference(
         v = v_cache[blocks].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
         score = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scale
         key = torch.arange(length, device=q.device)
-        position = key[length - count :, None]
+        position = torch.arange(length - count, length, device=q.device)[:, None]
         hidden = key > position
         if window:
             hidden |= key <= position - window
         score = score.masked_fill(hidden, float("-inf"))
-        out[tokens] = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).to(q.dtype)
+        weight = score.softmax(-1).masked_fill(position < 0, 0.0)
+        out[tokens] = torch.einsum("hqk,khd->qhd", weight, v).to(q.dtype)
     return out
 
 

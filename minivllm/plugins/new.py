@@ -73,6 +73,8 @@ def _kind(settings: Sequence[str]) -> str:
         key, _, kind = setting.partition("=")
         if key != "kind":
             raise ConfigError(f"{setting}: plugins new takes only kind=; {_USAGE}")
+    if len(settings) > 1:
+        raise ConfigError(f"--kind is typed {len(settings)} times, and a package begins with one; {_USAGE}")
     if kind not in KINDS:
         what = f"--kind {kind}: there is no such kind.{did_you_mean(kind, KINDS)}" if kind else "--kind is missing."
         raise ConfigError(f"{what} Allowed: {listing(KINDS)}")

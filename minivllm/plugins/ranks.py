@@ -34,6 +34,7 @@ class Known:
     package: str
     version: str
     architectures: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +93,16 @@ def tell(registry: Registry, notes: Iterable[str]) -> None:
 def _is_named(known: Known, config: EngineConfig, model_config: ModelConfig) -> bool:
     if known.kind == "model":
         return model_config.architecture in known.architectures
+    names = {known.name, *known.aliases}
     if known.kind == "sampler":
-        return known.name == config.sampler.name
-    return known.name in (config.attention.name, config.attention.prefill, config.attention.decode)
+        return config.sampler.name in names
+    return not names.isdisjoint((config.attention.name, config.attention.prefill, config.attention.decode))
 
 
 def _known(entry: Entry) -> Known:
     c, p = entry.component, entry.provider
     architectures = c.architectures if isinstance(c, ModelComponent) else ()
-    return Known(entry.kind, c.name, c.target, p.package, p.version, architectures)
+    return Known(entry.kind, c.name, c.target, p.package, p.version, architectures, c.aliases)
 
 
 def _missing(known: Known, registry: Registry) -> str | None:

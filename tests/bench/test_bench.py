@@ -97,7 +97,7 @@ def test_what_cannot_run_is_refused_before_the_model_is_loaded(tiny_checkpoint, 
     assert "exceed max_model_len=1024" in capsys.readouterr().err
     assert main(["bench", model, f"output={tmp_path / 'no' / 'folder'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
-    assert main(["bench", model, f"trace={tmp_path / 'no' / 'folder'}"]) == 2
+    assert main(["bench", model, f"trace={tmp_path / 'no' / 'folder.json'}"]) == 2
     assert main(["bench", model, "sweep.dir=x"]) == 2
     assert "sweep.dir belongs to a sweep" in capsys.readouterr().err
 

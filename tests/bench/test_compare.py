@@ -90,6 +90,7 @@ def test_settings_that_are_the_default_anyway_do_not_tell_rows_apart():
         (["a", "b", "threshold=-1"], "threshold is a number of per cent from 0"),
         (["a", "b", "treshold=1"], "one setting, threshold=5. Did you mean threshold"),
         (["{folder}/none", "{folder}/none"], "cannot be read: No such file"),
+        (["{folder}", "{folder}"], "is a folder; type {folder}/results.json"),
         (["{folder}/bad", "{folder}/bad"], "neither results.json of a sweep nor"),
         (["{folder}/empty", "{folder}/empty"], "has no result in it"),
         (["{folder}/a", "{folder}/b"], "no configuration in common"),
@@ -101,4 +102,4 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys, argv, message):
     lines(tmp_path / "a", record({"tp": "2"}))
     lines(tmp_path / "b", record({"tp": "4"}))
     assert main(["bench", "compare", *(a.format(folder=tmp_path) for a in argv)]) == 2
-    assert message in capsys.readouterr().err
+    assert message.format(folder=tmp_path) in capsys.readouterr().err

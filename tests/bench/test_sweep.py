@@ -91,6 +91,7 @@ def test_hydras_sweep_syntax_holds(override, values):
         ("workload=glob(nothing*)", "names no value"),
         ("tp=range(3,3)", "names no value"),
         ("tp=(1", "cannot be read"),
+        ("tp=1,", "cannot be read .mismatched input '<EOF>'.; several values are typed tp=a,b"),
     ],
 )
 def test_what_names_no_values_is_refused(override, message):
@@ -114,7 +115,7 @@ def test_a_key_typed_twice_is_refused():
         (["attention=trch,tritn"], "Did you mean torch"),
         (["sweep.timeout=0"], "the least is 1"),
         (["sweep.resume=a", "sweep.dir=b"], "leave sweep.dir out"),
-        (["sweep.resume=/no/such/folder"], "cannot be read"),
+        (["sweep.resume=/no/such/folder"], "holds no results.json; type the folder"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_at_once(overrides, message, capsys, tmp_path, monkeypatch):

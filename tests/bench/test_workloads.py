@@ -97,6 +97,8 @@ def test_a_request_that_does_not_fit_is_refused_not_cut():
         (["check=true"], "only workload=host has limits"),
         (["workload=host", "trace=true"], "it runs no model"),
         (["workload=host", "timeline=png"], "it runs no model"),
+        (["trace=yes"], "trace=yes is neither false nor true nor a file whose name ends in .json"),
+        (["profile=on"], "profile=on is neither false nor true nor gpu nor a file whose name ends in .json"),
         (["timeline=x.jpg"], "neither png nor a file whose name ends in .png"),
         (["workload.path=x.jsonl"], "workload.path is not a key of workload=quick"),
         (["workload=trace"], "workload=trace lacks workload.path"),

@@ -190,7 +190,7 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         ("model=checkpoint", ["add model.path=DIR"]),
         ("attention=flsh", ["attention=flsh", "Did you mean flash?", "Allowed: auto, flash"]),
         ("attention.name=flsh", ["Did you mean flash?"]),
-        ("attention.prefill=auto", ["there is no such attention backend"]),
+        ("attention.prefill=auto", ["attention.prefill=auto: there is no such attention backend"]),
         ("scheduler=[mixed]", ["there is no such scheduler"]),
         ("scheduler=mixed,prefill_first", ["several values make a sweep"]),
         ("mode=serv", ["Did you mean serve?", "Allowed: bench, chat, generate, serve"]),

@@ -14,9 +14,10 @@ from minivllm.errors import ConfigError, RequestError
 
 ray = pytest.importorskip("ray")
 data = pytest.importorskip("ray.data")
+import pyarrow
 from ray.exceptions import RayError
 
-from minivllm.data import map_batches
+from minivllm.data import Replica, map_batches
 
 Checkpoints = Callable[..., Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -61,6 +62,15 @@ def test_a_prompt_that_can_never_run_ends_the_dataset_with_its_error(app: None) 
     dataset = data.from_items([{"prompt": "fine"}, {"prompt": "too long " * 2000}], override_num_blocks=1)
     with pytest.raises(RayError, match=r"minivllm.errors.RequestError: prompt 1: .*max_model_len"):
         map_batches(dataset, sampling_params=GREEDY, device="cpu").take_all()
+
+
+@pytest.mark.parametrize("column", [[5, 6], [5], ["text", None], [1.5]])
+def test_a_column_that_holds_no_prompts(column: list[Any]) -> None:
+    """Whole numbers, one a row, are not the token ids of one prompt."""
+    replica = object.__new__(Replica)
+    replica.llm, replica.prompt_column, replica.params = None, "id", GREEDY  # type: ignore[assignment]
+    with pytest.raises(RequestError, match=r"prompt_column='id' holds (5|None|1\.5): a prompt is text or a list"):
+        replica(pyarrow.table({"id": column}))
 
 
 def test_what_cannot_run_is_said_at_once(app: None) -> None:

@@ -187,6 +187,19 @@ def test_what_cannot_be_split_is_refused_before_anything_starts(tiny_checkpoint:
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize("options,message", [
+    (["all_reduce=pear"], "all_reduce=pear is none of auto, nccl and peer"),
+    (["all_reduce=peer"], "all_reduce=peer is for GPUs; on a CPU leave it out"),
+    (["all_reduce_bytes=8"], "all_reduce_bytes is for all_reduce=peer, not for auto"),
+    (["all_reduce=peer", "all_reduce_bytes=much"], "all_reduce_bytes=much is not a whole number from 1"),
+])  # fmt: skip
+def test_an_all_reduce_that_cannot_be_heeded_is_refused_before_anything_starts(
+    tiny_checkpoint: Checkpoints, options: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tiny_checkpoint("qwen3"), "executor=multiproc", *(f"+executor.options.{option}" for option in options))
+
+
 def test_a_rank_that_stopped_is_named_within_ten_seconds(tiny_checkpoint: Checkpoints, forked_ranks: Zygote) -> None:
     with make(tiny_checkpoint("qwen3")) as llm:
         llm.engine.add_request("a", [1, 2, 3], LONG)

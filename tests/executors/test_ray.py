@@ -8,19 +8,24 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_plugins import write_package
 from faults import FAULTY, Talker, fault_on
 
 from minivllm import LLM, SamplingParams
+from minivllm.core.batch import Batch
 from minivllm.errors import EngineDeadError
+from minivllm.executors.wire import pack_batch
 from minivllm.plugins.manager import default_registry
 
 ray = pytest.importorskip("ray")
 from minivllm.executors import ray_health
-from minivllm.executors.ray_actor import own_gpu
+from minivllm.executors.messages import Failed, decode
+from minivllm.executors.ray_actor import RankActor, own_gpu
 from minivllm.executors.ray_health import Hearts
 
 Checkpoints = Callable[..., Path]
@@ -155,6 +160,30 @@ def test_a_node_that_is_removed(cluster: Any, tiny_checkpoint: Checkpoints) -> N
         llm.engine.step()
         cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
         assert re.match(r"rank [01] \(a Ray actor\) is gone", dies(llm, 10))
+
+
+def test_an_actor_takes_no_step_after_one_that_failed() -> None:
+    """The driver has rank 0's tokens, perhaps, and has not waited for what this one said."""
+    row = np.dtype([("none", "i4")])
+    none, one = np.empty(0, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    params = np.empty(0, dtype=row)
+    step = pack_batch(
+        Batch(7, one, one.astype(np.int64), one, one, one > 0, 1, none, none, none, none, none, params)
+    )  # fmt: skip
+    steps: list[int] = []
+
+    def launch(batch: Batch) -> None:
+        steps.append(batch.step)
+        if len(steps) == 2:
+            raise ArithmeticError("the numbers ran out")
+
+    actor = RankActor(b"", 1, 2)
+    actor.worker = SimpleNamespace(runner=SimpleNamespace(sampler=SimpleNamespace(row=row), launch=launch))  # type: ignore[assignment]
+    assert actor.launch(step) == b""
+    said = [actor.launch(step) for _ in range(3)]
+    failed = decode(said[0])
+    assert isinstance(failed, Failed) and failed.doing == "in step 7" and said[1] == said[2] == said[0]
+    assert len(steps) == 2
 
 
 def test_the_gpu_that_ray_gave() -> None:

@@ -114,14 +114,17 @@ def test_decode_from_the_projection_is_norm_rotary_write_and_decode(
     )
     expected = decode_module.paged_decode_reference(q, k_wide, v_wide, tables, lens, 0.3, window)
     usual = decode_module.decode_config(dim, dtype, 132)
-    chosen = replace(usual, **({"programs": 8 * kv_heads} if device == "cpu" else {}), **config)
+    chosen = replace(usual, peel=True, **({"programs": 8 * kv_heads} if device == "cpu" else {}), **config)
     space = decode_module.DecodeWorkspace(rows + 1, heads, kv_heads, dim, dtype, device, window, chosen)
+    space.items.fill_(2**30)  # what longer contexts left behind
     new = decode_module.NewTokens(*weights, 1e-6, cos_sin, positions, slots)
-    for _ in range(2):
+    for early in (False, True):
         k.view(-1, kv_heads, dim)[slots] = v.view(-1, kv_heads, dim)[slots] = float("nan")
         out = torch.full((rows, heads, dim), float("nan"), device=device, dtype=dtype)
         decode_module.schedule_decode(space, lens, rows)
-        decode_module.paged_decode_triton(qkv, k, v, tables, lens, 0.3, out, space, new)
+        if device == "cuda":
+            torch.cuda.synchronize()  # the kernel before lets this one start at once, which early must not meet
+        decode_module.paged_decode_triton(qkv, k, v, tables, lens, 0.3, out, space, new, early=early)
         close(out, expected)
         close(k.nan_to_num(), k_wide.nan_to_num())
         close(v.nan_to_num(), v_wide.nan_to_num())
@@ -170,17 +173,21 @@ def test_items_cover_every_context_once_and_fit_the_grid(where, seq_lens, extra)
         assert length == 0 or (mine[:, 1] < mine[:, 2]).all()
 
 
-def run_prefill(where, close, lens, heads, kv_heads, dim, block_size, window=None, decodes=0, **config):
-    """lens: (query tokens, context) of each row; the first ``decodes`` rows are left to the decode kernel."""
+def run_prefill(where, close, lens, heads, kv_heads, dim, block_size, window=None, decodes=0, captured=False, **config):
+    """lens: (query tokens, context) of each row; the first ``decodes`` rows are left to the decode kernel.
+    ``captured``: with the tiles that a graph has room for."""
     device, dtype = where
     query_lens, seq_lens = (list(x) for x in zip(*lens, strict=True))
     k, v, tables, device_lens = paged_world(where, seq_lens, heads, kv_heads, dim, block_size)
     start = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device)
     q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
     chosen = replace(prefill_module.prefill_config(dim, heads // kv_heads, dtype), **config)
-    tiles = prefill_module.query_tiles(
-        np.array(query_lens[decodes:]), np.array(seq_lens[decodes:]), chosen.block_m // (heads // kv_heads)
-    )
+    block_q = chosen.block_m // (heads // kv_heads)
+    tiles = prefill_module.query_tiles(np.array(query_lens[decodes:]), np.array(seq_lens[decodes:]), block_q)
+    if captured:
+        padded = np.full((sum(query_lens) // block_q + len(lens), 2), -1, dtype=np.int32)
+        padded[: len(tiles)] = tiles
+        tiles = padded
     expected = prefill_module.paged_attention_reference(
         q.float(), k.float(), v.float(), tables, start, device_lens, 0.3, window
     )
@@ -218,6 +225,30 @@ def test_prefill_in_a_sliding_window(where, close, window):
 
 def test_prefill_leaves_the_decode_rows_of_a_mixed_batch_out(where, close):
     run_prefill(where, close, [(1, 50), (1, 3), (20, 33), (6, 6)], 4, 2, 16, 4, decodes=2)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [(7, 40), (57, 1), (0, 1), (0, 1)],  # as in a captured step: padding's tokens in the row behind the last
+        [(20, 20), (1, 33), (11, 1)],
+        [(1, 1), (63, 1)],
+        [(64, 64), (0, 1)],
+        [(50, 19), (0, 0), (3, 0), (5, 9)],
+    ],
+)
+def test_prefill_of_more_queries_than_keys_gives_zeros_before_the_first_key(where, close, lens, window):
+    run_prefill(where, close, lens, 4, 2, 16, 4, window=window, captured=True)
+
+
+def test_the_reference_gives_zeros_to_queries_before_the_first_key():
+    k = v = torch.randn(2, 4, 1, 8)
+    table, start, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[1]], [0, 6], [2]))
+    out = prefill_module.paged_attention_reference(torch.randn(6, 1, 8), k, v, table, start, lens, 1.0)
+    assert not out[:4].any()
+    assert torch.allclose(out[4], v[1, 0])
+    assert not torch.allclose(out[5], v[1, 0])
 
 
 def test_query_tiles_cover_every_token_longest_first():

@@ -71,6 +71,11 @@ def test_reads_config_and_generation_config(folder: Path) -> None:
         (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), r"config.json is not readable as JSON"),
         (lambda f: (f / "config.json").write_text("[]"), r"holds a JSON list where an object is expected"),
         (lambda f: edit_json(f / "config.json", "hidden_size"), r"config.json lacks hidden_size"),
+        (
+            lambda f: edit_json(f / "config.json", num_hidden_layers=0),
+            "num_hidden_layers=0 is not a whole number from 1",
+        ),
+        (lambda f: edit_json(f / "config.json", vocab_size="x"), "vocab_size=x is not a whole number from 1"),
         (lambda f: (f / "generation_config.json").write_text("x"), r"generation_config.json is not readable"),
         (
             lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8"}),

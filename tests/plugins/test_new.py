@@ -60,6 +60,7 @@ def test_the_kind_is_typed_as_a_flag_or_as_a_setting(
         (["mine"], "--kind is missing. Allowed: model, attention, scheduler, sampler, executor"),
         (["mine", "--kind"], "--kind is missing"),
         (["mine", "--kind", "modl"], "--kind modl: there is no such kind. Did you mean model? Allowed: model, att"),
+        (["mine", "--kind", "model", "--kind", "sampler"], "--kind is typed 2 times"),
         (["mine", "kind=model", "tp=2"], "tp=2: plugins new takes only kind="),
         (["mine", "--kind", "model", "--json"], "--json: plugins new takes no flag but --kind"),
         (["My_Model", "--kind", "model"], "letters, digits and hyphens"),

@@ -284,10 +284,10 @@ import os
 HERE = os.environ.get("TEST_PARENT") == str(os.getpid())
 @hookimpl
 def minivllm_attention_backends():
-    if HERE: yield Component("mine", "a.b:C")
+    if HERE: yield Component("mine", "a.b:C", aliases=("ours",))
 @hookimpl
 def minivllm_samplers():
-    if HERE: yield Component("mine", "a.b:C")
+    if HERE: yield Component("mine", "a.b:C", aliases=("ours",))
 @hookimpl
 def minivllm_models():
     if HERE: yield ModelComponent("mine", "a.b:C", architectures=("MineForCausalLM",))
@@ -302,7 +302,9 @@ def minivllm_schedulers():
     ("names", "what"),
     [
         ({"sampler": "mine"}, "sampler 'mine'"),
+        ({"sampler": "ours"}, "sampler 'mine'"),
         ({"name": "mine"}, "attention backend 'mine'"),
+        ({"name": "ours"}, "attention backend 'mine'"),
         ({"prefill": "mine"}, "attention backend 'mine'"),
         ({"decode": "mine"}, "attention backend 'mine'"),
         ({"architecture": "MineForCausalLM"}, "model 'mine'"),
