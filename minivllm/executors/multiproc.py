@@ -21,7 +21,7 @@ from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.group import check_all_reduce, open_store
 from minivllm.executors.messages import Hello
 from minivllm.executors.processes import RankProcesses
-from minivllm.executors.progress import START_TIMEOUT
+from minivllm.executors.progress import START_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.wire import pack_batch, unpack_result
 from minivllm.executors.worker import resolve_device
@@ -50,8 +50,8 @@ class MultiprocExecutor(Executor):
         refuse_unsplittable(config, model_config, registry)
         with registry.building("sampler", config.sampler.name):
             self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize
-        self._step_timeout = float(config.executor.options.get("step_timeout", _STEP_TIMEOUT))
-        self._start_timeout = float(config.executor.options.get("start_timeout", START_TIMEOUT))
+        self._step_timeout = seconds(config.executor.options, "step_timeout", _STEP_TIMEOUT)
+        self._start_timeout = seconds(config.executor.options, "start_timeout", START_TIMEOUT)
         self._about: dict[str, Any] = {}
         self._dead: MinivllmError | None = None
         self._sent = self._received = 0
@@ -190,6 +190,8 @@ class _Step:
 def choose_devices(config: EngineConfig) -> list[int]:
     """The GPUs of the ranks; none on a CPU. Raises ConfigError where there are too few."""
     if resolve_device(config.device) == "cpu":
+        if "devices" in config.executor.options:
+            raise ConfigError("executor.options.devices names GPUs, and this runs on the CPU; leave it out")
         return []
     there = torch.cuda.device_count()
     devices = [int(d) for d in config.executor.options.get("devices") or range(config.tp)]

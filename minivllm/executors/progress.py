@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+from minivllm.errors import ConfigError
 from minivllm.executors.messages import Still
 
 START_TIMEOUT = 600.0  # seconds at one place; the longest that is right is a backend that compiles its kernels
 _OURS = Path(__file__).parents[1]
 _WAITS_FOR_OTHERS = "/huggingface_hub/"  # a download: its threads work, this one waits, and it has its own time limits
+
+
+def seconds(options: Mapping[str, Any], name: str, usual: float) -> float:
+    """``executor.options.<name>``. Raises ConfigError for what is no time."""
+    value = options.get(name, usual)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"executor.options.{name}={value} is not a number of seconds above 0; type {name}={usual:g}")
+    return float(value)
 
 
 class Progress:

@@ -20,7 +20,7 @@ from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.multiproc import refuse_unsplittable
-from minivllm.executors.progress import START_TIMEOUT
+from minivllm.executors.progress import START_TIMEOUT, seconds
 from minivllm.executors.ray_actor import RemoteRank
 from minivllm.executors.ray_health import TICK, Failures, Hearts
 from minivllm.executors.wire import pack_batch, unpack_result
@@ -47,8 +47,8 @@ class RayExecutor(Executor):
         self._args = model_config, max_model_len, view_of(registry)
         self._registry = registry
         refuse_unsplittable(config, model_config, registry)
-        self._timeout = float(config.executor.options.get("step_timeout", _STEP_TIMEOUT))
-        self._start_timeout = float(config.executor.options.get("start_timeout", START_TIMEOUT))
+        self._timeout = seconds(config.executor.options, "step_timeout", _STEP_TIMEOUT)
+        self._start_timeout = seconds(config.executor.options, "start_timeout", START_TIMEOUT)
         self._about: dict[str, Any] = {}
         self._actors: list[Any] = []
         self._hearts = Hearts([], self._start_timeout)

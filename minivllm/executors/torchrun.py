@@ -19,6 +19,7 @@ import xxhash
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.executors.progress import seconds
 from minivllm.executors.wire import pack_batch
 from minivllm.executors.worker import Worker, resolve_device
 
@@ -40,7 +41,7 @@ class TorchrunExecutor(Executor):
         self.rank, world = read_environment(os.environ, config.tp)
         self._local = int(os.environ["LOCAL_RANK"])
         self._device = resolve_device(config.device)
-        self._timeout = timedelta(seconds=float(config.executor.options.get("timeout", _TIMEOUT)))
+        self._timeout = timedelta(seconds=seconds(config.executor.options, "timeout", _TIMEOUT))
         self._args = config, model_config, max_model_len, registry
         self._worker: Worker | None = None
         self._about: dict[str, Any] = {}
