@@ -6,6 +6,7 @@ Other work on the machine disturbs these, so each comparison is interleaved, jud
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -18,6 +19,8 @@ from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.scheduler import MixedScheduler, PrefillFirstScheduler, SlotScheduler
 from minivllm.core.sequence import Sequence
+
+pytestmark = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use these cores, too")
 
 TRIES = 6
 QUEUE = 100_000
