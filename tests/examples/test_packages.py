@@ -2,7 +2,7 @@
 
 They are installed as pip would from their wheels, without a network: built by hatchling, unpacked into one folder. One
 run of pytest goes through all their tests but those marked slow, because importing torch is most of what a short run
-costs; a package's slow ones run in its own folder.
+costs, and one through tensor parallelism; a package's other slow ones run in its own folder.
 """
 
 from __future__ import annotations
@@ -59,17 +59,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 def _tests(site: Site, packages: dict[str, Path], cwd: Path) -> tuple[dict[str, Counter[str]], str]:
     files = {file.stem: name for name, package in packages.items() for file in package.glob("tests/test_*.py")}
-    done = site.run(
-        "pytest", "-q", "-n2", "-mnot slow", "-pno:cacheprovider", f"-c{ROOT / 'pyproject.toml'}", f"--rootdir={cwd}",
-        "--junitxml=report.xml", *(str(package / "tests") for package in packages.values()), cwd=cwd,
-    )  # fmt: skip
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in packages}
-    if (cwd / "report.xml").is_file():
-        for case in ElementTree.parse(cwd / "report.xml").iter("testcase"):
+    output = ""
+    for i, selected in enumerate((["-mnot slow"], ["-mslow", "-ktest_tensor_parallel"])):
+        report = cwd / f"report{i}.xml"
+        output += site.run(
+            "pytest", "-q", "-n2", *selected, "-pno:cacheprovider", f"-c{ROOT / 'pyproject.toml'}",
+            f"--rootdir={cwd}", f"--junitxml={report}", *(str(package / "tests") for package in packages.values()),
+            cwd=cwd,
+        ).stdout  # fmt: skip
+        for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
             package = next(files[part] for part in case.attrib["classname"].split(".") if part in files)
             ended = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
             outcomes[package][ended[0] if ended else "passed"] += 1
-    return outcomes, done.stdout
+    return outcomes, output
 
 
 @pytest.mark.parametrize("package", [*EXAMPLES, *NEW])
