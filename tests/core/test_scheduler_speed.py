@@ -112,11 +112,33 @@ def test_1024_running_cost_at_most_four_and_a_half_times_256() -> None:
     holds(measure)
 
 
-def test_256_running_take_at_most_400_microseconds() -> None:
-    """Slow machines take 180; what a good one takes is for ``bench workload=host`` to say."""
+def yardstick() -> float:
+    """What a fixed piece of work of the same kind takes here: small numpy calls, and a loop over a few numbers."""
+    ids, back = np.arange(256, dtype=np.int32), np.arange(256, dtype=np.int32)[::-1].copy()
+    table = np.zeros((256, 64), dtype=np.int32)
+    times = []
+    for _ in range(200):
+        began = time.perf_counter()
+        for _ in range(10):
+            taken = ids[back]
+            large = taken > 128
+            np.cumsum(taken, out=taken)
+            table[ids, back % 64] = taken
+            (where,) = np.nonzero(large)
+            taken[where] += 1
+            np.concatenate((taken, ids)).astype(np.int32)
+            [int(i) for i in where[:16]]
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def test_256_running_take_at_most_200_microseconds() -> None:
+    """On a machine that takes longer than that for the yardstick (a step takes 0.7 of it), as long as the yardstick."""
 
     def measure() -> tuple[bool, str]:
+        before = yardstick()
         [taken] = step_times(running(256), steps=400)
-        return taken <= 400e-6, f"{taken * 1e6:.0f} µs"
+        limit = max(200e-6, min(before, yardstick()))
+        return taken <= limit, f"{taken * 1e6:.0f} µs, limit {limit * 1e6:.0f}"
 
     holds(measure)
