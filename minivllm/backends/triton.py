@@ -74,7 +74,7 @@ class TritonBackend(AttentionBackend):
                 self._tiles = self._captured_tiles(self._tiles, batch.graph_size // block_q + batch.num_seqs)
 
     def _captured_tiles(self, tiles: torch.Tensor, most: int) -> torch.Tensor:
-        """The tiles where a graph finds them: (most, 2), its own for each size, -1 behind the last."""
+        """The tiles where a graph finds them: (most, 2), a buffer for each ``most``, -1 behind the last."""
         if most not in self._tiles_of:
             self._tiles_of[most] = torch.empty((most, 2), dtype=torch.int32, device=tiles.device)
         static = self._tiles_of[most]

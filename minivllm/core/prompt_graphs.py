@@ -47,8 +47,8 @@ class PromptGraphs:
             if p.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
         )
         limit = int(_FLOP / (2 * max(layers, 1)))
-        longest = self.block_tables.shape[1] * runner.block_size
-        self.sizes = prompt_sizes(min(max_tokens, limit, runner.num_slots * longest))
+        self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
+        self.sizes = prompt_sizes(min(max_tokens, limit, runner.num_slots * self._longest))
         self.waste = int(_WASTE * limit)
         top = self.sizes[-1] if self.sizes else 0
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
@@ -84,10 +84,9 @@ class PromptGraphs:
 
     def _rehearse(self, size: int) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
-        longest = self.block_tables.shape[1] * self.runner.block_size
-        lens = np.full(len(self.seq_lens), 0, dtype=np.int32)
-        parts = -(-size // longest)
-        lens[:parts] = np.minimum(longest, size - longest * np.arange(parts))
+        lens = np.zeros(len(self.seq_lens), dtype=np.int32)
+        parts = -(-size // self._longest)
+        lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
         start = np.zeros(len(lens) + 1, dtype=np.int32)
         np.cumsum(lens, out=start[1:])
         self.query_start.copy_(torch.from_numpy(start))

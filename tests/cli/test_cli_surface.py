@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -224,13 +225,13 @@ def test_a_broken_plugin_is_told_once_when_something_runs(fake_plugin: FakePlugi
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use these cores, too")
 def test_plugins_list_is_quick(tmp_path: Path) -> None:
     def once() -> float:
-        before = os.times()
+        started = time.perf_counter()
         minivllm("plugins", "list", cwd=tmp_path)
-        after = os.times()
-        return after.children_user - before.children_user + after.children_system - before.children_system
+        return time.perf_counter() - started
 
-    # Processor time, the least of several: other work on the machine is not ours to measure.
-    times = [once() for _ in range(5)]
+    # The least of several: other work on the machine is not ours to measure.
+    times = [once() for _ in range(7)]
     assert min(times) < 0.3, statistics.median(times)
