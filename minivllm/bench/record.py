@@ -42,7 +42,12 @@ def mark(record: dict[str, Any]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of a source tree, with ``-dirty`` if tracked files differ from it; None for an installed package."""
+    """The commit of a source tree, with ``-dirty`` if tracked files differ from it; None for an installed package.
+
+    ``MINIVLLM_COMMIT`` says it for a copy without its git folder (an image, a remote machine).
+    """
+    if said := os.environ.get("MINIVLLM_COMMIT"):
+        return said
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

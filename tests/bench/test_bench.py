@@ -13,7 +13,7 @@ from test_workloads import options
 
 from minivllm.bench.measure import Bench, Run, summarize
 from minivllm.bench.profile import busy_share, kernels_of, largest
-from minivllm.bench.record import process_seconds
+from minivllm.bench.record import environment, process_seconds
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
 from minivllm.config.compose import compose
@@ -145,3 +145,8 @@ def test_the_process_knows_its_age():
     time.sleep(0.05)
     second = process_seconds()
     assert first is not None and second is not None and 0.03 < second - first < 5
+
+
+def test_a_copy_without_its_git_folder_can_say_its_commit(monkeypatch):
+    monkeypatch.setenv("MINIVLLM_COMMIT", "0123abc")
+    assert environment()["commit"] == "0123abc"
