@@ -1,7 +1,8 @@
-"""Steps with few prompt tokens as CUDA graphs: the model's layers for 32, 64, 128, … tokens, padded.
+"""Steps with prompts as CUDA graphs: the model's layers for 32, 64, 128, … tokens, padded, and for a full step.
 
-Launching a step of prompts kernel by kernel takes the host about 10 ms, however few tokens there are; the GPU needs a
-tenth of it. Only the layers are captured: what varies in shape, from the rows that sample on, runs eagerly behind.
+Launching a step of prompts kernel by kernel takes the host 10 to 20 ms, however few tokens there are; the GPU needs a
+tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Only the layers are
+captured: what varies in shape, from the rows that sample on, runs eagerly behind.
 
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
 # input_ids, positions, slot_mapping (T,) int64
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
 
 _SMALLEST = 32
-_FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide their launches
-_WASTE = 0.25  # of the largest step: padding tokens allowed
+_FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
+_FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
+_WASTE = 0.25  # of _FLOP: padding allowed
+_FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
 
 
-def prompt_sizes(most: int) -> list[int]:
-    """Powers of two from 32 to ``most``."""
-    return [1 << n for n in range(_SMALLEST.bit_length() - 1, most.bit_length())]
+def prompt_sizes(most: int, full: int = 0) -> list[int]:
+    """Powers of two from 32 to ``most``, then ``full`` unless it is 0."""
+    sizes = [1 << n for n in range(_SMALLEST.bit_length() - 1, most.bit_length())]
+    return [*sizes, full] if full else sizes
 
 
 class PromptGraphs:
@@ -46,10 +50,12 @@ class PromptGraphs:
             for name, p in runner.model.named_parameters()  # type: ignore[attr-defined]
             if p.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
         )
-        limit = int(_FLOP / (2 * max(layers, 1)))
+        flop = 2 * max(layers, 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
-        self.sizes = prompt_sizes(min(max_tokens, limit, runner.num_slots * self._longest))
-        self.waste = int(_WASTE * limit)
+        step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)
+        self.full = step if limit < step and step * flop <= _FULL_FLOP else 0
+        self.sizes = prompt_sizes(min(limit, step), self.full)
+        self.waste = int(_WASTE * _FLOP / flop)
         top = self.sizes[-1] if self.sizes else 0
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
@@ -112,7 +118,8 @@ class PromptGraphs:
         if d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT:
             return None
         size = next(size for size in self.sizes if size >= tokens)
-        return size if size - tokens <= self.waste else None
+        waste = min(self.waste, int(_FULL_WASTE * size)) if size == self.full else self.waste
+        return size if size - tokens <= waste else None
 
     def launch(
         self, size: int, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,

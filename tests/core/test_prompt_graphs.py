@@ -25,13 +25,13 @@ def batch(decodes: list[int], prompts: list[int]) -> Batch:
 @pytest.fixture
 def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
-    made.sizes, made.waste = prompt_sizes(1024), 300
+    made.sizes, made.full, made.waste = prompt_sizes(1024, 1600), 1600, 300
     return made
 
 
-def test_sizes_are_powers_of_two_up_to_the_most() -> None:
+def test_sizes_are_powers_of_two_up_to_the_most_and_a_full_step() -> None:
     assert prompt_sizes(1024) == [32, 64, 128, 256, 512, 1024]
-    assert prompt_sizes(300) == [32, 64, 128, 256]
+    assert prompt_sizes(300, 8000) == [32, 64, 128, 256, 8000]
     assert prompt_sizes(31) == []
 
 
@@ -44,7 +44,11 @@ def test_sizes_are_powers_of_two_up_to_the_most() -> None:
         ([10, 20], [100, 26], 128),
         ([10, 20], [100, 27], 256),
         ([], [1024], 1024),
-        ([], [1025], None),  # larger than any
+        ([], [1025], None),  # too far from the full step
+        ([], [1499], None),
+        ([], [1500], 1600),
+        ([10, 20], [1000, 598], 1600),
+        ([], [1601], None),  # larger than any
         ([], [600], None),  # too much padding
         ([10] * 33, [40], None),  # too many decodes for the kernel of prompts
         ([5000], [40], None),  # and too long ones
