@@ -314,24 +314,24 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
-    """What measured best on an H200 (docs/performance.md): few rows want large tiles and little to merge, many rows
-    small tiles and many programs.
-
-    Keys and values in flight a program: (num_stages - 1) * 2 * block_n * head_dim elements, 64 to 96 KiB in bf16.
+    """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values. With these
+    about three programs fit a multiprocessor, and some rows are not cut into more than run at once.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
-    block_n = min(max((16 << 10) // padded, 16), 128)
-    if rows <= _FEW_ROWS:
-        stages = 2 if block_n < 128 else 3
-        return DecodeConfig(
-            min(2 * block_n, 128), num_warps=4, num_stages=stages, programs=4 * num_sms, min_tiles=1, peel=True
-        )
-    if rows <= _SOME_ROWS:
-        return DecodeConfig(block_n, num_warps=4, num_stages=4 if block_n < 128 else 3, programs=2 * num_sms)
-    return DecodeConfig(max(block_n // 2, 16), num_warps=4, num_stages=3, programs=4 * num_sms)
+    block_n = min(max((32 << 10) // padded, 16), 128)
+    small = block_n * padded < 32 << 10
+    programs = 2 if _FEW_ROWS < rows <= _SOME_ROWS and not small else 4
+    return DecodeConfig(
+        block_n,
+        num_warps=4,
+        num_stages=3 if small else 2,
+        programs=programs * num_sms,
+        min_tiles=1,
+        peel=rows <= _SOME_ROWS,
+    )
 
 
-_FEW_ROWS, _SOME_ROWS = 4, 64
+_FEW_ROWS, _SOME_ROWS = 4, 16
 
 
 class DecodeWorkspace:
