@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from minivllm.config.modes import GenerateOptions
 from minivllm.errors import ConfigError
@@ -27,12 +27,17 @@ _REFUSED_KEYS = ("messages", "max_tokens", "temperature", "top_p", "top_k", "min
 Prompt = str | list[int]
 
 
+class Asked(NamedTuple):
+    prompt: Prompt
+    priority: int = 0
+
+
 def run(composed: Composed) -> int:
     """Complete the prompts; prints them, or writes them to ``output``."""
     options = composed.options
     assert isinstance(options, GenerateOptions)
     params = options.sampling_params(logprobs=options.logprobs)  # refused before anything is loaded
-    prompts = read_prompts(options, sys.stdin)
+    asked = read_prompts(options, sys.stdin)
     if options.output is not None:
         _check_writable(options.output)
     from minivllm.llm import LLM
@@ -41,7 +46,8 @@ def run(composed: Composed) -> int:
         about = llm.engine.describe()
         print(about["attention_why"], file=sys.stderr)
         started = time.perf_counter()
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
+        prompts, priority = [a.prompt for a in asked], [a.priority for a in asked]
+        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), priority=priority)
         seconds = time.perf_counter() - started
     if options.output is None:
         for output in outputs:
@@ -55,10 +61,10 @@ def run(composed: Composed) -> int:
 # --------------------------------------------------------------------------- prompts
 
 
-def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Prompt]:
+def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
     """The prompts that were typed, else those of the file, else those that are piped in, else samples."""
     if options.prompts:
-        return [p if isinstance(p, str) else list(p) for p in options.prompts]
+        return [Asked(p if isinstance(p, str) else list(p)) for p in options.prompts]
     if options.prompts_file == "-":
         if stdin is None or stdin.closed:
             raise ConfigError("prompts_file=-: standard input is closed")
@@ -68,27 +74,28 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Prompt]
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"prompts_file={options.prompts_file} cannot be read: {e}") from e
+            why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"prompts_file={options.prompts_file} cannot be read: {why}") from e
         return _found(parse_prompts(text, str(path), jsonl=path.suffix in (".jsonl", ".json")), str(path))
-    return parse_prompts(_piped(stdin), "standard input") or list(SAMPLES)
+    return parse_prompts(_piped(stdin), "standard input") or [Asked(text) for text in SAMPLES]
 
 
-def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Prompt]:
+def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Asked]:
     """One prompt a line, blank lines left out. JSONL (by default if every line looks like an object): objects with
-    ``prompt`` or ``prompt_token_ids``, or plain strings."""
+    ``prompt`` or ``prompt_token_ids``, and perhaps ``priority``; or plain strings."""
     lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     if jsonl is None:
         jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
-    return [_json_prompt(line, f"{where}, line {n}") if jsonl else line for n, line in lines]
+    return [_json_prompt(line, f"{where}, line {n}") if jsonl else Asked(line) for n, line in lines]
 
 
-def _json_prompt(line: str, where: str) -> Prompt:
+def _json_prompt(line: str, where: str) -> Asked:
     try:
         item: Any = json.loads(line)
     except json.JSONDecodeError as e:
         raise ConfigError(f"{where} is not JSON: {e}") from e
     if isinstance(item, str):
-        return item
+        return Asked(item)
     if not isinstance(item, dict):
         raise ConfigError(f"{where} is neither a string nor an object with prompt or prompt_token_ids")
     if refused := [k for k in _REFUSED_KEYS if k in item]:
@@ -98,15 +105,17 @@ def _json_prompt(line: str, where: str) -> Prompt:
     key = next((k for k in _PROMPT_KEYS if item.get(k) is not None), None)
     if key is None:
         raise ConfigError(f"{where} has neither prompt nor prompt_token_ids, only {', '.join(item) or 'nothing'}")
-    value = item[key]
+    value, priority = item[key], item.get("priority", 0)
+    if type(priority) is not int:
+        raise ConfigError(f"{where}: priority={json.dumps(priority)} is not a whole number")
     if key == "prompt" and isinstance(value, str):
-        return value
+        return Asked(value, priority)
     if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
-        return value
+        return Asked(value, priority)
     raise ConfigError(f"{where}: {key}={value!r} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
 
 
-def _found(prompts: list[Prompt], where: str) -> list[Prompt]:
+def _found(prompts: list[Asked], where: str) -> list[Asked]:
     if not prompts:
         raise ConfigError(f"{where} holds no prompt: one a line, or JSONL objects with prompt")
     return prompts

@@ -27,8 +27,6 @@ class Choice:
     prefill_class: type[AttentionBackend]
     decode_class: type[AttentionBackend]
     why: str
-    prefill_options: FrozenDict
-    decode_options: FrozenDict
 
     @property
     def name(self) -> str:
@@ -41,39 +39,6 @@ class Choice:
     def prompt_graphs(self) -> bool:
         """Whether steps with prompts may be captured, too."""
         return self.cuda_graphs() and self.prefill_class.capabilities.cuda_graphs == CudaGraphs.ALWAYS
-
-    def build(self, spec: AttentionSpec, registry: Registry, broken: dict[str, str]) -> AttentionBackend:
-        """Raises PluginError where a plugin's class raises, and adds it to ``broken``."""
-
-        def one(name: str, backend: type[AttentionBackend], options: FrozenDict) -> AttentionBackend:
-            try:
-                with registry.building("attention", name):
-                    return backend(replace(spec, options=options))
-            except PluginError as error:
-                broken[name] = str(error)
-                raise
-
-        decode = one(self.decode, self.decode_class, self.decode_options)
-        if self.prefill == self.decode:
-            return decode
-        return HybridBackend(one(self.prefill, self.prefill_class, self.prefill_options), decode)
-
-
-def build(
-    choice: Choice, options: AttentionOptions, spec: AttentionSpec, registry: Registry
-) -> tuple[Choice, AttentionBackend]:
-    """What was chosen; where ``auto`` chose a plugin's backend that cannot be built, the next best.
-
-    Raises:
-        ConfigError: it was named; or no other can run this.
-    """
-    broken: dict[str, str] = {}
-    while True:
-        try:
-            return choice, choice.build(spec, registry, broken)
-        except PluginError as error:
-            choice = choose(options, spec, registry, broken)
-            registry.pass_over(error)
 
 
 def choose(
@@ -97,12 +62,13 @@ def choose(
                     f"way, which the other cannot read; set attention={name} for both"
                 )
         why = f"prefill: {why}; decode: {decode_why}"
+    return Choice(prefill, decode, prefill_class, decode_class, why)
 
-    def own(name: str) -> FrozenDict:
-        declared = registry.get("attention", name).options
-        return FrozenDict({key: value for key, value in options.options.items() if key in declared})
 
-    return Choice(prefill, decode, prefill_class, decode_class, why, own(prefill), own(decode))
+def options_of(name: str, options: AttentionOptions, registry: Registry) -> FrozenDict:
+    """Those of ``attention.options`` that this backend declares."""
+    declared = registry.get("attention", name).options
+    return FrozenDict({key: value for key, value in options.options.items() if key in declared})
 
 
 def _one(
@@ -120,7 +86,7 @@ def _one(
     passed: list[str] = []
     for component in registry.by_priority("attention", prefill=prefill):
         try:
-            reasons = _reasons(component.name, spec, registry, broken)
+            reasons = reasons_against(component.name, spec, registry, broken)
         except PluginError as error:
             registry.pass_over(error)
             reasons = [str(error)]
@@ -134,7 +100,8 @@ def _one(
     raise ConfigError("no attention backend can run this: " + "; ".join(passed))
 
 
-def _reasons(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:
+def reasons_against(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:
+    """Why a backend cannot run this here, without building it. Raises PluginError: it is a plugin's, and broken."""
     if name in broken:
         return [broken[name]]
     if missing := registry.why_not(registry.get("attention", name)):
@@ -145,7 +112,7 @@ def _reasons(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping
 
 def _why_not(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:
     try:
-        return _reasons(name, spec, registry, broken)
+        return reasons_against(name, spec, registry, broken)
     except PluginError as error:
         return [str(error)]
 

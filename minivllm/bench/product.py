@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from minivllm.config.modes import MODES
-from minivllm.config.overrides import Override, group_options, groups_of
+from minivllm.config.overrides import Override, check_group, check_key, group_options, groups_of
 from minivllm.config.schema import keys_of
+from minivllm.config.settle import component_fields, named_component
 from minivllm.errors import ConfigError
 from minivllm.plugins.registry import Registry
+
+_KEYS, _GROUPS = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema)
 
 
 def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], list[dict[str, str]]]:
@@ -20,7 +23,8 @@ def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], lis
     value, a list. Values are as Hydra's grammar writes them.
 
     Raises:
-        ConfigError: an override that cannot be read, or a key that is typed twice.
+        ConfigError: an override that cannot be read, a key that is typed twice or unknown, a value of the wrong type,
+            or a name that nobody registered.
     """
     values: dict[str, list[str]] = {}
     swept = []
@@ -33,7 +37,21 @@ def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], lis
         if found is not None:
             swept.append(name)
         values[name] = found if found is not None else [override.raw]
+        for value in values[name]:
+            _check(Override.parse(f"{name}={value}"), registry)
     return swept, [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+
+
+def _check(override: Override, registry: Registry) -> None:
+    """What is wrong whatever the other keys say. What they, or this machine, do not allow is for the row to tell."""
+    if override.key in _GROUPS:
+        check_group(override, registry)
+        return
+    check_key(override, _KEYS, "bench", engine_only=False)
+    group, _, field = override.key.partition(".")
+    value = override.value.strip("'\"")
+    if field in component_fields(group) and value != "null" and "${" not in value:
+        named_component(group, field, value, registry)
 
 
 def _values(override: Override, registry: Registry) -> list[str] | None:
@@ -42,11 +60,10 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
     from hydra.core.override_parser.types import IntervalSweep
     from hydra.errors import HydraException
 
-    keys, groups = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema)
     try:
         parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
     except HydraException as e:
-        if override.key in keys and keys[override.key].text:
+        if override.key in _KEYS and _KEYS[override.key].text:
             return None  # a file's name, or other text outside Hydra's grammar
         reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's names of tokens say nothing
         raise ConfigError(
@@ -59,11 +76,11 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
     if isinstance(value, IntervalSweep):
         raise ConfigError(f"{override.text}: a sweep needs values, not an interval; type {override.key}=range(1,4)")
     if parsed.is_choice_sweep() and hasattr(value, "filter"):  # glob(...)
-        if override.key not in groups:
-            raise ConfigError(f"{override.text}: glob chooses among a group's options: {', '.join(groups[:-1])}")
+        if override.key not in _GROUPS:
+            raise ConfigError(f"{override.text}: glob chooses among a group's options: {', '.join(_GROUPS[:-1])}")
         found = value.filter(sorted(group_options(override.key, registry)))
     else:
-        found = [_text(v, plain=override.key in keys and keys[override.key].text) for v in parsed.sweep_iterator()]
+        found = [_text(v, plain=override.key in _KEYS and _KEYS[override.key].text) for v in parsed.sweep_iterator()]
     if not found:
         raise ConfigError(f"{override.text}: this names no value")
     return found

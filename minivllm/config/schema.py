@@ -146,7 +146,12 @@ class SamplingSchema(EngineSchema):
 @dataclass
 class GenerateSchema(SamplingSchema):
     prompts: Any = key(None, "a string, or a list of strings or token-id lists", text=True)
-    prompts_file: str | None = key(None, "a file of prompts, one a line or .jsonl; - is standard input", text=True)
+    prompts_file: str | None = key(
+        None,
+        "a file of prompts, one a line, or .jsonl: objects with prompt or prompt_token_ids, and perhaps priority; "
+        "- is standard input",
+        text=True,
+    )
     output: str | None = key(None, "write one JSON object a request to this file instead of printing", text=True)
     max_tokens: int | None = key(100, "tokens to generate at most; null: as many as fit")
     logprobs: int | None = key(None, "log-probabilities of this many tokens a position; needs output=")

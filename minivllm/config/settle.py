@@ -13,7 +13,9 @@ from minivllm.core.model_config import FrozenDict
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Registry
+from minivllm.plugins.types import Component
 
+_KINDS = ("attention", "scheduler", "sampler", "executor")  # chosen by name; a model by its architecture
 _HAS_AUTO = ("attention", "executor")
 
 
@@ -46,23 +48,35 @@ def settle_model(model: Any, final: Mapping[str, str]) -> None:
         )
 
 
+def component_fields(kind: str) -> tuple[str, ...]:
+    """The keys of a group that name components."""
+    if kind == "attention":
+        return "name", "prefill", "decode"
+    return ("name",) if kind in _KINDS else ()
+
+
+def named_component(kind: str, field: str, value: str | None, registry: Registry) -> Component | None:
+    """What ``{kind}.{field}=value`` names; None for null and auto. Raises ConfigError: nobody registered it."""
+    if value is None or (field == "name" and value == "auto" and kind in _HAS_AUTO):
+        return None
+    allowed = sorted([*registry.names(kind), *registry.aliases(kind)])
+    if field != "name" and value not in allowed:
+        raise ConfigError(
+            f"{kind}.{field}={value}: there is no such {KINDS[kind]}.{did_you_mean(value, allowed)} "
+            f"Allowed: {listing(allowed)}; null: the same as {kind}="
+        )
+    return registry.get(kind, value)
+
+
 def settle_components(tree: Any, registry: Registry) -> None:
     """Aliases become names; a name that nobody registered, and an option that nobody reads, are refused."""
-    for kind in ("attention", "scheduler", "sampler", "executor"):
+    for kind in _KINDS:
         node, used = getattr(tree, kind), []
-        for field in ("name", "prefill", "decode") if kind == "attention" else ("name",):
-            value = getattr(node, field)
-            if value is None or (field == "name" and value == "auto" and kind in _HAS_AUTO):
-                continue
-            allowed = sorted([*registry.names(kind), *registry.aliases(kind)])
-            if field != "name" and value not in allowed:
-                raise ConfigError(
-                    f"{kind}.{field}={value}: there is no such {KINDS[kind]}.{did_you_mean(value, allowed)} "
-                    f"Allowed: {listing(allowed)}; null: the same as {kind}="
-                )
-            component = registry.get(kind, value)
-            setattr(node, field, component.name)
-            used.append(component)
+        for field in component_fields(kind):
+            component = named_component(kind, field, getattr(node, field), registry)
+            if component is not None:
+                setattr(node, field, component.name)
+                used.append(component)
         known = [option for component in used for option in component.options]
         for option in node.options:
             if option not in known:
@@ -85,6 +99,11 @@ def settle_mode(tree: Any) -> Any:
             setattr(tree, switch, getattr(tree, switch).lower())
     if hasattr(tree, "prompts"):
         given = tree.prompts if isinstance(tree.prompts, list) and not _token_ids(tree.prompts) else [tree.prompts]
+        if not given:
+            raise ConfigError(
+                f"prompts={tree.prompts} holds no prompt, so there is nothing to generate; type prompts='...' or "
+                "prompts_file=FILE, or leave prompts out for the samples"
+            )
         tree.prompts = () if tree.prompts is None else tuple(_prompt(p, i) for i, p in enumerate(given))
         if tree.prompts and tree.prompts_file is not None:
             raise ConfigError(f"prompts= and prompts_file={tree.prompts_file} are both given; leave one out")

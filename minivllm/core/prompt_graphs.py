@@ -24,6 +24,7 @@ from minivllm.core.cuda_graphs import capture_graph
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
+    from minivllm.core.parallel import TensorParallel
 
 _SMALLEST = 32
 _FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
@@ -42,7 +43,7 @@ def prompt_sizes(most: int, full: int = 0) -> list[int]:
 class PromptGraphs:
     """Captures the layers of steps with prompts, and replays them."""
 
-    def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, max_tokens: int, tp: TensorParallel) -> None:
         self.runner, device, rows = runner, runner.device, runner.num_slots + 1
         self.block_tables = torch.zeros((rows, runner.block_table.shape[1]), dtype=torch.int32, device=device)
         layers = sum(
@@ -50,6 +51,8 @@ class PromptGraphs:
             for name, p in runner.model.named_parameters()  # type: ignore[attr-defined]
             if p.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
         )
+        # of the fullest rank: all must take the same graphs, and a model need not be split evenly
+        layers = -tp.minimum(-layers, device)
         flop = 2 * max(layers, 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
         step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)

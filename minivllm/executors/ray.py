@@ -136,7 +136,8 @@ class RayExecutor(Executor):
             except RayError as error:
                 failures.append((rank, error))
                 continue
-            if ref in asked and isinstance(data, bytes) and data and isinstance(failed := decode(data), Failed):
+            words = data if ref in asked else data[1]
+            if isinstance(words, bytes) and words and isinstance(failed := decode(words), Failed):
                 failures.append((rank, failed))
         failures += self._hearts.look()
         return waiting
@@ -192,4 +193,4 @@ class _Step:
     def result(self) -> StepResult:
         executor = self.executor
         executor.check_health()
-        return unpack_result(bytearray(executor._gather(self.launched, executor._timeout, self.outcome)[0]))
+        return unpack_result(bytearray(executor._gather(self.launched, executor._timeout, self.outcome)[0][0]))

@@ -24,7 +24,7 @@ class RankActor:
     def __init__(self, build: bytes, rank: int, size: int) -> None:
         self.build, self.rank, self.size = build, rank, size
         self.worker: Worker | None = None
-        self.pending: queue.SimpleQueue[PendingStep] = queue.SimpleQueue()
+        self.pending: queue.SimpleQueue[tuple[int, PendingStep]] = queue.SimpleQueue()
         self.store: Any = None
         self.progress: Progress | None = None
         self.failed = b""  # last words
@@ -78,20 +78,25 @@ class RankActor:
             doing = f"in step {batch.step}"
             pending = runner.launch(batch)
             if self.rank == 0:
-                self.pending.put(pending)
+                self.pending.put((batch.step, pending))
             return b""
         except BaseException as error:
             self.failed = encode(Failed.of(error, doing))
             return self.failed
 
     @ray.method(concurrency_group="results")
-    def result(self) -> bytes:
-        """Rank 0: what the oldest step sampled that was not asked for yet."""
+    def result(self) -> tuple[bytes, bytes]:
+        """Rank 0: what the oldest step sampled that was not asked for yet, and why there is nothing, or empty."""
         from minivllm.executors.wire import pack_result
 
         assert self.worker is not None
-        self.worker.use_device()
-        return pack_result(self.pending.get().result())
+        step, pending = self.pending.get()
+        try:
+            self.worker.use_device()
+            return pack_result(pending.result()), b""
+        except BaseException as error:
+            self.failed = encode(Failed.of(error, f"in step {step}"))
+            return b"", self.failed
 
 
 def own_gpu(visible: str | None, given: list[Any]) -> int:

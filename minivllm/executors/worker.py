@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minivllm.backends.select import build, choose
+from minivllm.backends.agree import build
+from minivllm.backends.select import choose
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
@@ -104,7 +105,7 @@ class Worker:
         sampler_class = self.registry.resolve("sampler", config.sampler.name)
         with self.registry.building("sampler", config.sampler.name):
             sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
-        self.choice, attention = build(self.choice, config.attention, self.spec, self.registry)
+        self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
         if self.tp.size > 1:
             sampler = AgreedSampler(sampler, self.tp)
         self.runner = ModelRunner(
@@ -133,7 +134,7 @@ class Worker:
             if self.choice.prompt_graphs():
                 from minivllm.core.prompt_graphs import PromptGraphs
 
-                prompts = PromptGraphs(self.runner, self.spec.max_num_batched_tokens)
+                prompts = PromptGraphs(self.runner, self.spec.max_num_batched_tokens, self.tp)
                 prompts.capture()
                 self.runner.prompt_graphs = prompts
         return num_blocks

@@ -112,7 +112,19 @@ def test_a_key_typed_twice_is_refused():
         (["check=true"], "not one exit code"),
         (["trace=x.json"], "type trace=true"),
         (["timeline=x.png,png"], "type timeline=png"),
-        (["attention=trch,tritn"], "Did you mean torch"),
+        (
+            ["attention=tritn,triton"],
+            "attention=tritn: there is no such attention backend. Did you mean triton? Allowed",
+        ),
+        (["model=demo,qwen33"], "model=qwen33: there is no such model. Did you mean qwen3"),
+        (["scheduler=mixed", "workload=bs1,bs"], "workload=bs: there is no such workload. Did you mean bs1? Allowed"),
+        (["scheduler=mixed,mixd"], "scheduler=mixd: there is no such scheduler. Did you mean mixed"),
+        (["sampler=defalt", "tp=1,2"], "sampler=defalt: there is no such sampler. Did you mean default"),
+        (["executor=choice(single,multipro)"], "executor=multipro: there is no such executor. Did you mean multiproc"),
+        (["attention.prefill=null,tritn"], "attention.prefill=tritn: there is no such attention backend. Did you mean"),
+        (["sampler.name=default,'defalt'"], "sampler=defalt: there is no such sampler"),
+        (["cash.num_blocks=1,2"], "there is no key cash.num_blocks. Did you mean cache.num_blocks"),
+        (["tp=1,two"], "tp=two: tp is a whole number, not two"),
         (["sweep.timeout=0"], "the least is 1"),
         (["sweep.resume=a", "sweep.dir=b"], "leave sweep.dir out"),
         (["sweep.resume=/no/such/folder"], "holds no results.json; type the folder"),
@@ -130,9 +142,10 @@ def test_a_sweep_that_cannot_be_is_refused_at_once(overrides, message, capsys, t
 
 def test_whatever_a_job_dies_of_is_a_row_with_its_reason(fake_jobs, tmp_path, capsys):
     folder = tmp_path / "s"
-    command = ["bench", "-m", "seed=0,11,12,13,14,15", "workload=bs1,nonsense"]
+    partial = "scheduler.max_long_partial_prefills"
+    command = ["bench", "-m", "seed=0,11,12,13,14,15", f"{partial}=1,2"]
     assert main([*command, f"sweep.dir={folder}", "sweep.timeout=4"]) == 0
-    rows = [row for row in rows_of(folder) if row.settings["workload"] == "bs1"]
+    rows = [row for row in rows_of(folder) if row.settings[partial] == "1"]
     assert [row.status for row in rows] == ["ok", "failed", "unsupported", "failed", "timeout", "failed"]
     assert rows[1].reason == "killed by SIGKILL; the system does that when memory runs out"
     assert rows[2].reason == "attention=none cannot run this: it <says> so"
@@ -140,8 +153,8 @@ def test_whatever_a_job_dies_of_is_a_row_with_its_reason(fake_jobs, tmp_path, ca
     assert rows[4].reason == "ended after sweep.timeout=4 seconds" and rows[4].seconds < 30
     assert rows[5].reason == "ended without a result"
     for row in rows_of(folder):
-        if row.settings["workload"] == "nonsense":
-            assert row.status == "unsupported" and "there is no such workload" in row.reason
+        if row.settings[partial] == "2":
+            assert row.status == "unsupported" and f"{partial}=2 is more than" in row.reason
     out, err = capsys.readouterr()
     assert "[12/12]" in err and "left" in err
     for row in rows[1:]:
@@ -149,8 +162,8 @@ def test_whatever_a_job_dies_of_is_a_row_with_its_reason(fake_jobs, tmp_path, ca
     assert "100.0 ±2%" in out and "unsupported [" in out
 
     table = list(csv.DictReader((folder / "results.csv").open(encoding="utf-8")))
-    assert [(r["seed"], r["workload"], r["status"]) for r in table] == [
-        (r.settings["seed"], r.settings["workload"], r.status) for r in rows_of(folder)
+    assert [(r["seed"], r[partial], r["status"]) for r in table] == [
+        (r.settings["seed"], r.settings[partial], r.status) for r in rows_of(folder)
     ]
     first = table[0]
     assert (first["output_tokens_per_s"], first["output_tokens_per_s_min"]) == ("100.0", "98.0")

@@ -16,8 +16,10 @@ import pytest
 
 from minivllm import cli
 from minivllm.config.modes import GenerateOptions
+from minivllm.core.scheduler import MixedScheduler
+from minivllm.core.sequence import Sequence
 from minivllm.errors import ConfigError
-from minivllm.generate import SAMPLES, parse_prompts, read_prompts
+from minivllm.generate import SAMPLES, Asked, parse_prompts, read_prompts
 
 REPO = Path(__file__).resolve().parents[2]
 Checkpoint = Callable[..., Path]
@@ -37,12 +39,18 @@ def no_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------- where prompts come from
 
 
+def asked(*prompts: str | list[int]) -> list[Asked]:
+    return [Asked(prompt) for prompt in prompts]
+
+
 def test_lines_and_jsonl() -> None:
-    assert parse_prompts("one\n\n  two \r\nthree", "x") == ["one", "two", "three"]
+    assert parse_prompts("one\n\n  two \r\nthree", "x") == asked("one", "two", "three")
     text = '{"prompt": "a"}\n{"prompt_token_ids": [1, 0]}\n\n{"prompt": "b", "prompt_token_ids": [2], "text": "z"}\n'
-    assert parse_prompts(text, "x") == ["a", [1, 0], [2]]
-    assert parse_prompts('"quoted"\n{"prompt": "b"}', "x", jsonl=True) == ["quoted", "b"]
-    assert parse_prompts('"quoted"', "x") == ['"quoted"']
+    assert parse_prompts(text, "x") == asked("a", [1, 0], [2])
+    assert parse_prompts('"quoted"\n{"prompt": "b"}', "x", jsonl=True) == asked("quoted", "b")
+    assert parse_prompts('"quoted"', "x") == asked('"quoted"')
+    text = '{"prompt": "a", "priority": -3}\n{"prompt_token_ids": [1], "priority": 0}'
+    assert parse_prompts(text, "x") == [Asked("a", -3), Asked([1], 0)]
     assert parse_prompts("", "x") == []
 
 
@@ -54,6 +62,10 @@ def test_lines_and_jsonl() -> None:
         ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
         ('{"prompt": 5}', "x, line 2: prompt=5 is not a string"),
         ('{"prompt_token_ids": ["a"]}', "is not a list of token ids"),
+        *(
+            (f'{{"prompt": "a", "priority": {wrong}}}', f"x, line 2: priority={wrong} is not a whole number$")
+            for wrong in ('"high"', "1.5", "true", "null")
+        ),
         ('{"prompt": "a", "max_tokens": 5}', "x, line 2 has max_tokens, which a prompts file cannot set"),
     ],
 )
@@ -66,12 +78,12 @@ def test_typed_prompts_come_before_a_pipe(tmp_path: Path) -> None:
     file = tmp_path / "in.txt"
     file.write_text("from a file\n")
     with file.open() as piped:
-        assert read_prompts(GenerateOptions(prompts=("a", (1, 2))), piped) == ["a", [1, 2]]
+        assert read_prompts(GenerateOptions(prompts=("a", (1, 2))), piped) == asked("a", [1, 2])
     with file.open() as piped:
-        assert read_prompts(GenerateOptions(), piped) == ["from a file"]
+        assert read_prompts(GenerateOptions(), piped) == asked("from a file")
     with file.open() as piped:
-        assert read_prompts(GenerateOptions(prompts_file="-"), piped) == ["from a file"]
-    assert read_prompts(GenerateOptions(prompts_file=str(file)), None) == ["from a file"]
+        assert read_prompts(GenerateOptions(prompts_file="-"), piped) == asked("from a file")
+    assert read_prompts(GenerateOptions(prompts_file=str(file)), None) == asked("from a file")
 
 
 def test_no_input_gives_the_samples(tmp_path: Path) -> None:
@@ -79,11 +91,11 @@ def test_no_input_gives_the_samples(tmp_path: Path) -> None:
     closed.close()
     with open(os.devnull) as null:
         for stdin in (None, closed, null, io.StringIO("no descriptor")):
-            assert read_prompts(GenerateOptions(), stdin) == list(SAMPLES)
+            assert read_prompts(GenerateOptions(), stdin) == asked(*SAMPLES)
     reading, writing = os.pipe()
     os.close(writing)
     with os.fdopen(reading) as empty:
-        assert read_prompts(GenerateOptions(), empty) == list(SAMPLES)
+        assert read_prompts(GenerateOptions(), empty) == asked(*SAMPLES)
 
 
 def test_a_pipe_that_stays_open_and_silent_does_not_hang(
@@ -92,7 +104,7 @@ def test_a_pipe_that_stays_open_and_silent_does_not_hang(
     monkeypatch.setattr("minivllm.generate._PATIENCE", 1.1)
     reading, writing = os.pipe()
     with os.fdopen(reading) as silent:
-        assert read_prompts(GenerateOptions(), silent) == list(SAMPLES)
+        assert read_prompts(GenerateOptions(), silent) == asked(*SAMPLES)
     os.close(writing)
     assert "waiting for prompts" in capsys.readouterr().err
 
@@ -102,6 +114,31 @@ def test_empty_files_are_refused(tmp_path: Path) -> None:
     file.write_text("\n\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
         read_prompts(GenerateOptions(prompts_file=str(file)), None)
+
+
+@pytest.mark.parametrize("name,why", [
+    ("none.txt", "No such file or directory"),
+    ("folder", "Is a directory"),
+    ("latin.txt", "it is not UTF-8 text"),
+    ("file.txt/in.txt", "Not a directory"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_read_is_told_plainly(
+    tmp_path: Path, name: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.txt").write_text("a prompt")
+    (tmp_path / "latin.txt").write_bytes("Müll".encode("latin-1"))
+    assert cli.main([f"prompts_file={tmp_path / name}"]) == 2
+    assert capsys.readouterr().err == f"minivllm: prompts_file={tmp_path / name} cannot be read: {why}\n"
+
+
+def test_no_prompts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed in ("prompts=[]", "prompts=[ ]"):
+        assert cli.main([typed]) == 2
+        assert capsys.readouterr().err == (
+            "minivllm: prompts=[] holds no prompt, so there is nothing to generate; type prompts='...' or "
+            "prompts_file=FILE, or leave prompts out for the samples\n"
+        )
 
 
 # --------------------------------------------------------------------------- generate
@@ -152,6 +189,26 @@ def test_output_is_one_object_a_request_and_can_be_read_again(
     assert [json.loads(line)["token_ids"] for line in again.read_text().splitlines()] == [
         r["token_ids"] for r in records
     ]
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_priorities_reach_the_scheduler_or_are_refused_by_it(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, seen = tmp_path / "in.jsonl", {}
+    file.write_text('{"prompt": "a"}\n"b"\n\n{"prompt_token_ids": [1, 2], "priority": 3}\n')
+    assert cli.main([*small, f"prompts_file={file}", "max_tokens=2"]) == 1
+    assert "prompt 2: priority=3 is not supported by scheduler=mixed; leave it 0, or" in capsys.readouterr().err
+    add = MixedScheduler.add
+
+    def remember(self: MixedScheduler, seq: Sequence) -> None:
+        seen[seq.request_id] = seq.priority
+        add(self, seq)
+
+    monkeypatch.setattr(MixedScheduler, "add", remember)
+    monkeypatch.setattr(MixedScheduler, "uses_priority", True)
+    assert cli.main([*small, f"prompts_file={file}", "max_tokens=2"]) == 0
+    assert seen == {"0": 0, "1": 0, "2": 3}
 
 
 @pytest.mark.usefixtures("no_stdin")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from minivllm.core.batch import Batch
 from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
@@ -58,6 +61,24 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
     graphs: PromptGraphs, decodes: list[int], prompts: list[int], size: int | None
 ) -> None:
     assert graphs.size_for(batch(decodes, prompts)) == size
+
+
+@pytest.mark.parametrize("others", [10**7, 10**10, 10**12])
+def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
+    def sizes(weights: int, other: int) -> tuple[list[int], int, int]:
+        """Of a rank, where the other has so many weights."""
+        layer = torch.nn.Parameter(torch.empty(weights, 1, device="meta"))
+        runner = SimpleNamespace(
+            device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16,
+            model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]),
+        )  # fmt: skip
+        tp = SimpleNamespace(minimum=lambda number, device: min(number, -other))
+        graphs = PromptGraphs(runner, 8192, tp)  # type: ignore[arg-type]
+        return graphs.sizes, graphs.full, graphs.waste
+
+    few = 10**9
+    assert sizes(few, others) == sizes(others, few)
+    assert sizes(few, few) != sizes(10**10, 10**10) != sizes(10**12, 10**12)
 
 
 def test_no_sizes_no_graph(graphs: PromptGraphs) -> None:

@@ -7,9 +7,14 @@ import os
 
 FAULTY = """
     import os, signal, time
+    import torch
     from minivllm.core.sampler import DefaultSampler
     from minivllm.errors import CheckpointError
     from minivllm.plugins import Component, hookimpl
+
+    class Sour(torch.Tensor):
+        def numpy(self):
+            raise ArithmeticError("the numbers were none")
 
     class Faulty(DefaultSampler):
         calls, fault = 0, ""
@@ -36,6 +41,8 @@ FAULTY = """
                     os._exit(7)
                 if self.fault == "hang":
                     time.sleep(600)
+                if self.fault == "raise late":
+                    return super().sample(*args).as_subclass(Sour)
             return super().sample(*args)
 
     @hookimpl

@@ -147,6 +147,7 @@ def test_a_rank_killed_while_nothing_runs_is_noticed_by_the_next_call(
 
 @pytest.mark.parametrize("fault,rank,message", [
     ("raise", 1, r"rank 1 failed in step \d+: ArithmeticError: the numbers ran out"),
+    ("raise late", 0, r"rank 0 failed in step \d+: ArithmeticError: the numbers were none"),
     ("exit", 0, r"rank 0 \(process \d+\) ended with exit code 7"),
     ("hang", 1, r"rank 1 .* did not finish a step"),
 ])  # fmt: skip
@@ -238,7 +239,7 @@ def test_a_rank_that_hangs_while_it_loads_is_named_with_its_place(
     with pytest.raises(EngineDeadError, match="the start came no further for 3 s") as caught:
         make(tiny_checkpoint("qwen3"), *fault_on(1, "hanging start"), *TIMEOUT)
     assert re.search(
-        r"rank 0 for \d+ s in .* called by minimum \(core/parallel.py, line \d+\); rank 1", str(caught.value)
+        r"rank 0 for \d+ s in .* called by all_gather \(core/parallel.py, line \d+\); rank 1", str(caught.value)
     )
     assert re.search(r"rank 1 for \d+ s in __init__ \(site/minivllm_faulty.py, .* called by start", str(caught.value))
 

@@ -118,12 +118,13 @@ def test_a_stopped_actor_is_named_within_ten_seconds(cluster: Any, tiny_checkpoi
         assert gone(zero) and gone(one)
 
 
-@pytest.mark.parametrize("fault,message", [
-    ("raise", r"^rank 1 failed in step \d+: ArithmeticError: the numbers ran out"),
-    ("hang", r"^a step did not finish in 2 s .*: rank 0 in .*; rank 1 in sample \(site.*/minivllm_faulty.py"),
+@pytest.mark.parametrize("fault,rank,message", [
+    ("raise", 1, r"^rank 1 failed in step \d+: ArithmeticError: the numbers ran out"),
+    ("raise late", 0, r"^rank 0 failed in step \d+: ArithmeticError: the numbers were none"),
+    ("hang", 1, r"^a step did not finish in 2 s .*: rank 0 in .*; rank 1 in sample \(site.*/minivllm_faulty.py"),
 ])  # fmt: skip
-def test_a_fault_in_a_step(cluster: Any, tiny_checkpoint: Checkpoints, fault: str, message: str) -> None:
-    overrides = [*OVERRIDES, *fault_on(1, fault)]
+def test_a_fault_in_a_step(cluster: Any, tiny_checkpoint: Checkpoints, fault: str, rank: int, message: str) -> None:
+    overrides = [*OVERRIDES, *fault_on(rank, fault)]
     with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=overrides) as llm:
         assert re.search(message, dies(llm, 8))
 
