@@ -241,7 +241,10 @@ def test_ctrl_c_ends_cleanly(small: list[str], tmp_path: Path) -> None:
     file.write_text("hello\n" * 400)  # enough that the signal comes in the middle, whatever the machine
     typed = [f"prompts_file={file}", "max_tokens=900", "ignore_eos=true", "scheduler.max_num_seqs=2"]
     process = start([*small, *typed, "cache.num_blocks=512"], tmp_path, subprocess.DEVNULL)
-    time.sleep(6)
+    assert process.stderr is not None
+    while "attention=" not in (line := process.stderr.readline()):  # said when the engine is there
+        assert line, process.communicate()
+    time.sleep(1)
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
