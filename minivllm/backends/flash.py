@@ -1,7 +1,8 @@
 """FlashAttention, whichever of its generations and packages is installed, best first.
 
 All read the paged cache through the block table and take what varies (lengths, tables) from the device, so that a
-decode step can be captured. None of them is imported before the backend is built.
+decode step can be captured. Prompts that start in a step take its own keys and values, which read faster. None of the
+packages is imported before the backend is built.
 """
 
 from __future__ import annotations
@@ -36,7 +37,16 @@ class Rows:
     max_seq_len: int  # an upper bound; of decodes: what the block table can hold, so that a graph has one value
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, torch.Tensor], None]  # q, k, v caches, rows, out
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, torch.Tensor], None]  # q, k, v, rows, out
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """k and v are the layer's caches; of ``fresh`` the rows' own, (tokens, kv heads, head_dim)."""
+
+    decode: Attend
+    prefill: Attend
+    fresh: Attend | None = None
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
@@ -48,30 +58,34 @@ def _first(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, (tuple, list)) else result
 
 
-def _fa3(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
-    attend = import_module(module).flash_attn_with_kvcache
-    usual = {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
-    takes_out = "out" in inspect.signature(attend).parameters
+def _into(attend: Callable[..., Any], **usual: Any) -> Callable[..., None]:
+    """``attend`` as a function of (out, its arguments), with or without a copy."""
+    if "out" in inspect.signature(attend).parameters:
+        return lambda out, *args, **options: attend(*args, out=out, **options, **usual)
+    return lambda out, *args, **options: out.copy_(_first(attend(*args, **options, **usual)))
 
-    def call(q: torch.Tensor, out: torch.Tensor, *caches: torch.Tensor, **options: Any) -> None:
-        if takes_out:
-            attend(q, *caches, out=out, **options, **usual)
-        else:
-            out.copy_(_first(attend(q, *caches, **options, **usual)))
+
+def _fa3(module: str, spec: AttentionSpec) -> Kernels:
+    package, usual = import_module(module), {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
+    paged, varlen = (_into(f, **usual) for f in (package.flash_attn_with_kvcache, package.flash_attn_varlen_func))
 
     def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
-        call(q[:, None], out[:, None], k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables)
+        paged(out[:, None], q[:, None], k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables)
 
     def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
-        call(
-            q, out, k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables,
+        paged(
+            out, q, k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables,
             cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len,
         )  # fmt: skip
 
-    return decode, prefill
+    def fresh(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        start, longest = rows.query_start, rows.max_query_len
+        varlen(out, q, k, v, cu_seqlens_q=start, cu_seqlens_k=start, max_seqlen_q=longest, max_seqlen_k=longest)
+
+    return Kernels(decode, prefill, fresh)
 
 
-def _fa4(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
+def _fa4(module: str, spec: AttentionSpec) -> Kernels:
     attend = import_module(module).flash_attn_varlen_func
     window = (None, None) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
 
@@ -83,10 +97,10 @@ def _fa4(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
         )  # fmt: skip
         out.copy_(_first(result))
 
-    return both, both
+    return Kernels(both, both)
 
 
-def _fa2(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
+def _fa2(module: str, spec: AttentionSpec) -> Kernels:
     package = import_module(module)
     usual = {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
 
@@ -103,7 +117,11 @@ def _fa2(module: str, spec: AttentionSpec) -> tuple[Attend, Attend]:
         )  # fmt: skip
         out.copy_(_first(result))
 
-    return decode, prefill
+    def fresh(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        start, longest = rows.query_start, rows.max_query_len
+        out.copy_(_first(package.flash_attn_varlen_func(q, k, v, start, start, longest, longest, **usual)))
+
+    return Kernels(decode, prefill, fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +130,7 @@ class Variant:
 
     label: str
     module: str
-    build: Callable[[str, AttentionSpec], tuple[Attend, Attend]]
+    build: Callable[[str, AttentionSpec], Kernels]
     generations: tuple[int, ...]  # major compute capabilities
     max_head_dim: int = 256
     block_multiple: int = 1
@@ -177,7 +195,7 @@ class FlashBackend(AttentionBackend):
         if variant is None:
             raise ValueError("no FlashAttention can run this: " + "; ".join(self._passed))
         self.variant = variant
-        self._decode, self._prefill = variant.build(variant.module, spec)
+        self._kernels = variant.build(variant.module, spec)
         self._decode_rows: Rows | None = None
         self._prompt_rows: Rows | None = None
         self._captured_key_start: torch.Tensor | None = None  # where all graphs of prompts find it
@@ -199,16 +217,20 @@ class FlashBackend(AttentionBackend):
         self.batch, d = batch, batch.num_decodes
         width = batch.block_tables.shape[1] * self.spec.block_size
         self._decode_rows = self._prompt_rows = None
+        self.fresh_prompts = False
         if d:
             self._decode_rows = Rows(
                 batch.query_start[: d + 1], batch.seq_lens[:d], None, batch.block_tables[:d], 1, width
             )
         if d < batch.num_seqs:
             seq_lens, captured = batch.seq_lens[d:], batch.graph_size
+            start = batch.query_start[d:] - d if d else batch.query_start
+            whole = batch.whole_prompts
+            self.fresh_prompts = whole and self._kernels.fresh is not None
             self._prompt_rows = Rows(
-                batch.query_start[d:] - d if d else batch.query_start,
+                start,
                 seq_lens,
-                self._key_start(seq_lens, captured),
+                start if whole else self._key_start(seq_lens, captured),
                 batch.block_tables[d:],
                 captured or int(np.max(batch.host_query_lens[d:])),
                 width if captured else int(np.max(batch.host_seq_lens[d:])),
@@ -225,9 +247,15 @@ class FlashBackend(AttentionBackend):
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         assert self._decode_rows is not None
         k_cache, v_cache = self.kv_cache[layer.index]
-        self._decode(q, k_cache, v_cache, self._decode_rows, out)
+        self._kernels.decode(q, k_cache, v_cache, self._decode_rows, out)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         assert self._prompt_rows is not None
         k_cache, v_cache = self.kv_cache[layer.index]
-        self._prefill(q, k_cache, v_cache, self._prompt_rows, out)
+        self._kernels.prefill(q, k_cache, v_cache, self._prompt_rows, out)
+
+    def prefill_fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        assert self._prompt_rows is not None and self._kernels.fresh is not None
+        self._kernels.fresh(q, k, v, self._prompt_rows, out)

@@ -135,9 +135,10 @@ class HybridBackend(AttentionBackend):
         super().bind(kv_cache)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self.batch = batch
+        self.batch, self.fresh_prompts = batch, False
         if batch.num_decodes < batch.num_seqs:
             self._prefill.plan(batch)
+            self.fresh_prompts = self._prefill.fresh_prompts
         if batch.num_decodes:
             self._decode.plan(batch)
 
@@ -146,3 +147,8 @@ class HybridBackend(AttentionBackend):
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._prefill.prefill(q, layer, out)
+
+    def prefill_fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        self._prefill.prefill_fresh(q, k, v, layer, out)

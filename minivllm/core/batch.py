@@ -59,7 +59,16 @@ class AttentionBatch:
     host_seq_lens: np.ndarray  # (n,) int32
     host_block_tables: np.ndarray  # (n, max_blocks) int32
     graph_size: int = 0  # captured: rows of a decode batch, or tokens of one with prompts, padded; 0: eager
+    graph_whole: bool = False  # captured: for steps of ``whole_prompts`` only
 
     @property
     def num_seqs(self) -> int:
         return len(self.host_seq_lens)
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether every prompt row starts in this step: it sees the step's own tokens, and none before."""
+        if self.graph_size:
+            return self.graph_whole
+        d = self.num_decodes
+        return d < self.num_seqs and np.array_equal(self.host_query_lens[d:], self.host_seq_lens[d:])

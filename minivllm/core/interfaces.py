@@ -197,6 +197,7 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``
+    fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -245,6 +246,15 @@ class AttentionBackend(ABC):
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         """Attend for the prompt chunks. q, out: (tokens, num_heads, head_dim); writes every row of ``out``."""
 
+    def prefill_fresh(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
+    ) -> None:
+        """``prefill`` of a step for which ``plan`` has set ``fresh_prompts``, called by who has k and v at hand.
+
+        They are (tokens, num_kv_heads, head_dim), contiguous in the last dimension, and in the cache, too.
+        """
+        raise NotImplementedError
+
     def decode_qkv(
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
         cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
@@ -268,14 +278,24 @@ class AttentionBackend(ABC):
         assert self.batch is not None
         write_cache(k, v, self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1], self.batch.slot_mapping)
 
-    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Attend to what the cache holds. q: (t, num_heads, head_dim); returns the same shape."""
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to what the cache holds. q: (t, num_heads, head_dim); returns the same shape. k, v: this step's, (t,
+        num_kv_heads, head_dim), if ``plan`` has set ``fresh_prompts``."""
         assert self.batch is not None
         out, d = q.new_empty(q.shape), self.batch.num_decodes
         if d:
             self.decode(q[:d], layer, out[:d])
         if d < q.shape[0]:
-            self.prefill(q[d:], layer, out[d:])
+            if k is None or v is None:
+                self.prefill(q[d:], layer, out[d:])
+            else:
+                self.prefill_fresh(q[d:], k[d:], v[d:], layer, out[d:])
         return out
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Launching a step of prompts kernel by kernel takes the host 10 to 20 ms, however few tokens there are; the GPU needs a
 tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Only the layers are
-captured: what varies in shape, from the rows that sample on, runs eagerly behind.
+captured: what varies in shape, from the rows that sample on, runs eagerly behind. The full step is captured once more
+for prompts that all start in it, where the backend has a faster way for those.
 
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
 # input_ids, positions, slot_mapping (T,) int64
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.parallel import TensorParallel
 
+_Key = tuple[int, bool]  # a graph's tokens, and whether its prompts all start in the step
 _SMALLEST = 32
 _FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
 _FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
@@ -63,11 +65,11 @@ class PromptGraphs:
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
-        self._plans = {size: self._plan(size) for size in self.sizes}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._hidden: dict[_Key, torch.Tensor] = {}
+        self._plans = {(size, whole): self._plan(size, whole) for size in self.sizes for whole in (False, True)}
 
-    def _plan(self, size: int) -> AttentionBatch:
+    def _plan(self, size: int, whole: bool) -> AttentionBatch:
         rows = len(self.seq_lens)
         return AttentionBatch(
             num_decodes=0,
@@ -79,6 +81,7 @@ class PromptGraphs:
             host_seq_lens=np.zeros(rows, dtype=np.int32),
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
             graph_size=size,
+            graph_whole=whole,
         )
 
     # ------------------------------------------------------------------ capture
@@ -87,11 +90,14 @@ class PromptGraphs:
     def capture(self) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory."""
         pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        for size in reversed(self.sizes):
-            self._rehearse(size)
-            self._graphs[size], self._hidden[size] = capture_graph(partial(self._forward, size), pool, side)
+        keys = [(size, False) for size in reversed(self.sizes)]
+        for key in [(self.full, True), *keys] if self.full else keys:
+            self._rehearse(*key)
+            if key[1] and not self.runner.attention.fresh_prompts:
+                continue  # such steps are like any other to this backend
+            self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key[0]), pool, side)
 
-    def _rehearse(self, size: int) -> None:
+    def _rehearse(self, size: int, whole: bool) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
         lens = np.zeros(len(self.seq_lens), dtype=np.int32)
         parts = -(-size // self._longest)
@@ -100,10 +106,10 @@ class PromptGraphs:
         np.cumsum(lens, out=start[1:])
         self.query_start.copy_(torch.from_numpy(start))
         self.seq_lens.copy_(torch.from_numpy(lens))
-        self._hand_over(size, lens, lens)
+        self._hand_over((size, whole), lens, lens)
 
-    def _hand_over(self, size: int, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
-        plan = self._plans[size]
+    def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
+        plan = self._plans[key]
         plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
         self.runner.attention.batch = plan
         self.runner.attention.plan(plan)
@@ -143,6 +149,9 @@ class PromptGraphs:
             self.input_ids[t:size] = 0
             self.positions[t:size] = 0
             self.slot_mapping[t:size] = 0
-        self._hand_over(size, query_lens, lens)
-        self._graphs[size].replay()
-        return self._hidden[size][:t]
+        key = (size, not batch.num_decodes and not batch.num_computed.any())
+        if key not in self._graphs:
+            key = (size, False)
+        self._hand_over(key, query_lens, lens)
+        self._graphs[key].replay()
+        return self._hidden[key][:t]

@@ -1,119 +1,190 @@
 """Sum over the GPUs of one machine through each other's memory (NVLink peer access, no multicast).
 
-One shot: every rank puts its x where the others can read it, waits until they have done so, too, and adds up all of
-them in the order of the ranks, so that every rank gets the same bytes. Two shots, for larger x on more than two ranks:
-a rank adds up its share only, and after a second wait reads the others' sums.
+One shot: every rank writes its x into all others' inboxes, polls its own until everything is there, and adds up in the
+order of the ranks, so that every rank gets the same bytes. No flags and no fences: data is its own flag, as in NCCL's
+LL protocol, and as in TensorRT-LLM's "Lamport" all-reduce an inbox is full of what is never sent. Larger x on more than
+two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for a few rows the
+time is that of the way there, a few µs, in which memory brings in the weight that is read next (``ahead``).
 
-Bytes that a rank reads over NVLink: one shot (ranks - 1) * n, two shots 2 * (ranks - 1) / ranks * n, at about 400 GB/s
-on an H200. For a few rows the time is that of the waits, a few µs.
+Memory, of the same layout on each rank:
+# inbox (3, ranks, one_shot) bytes: from whom; calls take turns. At the start, and again after use, all EMPTY
+# data, flags: two_shots.py's, with more than two ranks only
+On the rank alone, apart for either kind of call, so that they may be mixed:
+# calls (_PROGRAMS, 2) int64: of each program how many calls there were, and the last one's size in 16 bytes
+# waits (2,) int64: two_shots.py's state
 
-Memory, of the same layout on each rank; peers read the data and write the flags:
-# data (2, capacity) bytes: calls take turns, so that one may write while a slow peer still reads the one before
-# flags (PROGRAMS, ranks) int64: flags[b, r] is how many waits program b of rank r has come to
-On the rank alone: state (2,) int64: waits so far (two a call), and how many programs of this call are done.
+Why the inbox needs three thirds and nothing else. Call n uses third n % 3 and clears what call n - 1 used.
+1. Nobody else is at what is cleared: our kernel n - 1 is complete, so it has seen every word that peers sent there.
+2. Peers write there again in their call n + 2, which they begin when their call n + 1 is complete. That one had waited
+   for our words of call n + 1, and we sent those when our kernel n, which cleared, was complete.
+3. A word read in call n is none of call n + 3: by 2, a peer sends that one when our call n is complete.
+Words, aligned 4 bytes, arrive whole. A program sends all its blocks before it waits for any, and waits for the programs
+of its own number only: of those begun in order on every rank, the lowest that is not done can always go on.
 
-Why taking turns is enough: a rank that writes into a half again, two calls later, has seen every peer begin the call
-between, and a peer begins a call when its last one is complete. Calls are counted on the device, by the last program of
-a call to end, so a captured graph may be replayed at will, between any other calls; all ranks must make the same ones.
+Calls are counted on the device, so a captured graph may be replayed at will, between any other calls; all ranks must
+make the same ones.
 """
+
+# In a Triton kernel, tuples grow by + only.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
 from typing import Any
 
 import torch
 
+from minivllm.kernels import two_shots as twice
 from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels.fetch_ahead import ALIGN, bytes_ahead
+from minivllm.kernels.fetch_ahead import fetch_ahead as _fetch_ahead
 from minivllm.kernels.pdl import use_pdl
 
-PROGRAMS = 64  # at most; all of a call's run at the same time
-_BLOCK = 2048  # elements that a program takes at once
-_ALIGN = 16  # bytes
+# Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. A zero is sent in its place: sums begin with 0.0, so for
+# 16 bits the result is the same.
+EMPTY = 0x80008000 - (1 << 32)
+_EMPTY = tl.constexpr(EMPTY)
+_ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
+_PROGRAMS = 128  # at most; a power of two
+_BLOCKS = 1024, 4096  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
+_ASKING = 32  # programs of a call that fetches ahead, at least: a few multiprocessors ask for less than memory can give
+_WARPS = 8
 
 
 @triton.jit
-def _meet(flags, rank, pid, goal, RANKS: tl.constexpr):
-    """Tell program ``pid`` of every rank that we are here, and wait until all of them are."""
-    tl.debug_barrier()  # what all threads wrote goes before
-    for peer in tl.static_range(RANKS):
-        theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(theirs + pid * RANKS + rank, goal, sem="release", scope="sys")
-    ours = tl.load(flags + rank).to(tl.pointer_type(tl.int64))
-    for peer in tl.static_range(RANKS):
-        while tl.atomic_add(ours + pid * RANKS + peer, 0, sem="acquire", scope="sys") < goal:
-            pass
-    tl.debug_barrier()
+def _address(table, rank, TYPE: tl.constexpr):
+    return tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(TYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["rank", "capacity8", "n8"])
-def _all_reduce_kernel(
-    x, out, data, flags, state, rank, capacity8, n8,
-    RANKS: tl.constexpr, TWO_SHOTS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _to_send(words):
+    return tl.where(words == _EMPTY, 0, words)
+
+
+@triton.jit
+def _floats(words, TYPE: tl.constexpr):
+    """The float32 values in words of TYPE: one tensor, or two of the low and high halves."""
+    if TYPE.primitive_bitwidth == 32:
+        return (words.to(tl.float32, bitcast=True),)
+    else:
+        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+        return (low.to(TYPE, bitcast=True).to(tl.float32), high.to(TYPE, bitcast=True).to(tl.float32))
+
+
+@triton.jit
+def _words(floats, TYPE: tl.constexpr):
+    """The inverse of ``_floats``, rounded to TYPE."""
+    if TYPE.primitive_bitwidth == 32:
+        return floats[0].to(tl.int32, bitcast=True)
+    else:
+        low, high = floats[0].to(TYPE).to(tl.int16, bitcast=True), floats[1].to(TYPE).to(tl.int16, bitcast=True)
+        return (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
+
+
+@triton.jit
+def _plus(a, b):
+    total = ()
+    for i in tl.static_range(len(a)):
+        total = total + (a[i] + b[i],)
+    return total
+
+
+@triton.jit(do_not_specialize=["capacity4", "n4", "ahead_size"])
+def _push_kernel(
+    x, out, inboxes, calls, ahead, capacity4, n4, ahead_size,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
+    # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
     # take every so many blocks.
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD:
+        _fetch_ahead(ahead, ahead_size, THREADS)
+    TYPE: tl.constexpr = x.dtype.element_ty
+    inbox = _address(inboxes, RANK, tl.int32)
+    theirs = ()
+    for peer in tl.static_range(RANKS):
+        theirs = theirs + (_address(inboxes, peer, tl.int32),)
+    if PDL:
         tl.extra.cuda.gdc_wait()
-    # n and the capacity, in elements, come divided by 8, so that the compiler sees that 16 bytes can be moved at once.
+    # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    n, capacity = n8 * 8, capacity8 * 8
-    waits = tl.load(state)
-    half = (waits // 2) % 2 * capacity  # elements
+    n, capacity = n4 * 4, capacity4 * 4
+    x, out = x.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
     lanes = tl.arange(0, BLOCK)
-    mine = tl.multiple_of(tl.load(data + rank).to(tl.pointer_type(x.dtype.element_ty)), 16) + half
+    coming = tl.load(x + pid * BLOCK + lanes, mask=pid * BLOCK + lanes < n, other=0)  # on its way with the next two
+    call, last = tl.load(calls + 2 * pid), tl.load(calls + 2 * pid + 1) * 4
+    now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds, in sections of ``capacity``
     for block in range(pid, tl.cdiv(n, BLOCK), programs):
         at = block * BLOCK + lanes
-        tl.store(mine + at, tl.load(x + at, mask=at < n), mask=at < n)
-    _meet(flags, rank, pid, waits + 1, RANKS)
-    if TWO_SHOTS:
-        # Of the blocks that a program takes, rank r adds up each RANKS-th, and puts the sum in its own part's place.
-        for block in range(pid + rank * programs, tl.cdiv(n, BLOCK), programs * RANKS):
-            at = block * BLOCK + lanes
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
-            for peer in tl.static_range(RANKS):
-                theirs = tl.multiple_of(tl.load(data + peer).to(tl.pointer_type(x.dtype.element_ty)), 16) + half
-                total += tl.load(theirs + at, mask=at < n, other=0.0, cache_modifier=".cg").to(tl.float32)
-            tl.store(mine + at, total.to(x.dtype.element_ty), mask=at < n)
-        _meet(flags, rank, pid, waits + 2, RANKS)
+        words = _to_send(coming)
+        following = at + programs * BLOCK
+        coming = tl.load(x + following, mask=following < n, other=0)
         for peer in tl.static_range(RANKS):
-            theirs = tl.multiple_of(tl.load(data + peer).to(tl.pointer_type(x.dtype.element_ty)), 16) + half
-            for block in range(pid + peer * programs, tl.cdiv(n, BLOCK), programs * RANKS):
-                at = block * BLOCK + lanes
-                total = tl.load(theirs + at, mask=at < n, cache_modifier=".cg").to(tl.float32)
-                if ADD:
-                    total += tl.load(out + at, mask=at < n).to(tl.float32)
-                tl.store(out + at, total.to(x.dtype.element_ty), mask=at < n)
-    else:
-        for block in range(pid, tl.cdiv(n, BLOCK), programs):
-            at = block * BLOCK + lanes
-            total = tl.zeros((BLOCK,), dtype=tl.float32)
-            for peer in tl.static_range(RANKS):
-                theirs = tl.multiple_of(tl.load(data + peer).to(tl.pointer_type(x.dtype.element_ty)), 16) + half
-                total += tl.load(theirs + at, mask=at < n, other=0.0, cache_modifier=".cg").to(tl.float32)
-            if ADD:
-                total += tl.load(out + at, mask=at < n).to(tl.float32)
-            tl.store(out + at, total.to(x.dtype.element_ty), mask=at < n)
-    # The last program to end counts the call; every other one has read ``waits`` by then.
-    tl.debug_barrier()
-    done = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
-    if done == programs - 1:
-        tl.store(state + 1, 0)
-        tl.store(state, waits + 2)
+            if peer != RANK:
+                tl.store(theirs[peer] + (now + RANK) * capacity + at, words, mask=at < n)
+    for block in range(pid, tl.cdiv(last, BLOCK), programs):
+        at = block * BLOCK + lanes
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                empty = tl.full((BLOCK,), _EMPTY, tl.int32)
+                tl.store(inbox + (before + peer) * capacity + at, empty, mask=at < last)
+    # A program reads its own row, and no other program of this call writes it: they count for those beyond the grid.
+    tl.debug_barrier()  # all threads have read it
+    row = tl.arange(0, ROWS)
+    tl.store(calls + 2 * row, call + 1, mask=row % programs == pid)
+    tl.store(calls + 2 * row + 1, n4, mask=row % programs == pid)
+    for block in range(pid, tl.cdiv(n, BLOCK), programs):
+        at = block * BLOCK + lanes
+        parts = ()
+        for peer in tl.static_range(RANKS):  # all in flight at once
+            if peer == RANK:
+                parts = parts + (_to_send(tl.load(x + at, mask=at < n, other=0)),)
+            else:
+                parts = parts + (tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True),)
+        if ADD:
+            residual = _floats(tl.load(out + at, mask=at < n, other=0), TYPE)
+        total = _floats(tl.zeros((BLOCK,), tl.int32), TYPE)
+        for peer in tl.static_range(RANKS):
+            words = parts[peer]
+            if peer != RANK:
+                while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
+                    words = tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True)
+            total = _plus(total, _floats(words, TYPE))
+        if ADD:
+            total = _plus(total, residual)
+        tl.store(out + at, _words(total, TYPE), mask=at < n)
 
 
 class PeerAllReduce:
-    """One rank's end. ``data`` and ``flags`` are every rank's addresses, of ``capacity`` bytes twice, and of zeros."""
+    """One rank's end. ``memory`` holds every rank's address of ``nbytes(ranks, capacity)`` bytes that ``clear`` made;
+    ``capacity``, bytes, is a multiple of 1024."""
 
-    def __init__(
-        self, rank: int, data: list[int], flags: list[int], capacity: int, device: torch.device, keep: Any = None
-    ) -> None:
-        self.rank, self.ranks, self.capacity = rank, len(data), capacity
-        self.data = torch.tensor(data, dtype=torch.int64, device=device)
-        self.flags = torch.tensor(flags, dtype=torch.int64, device=device)
-        self.state = torch.zeros(2, dtype=torch.int64, device=device)
-        self.one_shot = capacity if self.ranks == 2 else 256 << 10  # bytes up to which one shot is taken
+    def __init__(self, rank: int, memory: list[int], capacity: int, device: torch.device, keep: Any = None) -> None:
+        self.rank, self.ranks, self.capacity = rank, len(memory), capacity
+        self.one_shot = _one_shot(self.ranks, capacity)  # bytes up to which one shot is taken
         self.limit = capacity  # bytes up to which this is taken
         self.pdl = use_pdl(device)
+        base = torch.tensor(memory, dtype=torch.int64)
+        self.inboxes = base.to(device)
+        self.data = (base + 3 * self.ranks * self.one_shot).to(device)
+        self.flags = self.data + 2 * capacity
+        self.calls = torch.zeros(_PROGRAMS, 2, dtype=torch.int64, device=device)
+        self.waits = torch.zeros(2, dtype=torch.int64, device=device)
         self._keep = keep  # what owns the memory behind the addresses
+
+    @staticmethod
+    def nbytes(ranks: int, capacity: int) -> int:
+        """Of one rank's memory: with two ranks 6 * capacity, so 48 MiB for sums of 8 MiB."""
+        return 3 * ranks * _one_shot(ranks, capacity) + (ranks > 2) * (2 * capacity + 8 * twice.PROGRAMS * ranks)
+
+    @staticmethod
+    def clear(memory: torch.Tensor, ranks: int, capacity: int) -> None:
+        """Make ``memory``, (nbytes,) uint8, ready for the first call."""
+        inbox = 3 * ranks * _one_shot(ranks, capacity)
+        memory[:inbox].view(torch.int32).fill_(EMPTY)
+        memory[inbox:].zero_()
 
     @classmethod
     def create(cls, group: Any, capacity: int, device: torch.device) -> "PeerAllReduce":
@@ -127,40 +198,73 @@ class PeerAllReduce:
 
         capacity = cdiv(capacity, 1024) * 1024
         ranks = dist.get_world_size(group)
-        memory = symmetric.empty(2 * capacity + 8 * PROGRAMS * ranks, dtype=torch.uint8, device=device)
-        memory.zero_()
+        memory = symmetric.empty(cls.nbytes(ranks, capacity), dtype=torch.uint8, device=device)
+        cls.clear(memory, ranks, capacity)
         handle = symmetric.rendezvous(memory, group)
         torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])  # zeros everywhere before anybody's first flag
+        dist.barrier(group, device_ids=[device.index])  # cleared everywhere before anybody's first word
         offset = memory.data_ptr() - int(handle.buffer_ptrs[handle.rank])  # in its allocation, the same on all ranks
-        data = [int(base) + offset for base in handle.buffer_ptrs]
-        flags = [address + 2 * capacity for address in data]
-        return cls(handle.rank, data, flags, capacity, device, keep=(memory, handle))
+        return cls(
+            handle.rank, [int(base) + offset for base in handle.buffer_ptrs], capacity, device, keep=(memory, handle)
+        )
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether ``x`` fits, in size and kind."""
         fits = x.nbytes <= self.limit and x.numel() % 8 == 0
-        return fits and x.is_contiguous() and x.dtype in _DTYPES and x.data_ptr() % _ALIGN == 0
+        return fits and x.is_contiguous() and x.dtype in _DTYPES and x.data_ptr() % ALIGN == 0
+
+    def ways(self, x: torch.Tensor) -> list[bool]:
+        """What ``two_shots`` may be for ``x``, which ``takes`` accepted."""
+        return [two for two in (False, True) if (self.ranks > 2 if two else x.nbytes <= self.one_shot)]
 
     def __call__(self, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
-        """Sum ``x``, which ``takes`` accepted, over the ranks in place; returns it."""
-        return self._launch(x, x, two_shots, add=False)
+        """Sum ``x``, which ``takes`` accepted, over the ranks in place; returns it. ``two_shots``: one of ``ways``."""
+        return self._launch(x, x, two_shots, None, add=False)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
+    def add_to(
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor,
+        two_shots: bool | None = None,
+        ahead: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Add the sum of ``x`` over the ranks to ``residual``, in place, rounded once; ``takes`` accepted both, of one
-        dtype. Returns residual; x stays as it was."""
-        return self._launch(x, residual, two_shots, add=True)
+        dtype. Returns residual; x stays as it was. ``ahead``: a weight, which no kernel writes, to bring into L2."""
+        return self._launch(x, residual, two_shots, ahead, add=True)
 
-    def _launch(self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, add: bool) -> torch.Tensor:
-        n = x.numel()
-        if n:
-            two = x.nbytes > self.one_shot if two_shots is None else two_shots
-            programs = min(cdiv(n, _BLOCK), PROGRAMS)
-            _all_reduce_kernel[(programs,)](
-                x, out, self.data, self.flags, self.state, self.rank, self.capacity // x.element_size() // 8, n // 8,
-                RANKS=self.ranks, TWO_SHOTS=two, ADD=add, BLOCK=_BLOCK, PDL=self.pdl, num_warps=8, launch_pdl=self.pdl,
+    def _launch(
+        self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, ahead: torch.Tensor | None, add: bool
+    ) -> torch.Tensor:
+        two = x.nbytes > self.one_shot if two_shots is None else two_shots
+        if two not in self.ways(x):
+            raise ValueError(f"{x.nbytes} bytes over {self.ranks} ranks cannot take {'two shots' if two else 'one'}")
+        if not x.numel():
+            return out
+        size = bytes_ahead(ahead) if self.pdl else 0
+        weight = ahead if size else x
+        least = _ASKING if size else 1
+        same = {"ADD": add, "AHEAD": size > 0, "THREADS": 32 * _WARPS, "PDL": self.pdl}
+        launch = {"num_warps": _WARPS, "launch_pdl": self.pdl}
+        if two:
+            n, block = x.numel(), twice.BLOCK
+            programs = min(max(cdiv(n, block), least), twice.PROGRAMS)
+            twice.two_shots_kernel[(programs,)](
+                x, out, self.data, self.flags, self.waits, weight, self.rank, self.capacity // x.element_size() // 8,
+                n // 8, size, RANKS=self.ranks, BLOCK=block, **same, **launch,
+            )  # fmt: skip
+        else:
+            words = x.nbytes // 4
+            block = _BLOCKS[words > _BLOCKS[0] * _PROGRAMS]
+            programs = min(max(cdiv(words, block), least), _PROGRAMS)
+            _push_kernel[(programs,)](
+                x, out, self.inboxes, self.calls, weight, self.one_shot // 16, words // 4, size,
+                RANK=self.rank, RANKS=self.ranks, ROWS=_PROGRAMS, BLOCK=block, **same, **launch,
             )  # fmt: skip
         return out
+
+
+def _one_shot(ranks: int, capacity: int) -> int:
+    return capacity if ranks == 2 else min(capacity, _ONE_SHOT)
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -4,10 +4,18 @@ Bytes moved a row of n: 2n elements, read and written; the weight stays in L2. 8
 4.3 TB/s.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
+
+
+@triton.jit
+def inverse_rms(h, eps, N: tl.constexpr):
+    """1 / rms of a row ``h``: float32, zeros behind its N elements."""
+    return 1.0 / tl.sqrt(tl.sum(h * h, 0) / N + eps)
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -23,9 +31,21 @@ def _rms_norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     h = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(h * h, 0) / N + eps)
+    scale = inverse_rms(h, eps, N)
     normed = (h * scale).to(out.dtype.element_ty) * w
     tl.store(out + row * out_stride + cols, normed.to(out.dtype.element_ty), mask=mask)
+
+
+class RowScale(NamedTuple):
+    """A factor a row, 1 / rms(x): what the product of an x that no norm has seen is still to be multiplied by."""
+
+    x: torch.Tensor  # (t, n)
+    eps: float
+
+    def applied_to(self, product: torch.Tensor) -> torch.Tensor:
+        """product: (t, m); returns the same shape, in its dtype."""
+        factor = torch.rsqrt(self.x.float().square().mean(-1, keepdim=True) + self.eps)
+        return (product * factor).to(product.dtype)
 
 
 def _num_warps(n: int) -> int:

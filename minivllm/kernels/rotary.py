@@ -2,7 +2,8 @@
 embedding (neox: first half with second half), keys and values into the paged cache.
 
 Bytes moved: 2 * t * (heads + 2 * kv heads) * head_dim elements. 8192 tokens of 16 + 2 * 8 heads of 128 in bf16:
-134 MB, 31 µs at 4.3 TB/s. One program takes one token and a group of q heads, or of k and v heads.
+134 MB, 31 µs at 4.3 TB/s. One program takes one token and a group of q heads, or of k and v heads. With a ``RowScale``
+it reads the token's whole row of x, too, and multiplies q, k and v before anything else.
 """
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.cache_write import write_cache_reference
 from minivllm.kernels.pdl import use_pdl
-from minivllm.kernels.rms_norm import rms_norm_reference
+from minivllm.kernels.rms_norm import RowScale, inverse_rms, rms_norm_reference
 
 
 @triton.jit
@@ -33,19 +34,22 @@ def normed_rotated(heads, live, weight, angles, eps, D: tl.constexpr, ROT: tl.co
     return (x * cos + tl.where(d < half, -y, y) * sin).to(dtype)
 
 
-@triton.jit(do_not_specialize=["eps"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+@triton.jit(do_not_specialize=["eps", "x_eps"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _qk_norm_rope_kernel(
     qkv,  # (t, (H + 2 KV) * D)
+    x,  # (t, K), read if K
     q_weight,  # (D,), read if Q_NORM
     k_weight,
     cos_sin,  # (positions, ROT) float32
     positions,  # (t,)
     q_out,  # (t, H, D)
     k_cache,  # (blocks, BLOCK_SIZE, KV, D) if STORE, else (t, 1, KV, D)
-    v_cache,  # the same, written only if STORE
+    v_cache,  # the same, written only if STORE or K
     slot_mapping,  # (t,), read if STORE
     eps,
+    x_eps,
     qkv_stride,
+    x_stride,
     cos_sin_stride,
     k_stride_block,
     k_stride_slot,
@@ -58,13 +62,16 @@ def _qk_norm_rope_kernel(
     KV: tl.constexpr,
     D: tl.constexpr,
     ROT: tl.constexpr,
+    K: tl.constexpr,  # 0: qkv needs no scale
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     STORE: tl.constexpr,
+    KEEP: tl.constexpr,  # k, and v if scaled, take their places in qkv, too
     HB: tl.constexpr,  # heads a program, a power of two
     BLOCK_R: tl.constexpr,  # ROT // 2 padded to a power of two
     BLOCK_P: tl.constexpr,  # D - ROT padded to a power of two, 0 if all of the head rotates
     BLOCK_D: tl.constexpr,  # D padded to a power of two
+    BLOCK_K: tl.constexpr,  # K padded to a power of two
     Q_GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -77,6 +84,9 @@ def _qk_norm_rope_kernel(
     heads = tl.where(is_q, group, group - Q_GROUPS) * HB + tl.arange(0, HB)
     live = heads < tl.where(is_q, H, KV)
 
+    if K:
+        c = tl.arange(0, BLOCK_K)
+        h = tl.load(x + token * x_stride + c, mask=c < K, other=0.0).to(tl.float32)
     r = tl.arange(0, BLOCK_R)
     in_rot = r < ROT // 2
     first = r[None, :]
@@ -93,6 +103,13 @@ def _qk_norm_rope_kernel(
         in_pass = p < D - ROT
         pass_mask = live[:, None] & in_pass[None, :]
         x3 = tl.load(source + ROT + p[None, :], mask=pass_mask, other=0.0).to(tl.float32)
+
+    if K:
+        row_scale = inverse_rms(h, x_eps, K)
+        x1 *= row_scale
+        x2 *= row_scale
+        if BLOCK_P > 0:
+            x3 *= row_scale
 
     if Q_NORM or K_NORM:
         square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
@@ -132,12 +149,22 @@ def _qk_norm_rope_kernel(
         tl.store(to + ROT // 2 + first, y2, mask=mask)
         if BLOCK_P > 0:
             tl.store(to + ROT + p[None, :], x3.to(q_out.dtype.element_ty), mask=pass_mask)
-        if STORE:
+        if STORE or K:
             d = tl.arange(0, BLOCK_D)[None, :]
             value_mask = live[:, None] & (d < D)
             value = tl.load(source + KV * D + d, mask=value_mask, other=0.0)
+            if K:
+                value = (value.to(tl.float32) * row_scale).to(q_out.dtype.element_ty)
             to = v_cache + block * v_stride_block + offset * v_stride_slot + heads[:, None] * v_stride_head
             tl.store(to + d, value, mask=value_mask)
+        if KEEP:
+            tl.debug_barrier()  # a warp that holds the same elements as another may be still to read them
+            tl.store(source + first, y1, mask=mask)
+            tl.store(source + ROT // 2 + first, y2, mask=mask)
+            if BLOCK_P > 0:
+                tl.store(source + ROT + p[None, :], x3.to(q_out.dtype.element_ty), mask=pass_mask)
+            if K:
+                tl.store(source + KV * D + d, value, mask=value_mask)
 
 
 def _launch(
@@ -153,6 +180,8 @@ def _launch(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None,
+    keep: bool = False,
 ) -> torch.Tensor:
     t, rot = qkv.shape[0], cos_sin.shape[1]
     q = torch.empty((t, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -162,9 +191,12 @@ def _launch(
     hb = min(max(1024 // block_d, 1), next_power_of_2(num_heads))
     q_groups = cdiv(num_heads, hb)
     pdl = use_pdl(qkv.device)
+    x, x_eps = (qkv, 0.0) if scale is None else scale
+    k = 0 if scale is None else x.shape[1]
     unread = q_weight if q_weight is not None else k_weight if k_weight is not None else qkv
     _qk_norm_rope_kernel[(t, q_groups + cdiv(num_kv_heads, hb))](
         qkv,
+        x,
         q_weight if q_weight is not None else unread,
         k_weight if k_weight is not None else unread,
         cos_sin,
@@ -174,7 +206,9 @@ def _launch(
         v_cache,
         slot_mapping if slot_mapping is not None else positions,
         eps,
+        x_eps,
         qkv.stride(0),
+        x.stride(0),
         cos_sin.stride(0),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -183,13 +217,16 @@ def _launch(
         KV=num_kv_heads,
         D=head_dim,
         ROT=rot,
+        K=k,
         Q_NORM=q_weight is not None,
         K_NORM=k_weight is not None,
         STORE=slot_mapping is not None,
+        KEEP=keep,
         HB=hb,
         BLOCK_R=next_power_of_2(rot // 2),
         BLOCK_P=next_power_of_2(head_dim - rot) if rot < head_dim else 0,
         BLOCK_D=block_d,
+        BLOCK_K=next_power_of_2(k),
         Q_GROUPS=q_groups,
         PDL=pdl,
         num_warps=2,
@@ -211,6 +248,8 @@ def qk_norm_rope_store_triton(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None = None,
+    keep: bool = False,
 ) -> torch.Tensor:
     return _launch(
         qkv,
@@ -225,6 +264,8 @@ def qk_norm_rope_store_triton(
         num_heads,
         num_kv_heads,
         head_dim,
+        scale,
+        keep,
     )
 
 
@@ -238,12 +279,15 @@ def qk_norm_rope_triton(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     t = qkv.shape[0]
-    k = torch.empty((t, 1, num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    q = _launch(qkv, q_weight, k_weight, eps, cos_sin, positions, k, k, None, num_heads, num_kv_heads, head_dim)
-    v = qkv[:, (num_heads + num_kv_heads) * head_dim :].unflatten(1, (num_kv_heads, head_dim))
-    return q, k[:, 0], v
+    made = torch.empty((1 if scale is None else 2, t, 1, num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    k, v = made[0], made[-1]
+    q = _launch(qkv, q_weight, k_weight, eps, cos_sin, positions, k, v, None, num_heads, num_kv_heads, head_dim, scale)
+    if scale is None:
+        v = qkv[:, None, (num_heads + num_kv_heads) * head_dim :].unflatten(2, (num_kv_heads, head_dim))
+    return q, k[:, 0], v[:, 0]
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -264,7 +308,10 @@ def qk_norm_rope_reference(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if scale is not None:
+        qkv = scale.applied_to(qkv)
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_weight is not None:
@@ -288,11 +335,15 @@ def qk_norm_rope_store_reference(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None = None,
+    keep: bool = False,
 ) -> torch.Tensor:
     q, k, v = qk_norm_rope_reference(
-        qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim
+        qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim, scale
     )
     write_cache_reference(k, v, k_cache, v_cache, slot_mapping)
+    if keep:
+        qkv[:, num_heads * head_dim :] = torch.cat((k, v), dim=1).flatten(1)
     return q
 
 
@@ -309,10 +360,13 @@ def qk_norm_rope_store(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None = None,
+    keep: bool = False,
 ) -> torch.Tensor:
     """qkv (t, (heads + 2 kv heads) * head_dim) -> q (t, heads, head_dim), normed if weights are given, and rotated;
     k (likewise) and v go into the caches (num_blocks, block_size, kv heads, head_dim) at slot_mapping (t,) int64.
-    cos_sin: (max_position, rot_dim) float32, cosines first; rot_dim <= head_dim; positions: (t,) int64."""
+    cos_sin: (max_position, rot_dim) float32, cosines first; rot_dim <= head_dim; positions: (t,) int64. ``scale``, if
+    given, multiplies the rows of qkv first. With ``keep``, k and v stand in qkv afterwards as they do in the cache."""
     run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
     return run(
         qkv,
@@ -327,6 +381,8 @@ def qk_norm_rope_store(
         num_heads,
         num_kv_heads,
         head_dim,
+        scale,
+        keep,
     )
 
 
@@ -340,7 +396,8 @@ def qk_norm_rope(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    scale: RowScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same without the cache: returns q, k, v of (t, heads, head_dim); v is a view of qkv."""
+    """The same without the cache: returns q, k, v of (t, heads, head_dim); without a ``scale`` v is a view of qkv."""
     run = qk_norm_rope_triton if qkv.is_cuda else qk_norm_rope_reference
-    return run(qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim)
+    return run(qkv, q_weight, k_weight, eps, cos_sin, positions, num_heads, num_kv_heads, head_dim, scale)

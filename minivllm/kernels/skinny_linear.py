@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
-from minivllm.kernels.rms_norm import rms_norm
+from minivllm.kernels.rms_norm import RowScale, rms_norm
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
@@ -512,13 +512,33 @@ def norm_linear(
     return norm_linear_reference(x, norm_weight, eps, weight, bias)
 
 
+def norm_linear_unscaled(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    folded: bool = False,
+) -> tuple[torch.Tensor, RowScale | None]:
+    """``norm_linear``, and what its rows are still to be multiplied by. ``folded``: norm_weight is ones and there is no
+    bias, so that many rows need no kernel for the norm."""
+    if folded and x.shape[0] > MAX_ROWS:
+        return F.linear(x, weight), RowScale(x, eps)
+    return norm_linear(x, norm_weight, eps, weight, bias), None
+
+
 def norm_gate_up(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    folded: bool = False,
 ) -> torch.Tensor:
-    """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i)."""
+    """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i). ``folded`` as above."""
     if _few_rows(x, weight):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
-    return norm_gate_up_reference(x, norm_weight, eps, weight, bias)
+    return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight, bias, folded))
 
 
 def linear_add(

@@ -7,19 +7,21 @@ from collections.abc import Callable
 import torch
 
 from minivllm.core.interfaces import AttentionBackend
+from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import qk_norm_rope, qk_norm_rope_store
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
 
-_Path = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], torch.Tensor]
+_Path = Callable[[torch.Tensor, torch.Tensor, AttentionBackend, RowScale | None], torch.Tensor]
 
 
 class Attention:
     """One layer's attention. It owns no weights (hence no Module) and no state but which path its backend takes.
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
-    write in one kernel, k and v never materialized; where it has ``fused_decode_rows``, a step of few decodes takes
-    that kernel in with attention. One that overrides either is handed q, k and v.
+    write in one kernel, k and v beside the cache for ``fresh_prompts`` only, in their places in qkv; where it has
+    ``fused_decode_rows``, a step of few decodes takes that kernel in with attention. One that overrides either is
+    handed q, k and v.
     """
 
     def __init__(
@@ -45,12 +47,15 @@ class Attention:
         self._chosen_for: AttentionBackend | None = None
         self._path: _Path = self._separate
 
-    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        """qkv: (t, (heads + 2 * kv heads) * head_dim); positions: (t,); returns (t, heads * head_dim)."""
+    def __call__(
+        self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None = None
+    ) -> torch.Tensor:
+        """qkv: (t, (heads + 2 * kv heads) * head_dim), its rows to be multiplied by ``scale``, if there is one;
+        positions: (t,); returns (t, heads * head_dim)."""
         if backend is not self._chosen_for:
             self._chosen_for = backend
             self._path = self._path_for(backend)
-        return self._path(qkv, positions, backend)
+        return self._path(qkv, positions, backend, scale)
 
     forward = __call__
 
@@ -59,11 +64,14 @@ class Attention:
             return self._separate
         return self._fused_or_decode if backend.fused_decode_rows else self._fused
 
-    def _fused_or_decode(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+    def _fused_or_decode(
+        self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None
+    ) -> torch.Tensor:
         batch = backend.batch
         assert batch is not None
-        if batch.num_decodes < batch.num_seqs or batch.num_decodes > backend.fused_decode_rows:
-            return self._fused(qkv, positions, backend)
+        few = batch.num_decodes == batch.num_seqs and batch.num_decodes <= backend.fused_decode_rows
+        if not few or scale is not None:  # ``decode_qkv`` takes finished rows
+            return self._fused(qkv, positions, backend, scale)
         out = backend.decode_qkv(
             qkv,
             None if self.q_norm is None else self.q_norm.weight,
@@ -75,8 +83,10 @@ class Attention:
         )
         return out.view(-1, self.num_heads * self.head_dim)
 
-    def _fused(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        batch = backend.batch
+    def _fused(
+        self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None
+    ) -> torch.Tensor:
+        batch, fresh = backend.batch, backend.fresh_prompts
         assert batch is not None
         q = qk_norm_rope_store(
             qkv,
@@ -91,10 +101,20 @@ class Attention:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
+            scale,
+            fresh,
         )
-        return backend.attend(q, self).view(-1, self.num_heads * self.head_dim)
+        if fresh:
+            heads = qkv.view(q.shape[0], -1, self.head_dim)
+            _, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            out = backend.attend(q, self, k, v)
+        else:
+            out = backend.attend(q, self)
+        return out.view(-1, self.num_heads * self.head_dim)
 
-    def _separate(self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+    def _separate(
+        self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None
+    ) -> torch.Tensor:
         q, k, v = qk_norm_rope(
             qkv,
             None if self.q_norm is None else self.q_norm.weight,
@@ -105,5 +125,6 @@ class Attention:
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
+            scale,
         )
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)

@@ -14,9 +14,11 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
+from minivllm.layers.ahead import link_ahead
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
 from minivllm.layers.rotary import RotaryTable
@@ -67,8 +69,8 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         """x: (t, hidden), the residual stream; returns it."""
-        qkv = self.qkv_proj.after_norm(x, norm)
-        return self.o_proj.add_to(x, self.attention(qkv, positions, attention))
+        qkv, scale = self.qkv_proj.unscaled(x, norm)
+        return self.o_proj.add_to(x, self.attention(qkv, positions, attention, scale))
 
 
 class DecoderLayer(nn.Module):
@@ -87,6 +89,21 @@ class DecoderLayer(nn.Module):
         x = self.self_attn(x, self.input_layernorm, positions, attention)
         return self.mlp(x, self.post_attention_layernorm)
 
+    def norm_pairs(self) -> list[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]]:
+        """Each norm that one product alone reads, with that product, into whose weight the loader may fold the norm's.
+
+        A ``forward`` of one's own, here or in a part, may read a norm twice: it has no pairs unless this is overridden.
+        """
+        pairs: list[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]] = []
+        if type(self).forward is not DecoderLayer.forward:
+            return pairs
+        attention, mlp = self.self_attn, self.mlp
+        if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
+            pairs.append((self.input_layernorm, attention.qkv_proj))
+        if isinstance(mlp, GatedMLP) and type(mlp).forward is GatedMLP.forward:
+            pairs.append((self.post_attention_layernorm, mlp.gate_up_proj))
+        return pairs
+
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm."""
@@ -97,6 +114,8 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if tp.size > 1:
+            link_ahead(self.layers)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place

@@ -2,6 +2,9 @@
 
 A decoder's products come with what stands around them: columns with the norm before (``after_norm``), rows with the
 residual addition behind (``add_to``), so that a few rows take one kernel each.
+
+For many rows the norm's weight g can be folded into the product's: norm(x) @ w.T = (x @ (w * g).T) / rms(x). Then the
+product reads x itself, and the kernel that reads the product divides it (``unscaled``).
 """
 
 from __future__ import annotations
@@ -13,9 +16,14 @@ from torch import nn
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
-from minivllm.kernels.skinny_linear import linear, linear_add, norm_linear
+from minivllm.kernels.rms_norm import RowScale
+from minivllm.kernels.skinny_linear import linear, linear_add, norm_linear, norm_linear_unscaled
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
+
+# Every program behind a folded product reads its token's whole row of x, at once. Some tokens have several programs: of
+# larger rows that costs more than the norm's kernel did.
+MAX_FOLDED_SIZE = 2048
 
 
 class LinearBase(nn.Module):
@@ -52,10 +60,32 @@ class _StackedLinear(LinearBase):
             offset += size
         self.weight = sharded_parameter((offset, in_features), weight)
         self.bias = sharded_parameter((offset,), biases) if bias else None
+        self.folded = False  # the weight holds that of the norm in front
+
+    @property
+    def foldable(self) -> bool:
+        """Whether to ``fold`` is sound and pays here. In float16 a product of what no norm has seen may overflow."""
+        w = self.weight
+        fits = w.is_cuda and w.dtype in (torch.bfloat16, torch.float32) and w.shape[1] <= MAX_FOLDED_SIZE
+        return fits and self.bias is None and type(self).after_norm is _StackedLinear.after_norm
+
+    def fold(self, norm: RMSNorm) -> None:
+        """Take in the weight of ``norm``, which becomes ones; again after either is loaded anew."""
+        if self.bias is not None:
+            raise ValueError("a product with a bias takes no norm in: the bias would be scaled with it")
+        self.weight.data.copy_(self.weight.data * norm.weight.data.float())  # rounded once
+        norm.weight.data.fill_(1.0)
+        self.folded = True
 
     def after_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """``self(norm(x))``."""
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
+
+    def unscaled(self, x: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, RowScale | None]:
+        """``after_norm``, and what its rows are still to be multiplied by, if ``fold`` has left that to the caller."""
+        if not self.folded:
+            return self.after_norm(x, norm), None
+        return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, folded=True)
 
 
 class ColumnParallelLinear(_StackedLinear):
@@ -123,9 +153,19 @@ class RowParallelLinear(LinearBase):
         held = out_features if tp.rank == 0 else 0
         self.bias = sharded_parameter((out_features,), {None: Piece((out_features,), size=held)}) if bias else None
         self._add = self._add_whole if tp.size == 1 else self._add_part
+        self._next: tuple[LinearBase, ...] = ()  # in a tuple, for it is no part of this module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(linear(x, self.weight, self.bias))
+
+    @property
+    def ahead(self) -> torch.Tensor | None:
+        """The weight that is read next, for ``all_reduce_add`` to bring near. Asked each time: loading replaces it."""
+        return self._next[0].weight if self._next else None
+
+    def is_followed_by(self, linear: LinearBase) -> None:
+        """``linear``'s weight is read next (``link_ahead``)."""
+        self._next = (linear,)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual + self(x)``, in place of residual (t, out), which every rank holds whole."""
@@ -135,7 +175,7 @@ class RowParallelLinear(LinearBase):
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
+        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias), self.ahead)
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

@@ -32,4 +32,4 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
         up = self.gate_up_proj
-        return self.down_proj.add_to(x, self.activation(x, norm.weight, norm.eps, up.weight, up.bias))
+        return self.down_proj.add_to(x, self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded))

@@ -6,6 +6,7 @@ Which tensor goes where is written on the parameters (``layers/parameter.py``); 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
+from minivllm.layers.decoder import DecoderLayer
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
@@ -136,6 +140,9 @@ def load_weights(
             f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
             "Is config.json of this checkpoint, and does its architecture name this model?"
         )
+    for norm, product in norm_pairs(module):
+        if product.folded:  # before; what came now is not
+            product.fold(norm)
 
 
 def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, ShardId]] | None = None) -> None:
@@ -153,6 +160,16 @@ def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, 
         generator = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         whole.normal_(std=0.02, generator=generator)
         getattr(param, "weight_loader", load_piece)(param, whole, shard_id)
+
+
+def norm_pairs(module: nn.Module) -> Iterator[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]]:
+    """The layers' norms and products that can be folded; none whose weights anything shares."""
+    holders = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+    for layer in module.modules():
+        if isinstance(layer, DecoderLayer):
+            for norm, product in layer.norm_pairs():
+                if holders[id(norm.weight)] == holders[id(product.weight)] == 1:
+                    yield norm, product
 
 
 _Targets = dict[str, tuple[str, nn.Parameter, ShardId]]
@@ -204,6 +221,9 @@ def build_model(
         dummy_weights(model, weights, getattr(model, "packed", None))
     else:
         model.load_weights(weights)
+    for norm, product in norm_pairs(model):
+        if product.foldable:
+            product.fold(norm)
     for module in model.modules():
         if isinstance(module, RotaryTable):
             module.build(max_model_len, device)

@@ -33,6 +33,7 @@ SMALL: dict[str, tuple[Lens, int]] = {
     "prompts": ([(5, 5), (20, 20), (1, 1)], 0),
     "chunks": ([(8, 40), (3, 131)], 0),
     "mixed": ([(1, 17), (1, 33), (9, 9), (4, 60)], 2),
+    "decodes and whole prompts": ([(1, 17), (1, 1), (9, 9), (1, 1), (30, 30)], 2),
 }
 LARGE: dict[str, tuple[Lens, int]] = {
     "one decode": ([(1, 8192)], 1),
@@ -42,6 +43,7 @@ LARGE: dict[str, tuple[Lens, int]] = {
     "a long prompt": ([(4096, 4096)], 0),
     "chunks": ([(64, 8192), (1, 100), (200, 1000), (33, 97), (512, 1536)], 0),
     "mixed": ([(1, 700), (1, 1), (1, 3000), (50, 50), (300, 900), (1, 1), (127, 8000)], 3),
+    "decodes and whole prompts": ([(1, 700), (1, 1), (1, 3000), (50, 50), (1, 1), (900, 900), (127, 127)], 3),
 }
 STEPS = list(dict.fromkeys([*SMALL, *LARGE]))
 
@@ -154,7 +156,7 @@ class AttentionConformance(Conformance):
         self.check(Step(spec, longer, decodes, poison=self.reads_contexts_only, shared=2 * size), backend)
 
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("step", ["decodes", "chunks", "mixed"])
+    @pytest.mark.parametrize("step", ["decodes", "prompts", "chunks", "mixed"])
     def test_a_sliding_window(self, device: str, step: str) -> None:
         for window in (1, 12, 100):
             spec = self.spec(device, sliding_window=window)

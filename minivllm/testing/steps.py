@@ -127,8 +127,20 @@ class Step:
             backend.decode(self.q[:d], LAYER, out[:d])
         if d < len(self.q):
             backend.prefill(self.q[d:], LAYER, out[d:])
+        if backend.fresh_prompts:
+            self._check_fresh(backend, k[d:], v[d:], out[d:])
         assert torch.equal(cache.nan_to_num(), self.cache.nan_to_num()), "the cache holds something else than it should"
         return out
+
+    def _check_fresh(self, backend: AttentionBackend, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """``prefill_fresh`` says what ``prefill`` has said, of keys and values that lie in a packed projection."""
+        d, lens = self.num_decodes, self.batch.host_query_lens
+        assert (lens[d:] == self.batch.host_seq_lens[d:]).all(), "fresh_prompts is set in a step that continues one"
+        q = self.q[d:]
+        _, k, v = torch.cat((q, k, v), dim=1).split((q.shape[1], k.shape[1], v.shape[1]), dim=1)
+        fresh = torch.full_like(q, float("nan"))
+        backend.prefill_fresh(q, k, v, LAYER, fresh)
+        assert relative_error(fresh, out) < (1e-5 if q.dtype == torch.float32 else 1e-2)
 
     def _run_by_forward(self, backend: AttentionBackend) -> torch.Tensor:
         """The cache is laid out in the backend's own way: it writes the contexts itself, a prompt chunk a step."""

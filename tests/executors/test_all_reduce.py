@@ -7,44 +7,94 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from minivllm.kernels import all_reduce
+from minivllm.kernels import all_reduce, two_shots
 from minivllm.kernels._triton import HAVE_TRITON
-from minivllm.kernels.all_reduce import PeerAllReduce, all_reduce_reference
+from minivllm.kernels.all_reduce import EMPTY, PeerAllReduce, all_reduce_reference
 
-CAPACITY = 1 << 13
-SIZES = [8, 56, 64, 72, 200, 512]
+CAPACITY = 1 << 13  # bytes
+ONE_SHOT = 1 << 12  # of more than two ranks
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# bytes: up and down, each several times, so that what any third held is cleared before all other sizes
+SIZES = [32, 224, 4096, 32, 4096, 32, 256, 2048, 8192, 32, 8192, 800, 64, 8192, 32, 4096, 32, 288, 32]
+LATE = 0.2  # seconds, in small sums behind large ones: the others have cleared by then
 
 
-def calls(ranks: int) -> list[tuple[bool, list[torch.Tensor]]]:
-    """(two shots, every rank's x), the same in every process."""
-    kinds = [(n, two) for n in SIZES for two in (False, True)]
-    random.Random(0).shuffle(kinds)
-    generator = torch.Generator().manual_seed(0)
-    return [(two, [torch.randn(n, generator=generator) for _ in range(ranks)]) for n, two in kinds]
+@dataclass
+class Call:
+    two_shots: bool
+    add: bool
+    parts: list[torch.Tensor]  # every rank's
+    late: int | None  # this rank comes after the others
+
+
+def calls(ranks: int) -> list[Call]:
+    """The same in every process."""
+    chance, generator = random.Random(ranks), torch.Generator().manual_seed(ranks)
+    made = []
+    for i, size in enumerate(SIZES):
+        dtype = DTYPES[chance.randrange(3)]
+        n = size // dtype.itemsize
+        parts = [torch.randn(n, generator=generator) for _ in range(ranks)]
+        if dtype == torch.bfloat16:  # the interpreter cuts off what does not fit, it does not round
+            parts = [(part * 8).round() / 8 for part in parts]
+        parts = [part.to(dtype) for part in parts]
+        if dtype == torch.float32:
+            parts[0].view(torch.int32)[n // 2] = EMPTY
+        for part in parts:
+            for value in (-0.0, torch.nan, torch.inf, -torch.inf):
+                part[chance.randrange(n)] = value
+            part[: n // 4] = -0.0  # pairs of it are never sent
+            part[n // 4 : n // 2][::3] = -0.0
+        two = ranks > 2 and (size > ONE_SHOT or chance.random() < 0.3)
+        late = i // 2 % ranks if size == 32 and SIZES[i - 1] >= ONE_SHOT else None
+        made.append(Call(two, i % 3 == 0, parts, late))
+    return made
 
 
 def run_rank(rank: int, ranks: int, file: str) -> None:
-    """One rank: several blocks a program, several programs; now and then late."""
-    all_reduce._BLOCK, all_reduce.PROGRAMS = 64, 2
-    part = 2 * CAPACITY + 8 * all_reduce.PROGRAMS * ranks
+    """One rank: several blocks a program, several programs; now and then late. Its results' bytes go to a file.
+
+    Blocks of small sums are tiny: where a large sum was before, a late rank clears for long, and the others have sent
+    the words of the next call before it is done.
+    """
+    two_shots.BLOCK, two_shots.PROGRAMS = 64, 2
+    all_reduce._BLOCKS, all_reduce._PROGRAMS, all_reduce._ONE_SHOT = (8, 256), 4, ONE_SHOT
+    part = PeerAllReduce.nbytes(ranks, CAPACITY)
     memory = torch.from_file(file, shared=True, size=ranks * part, dtype=torch.uint8)
-    data = [memory.data_ptr() + r * part for r in range(ranks)]
-    reduce = PeerAllReduce(rank, data, [d + 2 * CAPACITY for d in data], CAPACITY, torch.device("cpu"))
-    for i, (two, parts) in enumerate(calls(ranks)):
-        if (i + rank) % 5 == 0:
-            time.sleep(0.01)
-        if i % 3:
-            assert torch.equal(reduce(parts[rank].clone(), two), all_reduce_reference(parts)), (rank, i, two)
+    reduce = PeerAllReduce(
+        rank, [memory.data_ptr() + r * part for r in range(ranks)], CAPACITY, torch.device("cpu"), keep=memory
+    )
+    made = calls(ranks)
+    xs = [call.parts[rank].clone() for call in made]
+    residuals = [call.parts[0].flip(0) for call in made]
+    for call, x, residual in zip(made, xs, residuals, strict=True):  # nothing else: who is done begins the next at once
+        if call.late == rank:
+            time.sleep(LATE)
+        if call.add:
+            reduce.add_to(residual, x, call.two_shots)
         else:
-            residual = parts[0] * 2
-            reduce.add_to(residual, parts[rank].clone(), two)
-            torch.testing.assert_close(residual, all_reduce_reference([*parts, parts[0] * 2]))
-    assert reduce.state.tolist() == [2 * (i + 1), 0]
+            reduce(x, call.two_shots)
+    for i, (call, x, residual) in enumerate(zip(made, xs, residuals, strict=True)):
+        assert reduce.takes(x) and call.two_shots in reduce.ways(x)
+        before = call.parts[0].flip(0)
+        expected = all_reduce_reference([*call.parts, before] if call.add else call.parts)
+        # two shots round the sum before they add the residual
+        loose = 2e-2 if call.add and call.two_shots else 0
+        result, other, unchanged = (residual, x, call.parts[rank]) if call.add else (x, residual, before)
+        what = str((rank, i, call.two_shots))
+        torch.testing.assert_close(result, expected, rtol=loose, atol=loose, equal_nan=True, msg=what)
+        assert torch.equal(other.view(torch.uint8), unchanged.view(torch.uint8)), what
+    pushes = sum(not call.two_shots for call in made)
+    assert set(reduce.calls[:, 0].tolist()) == {pushes}
+    assert reduce.waits.tolist() == [2 * (len(made) - pushes), 0]
+    results = [residual if call.add else x for call, x, residual in zip(made, xs, residuals, strict=True)]
+    Path(f"{file}.{rank}").write_bytes(torch.cat([r.view(torch.uint8) for r in results]).numpy().tobytes())
 
 
 def run_ranks(rank: int, folder: str) -> None:
@@ -54,10 +104,14 @@ def run_ranks(rank: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed")
-def test_ranks_sum_to_the_same_bytes_call_after_call(tmp_path: Path) -> None:
+def test_ranks_sum_to_the_same_bytes_call_after_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, then three, in the same processes: to import torch takes longer than the calls."""
+    monkeypatch.setattr(all_reduce, "_ONE_SHOT", ONE_SHOT)
+    monkeypatch.setattr(two_shots, "PROGRAMS", 2)
     for ranks in (2, 3):
-        (tmp_path / str(ranks)).write_bytes(bytes(ranks * (2 * CAPACITY + 8 * 2 * ranks)))
+        memory = torch.empty(PeerAllReduce.nbytes(ranks, CAPACITY), dtype=torch.uint8)
+        PeerAllReduce.clear(memory, ranks, CAPACITY)
+        (tmp_path / str(ranks)).write_bytes(memory.numpy().tobytes() * ranks)
     path = os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p), os.getcwd()])
     env = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = "import sys, test_all_reduce as t; t.run_ranks(int(sys.argv[1]), sys.argv[2])"
@@ -69,17 +123,42 @@ def test_ranks_sum_to_the_same_bytes_call_after_call(tmp_path: Path) -> None:
     ]
     try:
         for process in processes:
-            _, err = process.communicate(timeout=60)
+            _, err = process.communicate(timeout=120)
             assert process.returncode == 0, err
     finally:
         for process in processes:
             process.kill()
             process.wait()
+    for ranks in (2, 3):
+        first, *others = [(tmp_path / f"{ranks}.{rank}").read_bytes() for rank in range(ranks)]
+        assert first and all(other == first for other in others)
+        check_cleared(tmp_path / str(ranks), ranks)
+
+
+def check_cleared(file: Path, ranks: int) -> None:
+    """After n calls the next one's third is empty, and so is the one behind; only the last call's is not."""
+    n = sum(not call.two_shots for call in calls(ranks))
+    one_shot = CAPACITY if ranks == 2 else ONE_SHOT
+    for memory in torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.int32).view(ranks, -1):
+        inbox = memory[: 3 * ranks * one_shot // 4].view(3, -1)
+        empty = [bool((third == EMPTY).all()) for third in inbox]
+        assert empty == [third != (n - 1) % 3 for third in range(3)]
 
 
 def test_what_does_not_fit_is_left_to_others() -> None:
-    reduce = PeerAllReduce(0, [0, 0], [0, 0], 1024, torch.device("cpu"))
+    reduce = PeerAllReduce(0, [0, 0], 1024, torch.device("cpu"))
     assert reduce.takes(torch.zeros(256)) and not reduce.takes(torch.zeros(257))
     assert not reduce.takes(torch.zeros(12)) and not reduce.takes(torch.zeros(16, dtype=torch.int64))
     assert not reduce.takes(torch.zeros(2, 32).t())
     assert not reduce.takes(torch.zeros(17)[1:]) and not reduce.takes(torch.zeros(16, 16)[:, :8])
+
+
+def test_two_shots_are_for_more_than_two_ranks_and_one_shot_with_them_for_small_sums() -> None:
+    two, three = (PeerAllReduce(0, [0] * ranks, 1 << 20, torch.device("cpu")) for ranks in (2, 3))
+    small, large = torch.zeros(1 << 10), torch.zeros(1 << 18)
+    assert two.ways(small) == two.ways(large) == [False]
+    assert three.ways(small) == [False, True] and three.ways(large) == [True]
+    with pytest.raises(ValueError, match=r"4096 bytes over 2 ranks cannot take two shots"):
+        two(small, True)
+    with pytest.raises(ValueError, match=r"1048576 bytes over 3 ranks cannot take one"):
+        three(large, False)

@@ -140,8 +140,9 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
     device = torch.device("cuda", rank)
     peer = PeerAllReduce.create(tp.group, 64 << 20, device)
     generator = torch.Generator(device).manual_seed(rank)
+    weight = torch.zeros(32 << 20, dtype=torch.bfloat16, device=device)  # more than is fetched ahead, and less
     for dtype in (torch.bfloat16, torch.float32):
-        for size in [1 << k for k in range(10, 27)] + [5120 * 2, 5120 * 2 * 33]:
+        for size in [1 << k for k in range(10, 27)] + [5120 * 2, 1 << 24, 5120 * 2 * 33, 64, 1 << 18, 64]:
             x = torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype)
             parts = [torch.empty_like(x) for _ in range(ranks)]
             dist.all_gather(parts, x)
@@ -149,10 +150,13 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
             nccl = x.clone()
             dist.all_reduce(nccl)
             torch.testing.assert_close(nccl, expected, rtol=2e-2, atol=2e-2)
-            for two_shots in (False, True):
+            for two_shots in peer.ways(x):
                 assert torch.equal(peer(x.clone(), two_shots), expected), (dtype, size, two_shots)
+                residual = torch.zeros_like(x)  # so that rounding twice is rounding once
+                assert torch.equal(peer.add_to(residual, x, two_shots, ahead=weight[: size // 2]), expected)
     # an odd number of calls in a graph, other calls between its replays, and one rank that is late
     x, y = torch.zeros(5120, dtype=torch.bfloat16, device=device), torch.ones(4096, device=device)
+    ways = peer.ways(y)
     start = torch.full_like(x, rank + 1)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -165,7 +169,7 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
             time.sleep(0.02)
         graph.replay()
         y.fill_(turn)
-        peer(y, turn % 2 == 0)
+        peer(y, ways[turn % len(ways)])
         assert float(y.min()) == float(y.max()) == turn * ranks
         assert abs(float(x.float().mean()) - (ranks + 1) / 2) < 1e-2
     dist.barrier()

@@ -5,8 +5,17 @@ import pytest
 import torch
 
 from minivllm.kernels import cache_write, decode_inputs, embedding, rms_norm, rotary, silu_mul
+from minivllm.kernels.rms_norm import RowScale
 
 EPS = 1e-6
+
+
+def row_scale(rows, n, device, dtype):
+    """Rows of several sizes, each a slice of a wider one; and the same for the reference, in float32."""
+    x = (torch.randn(rows, n + 24, device=device) * torch.logspace(-1, 1, rows, device=device)[:, None]).to(dtype)[
+        :, :n
+    ]
+    return RowScale(x, 1e-3), RowScale(x.float(), 1e-3)
 
 
 @pytest.mark.parametrize(("rows", "n"), [(1, 64), (7, 100), (33, 1024), (3, 5120)])
@@ -29,6 +38,20 @@ def test_silu_mul_equals_its_reference(where, close, rows, n):
     device, dtype = where
     gate_up = torch.randn(rows, 2 * n, device=device, dtype=dtype)
     close(silu_mul.silu_mul_triton(gate_up), silu_mul.silu_mul_reference(gate_up.float()))
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 48, 16), (5, 1500, 200), (9, 3072, 1024), (3, 8200, 1030)])
+def test_silu_mul_scales_its_rows_first(where, close, rows, n, k):
+    device, dtype = where
+    scale, wide = row_scale(rows, k, device, dtype)
+    gate_up = torch.randn(rows, 2 * n + 16, device=device, dtype=dtype)[:, : 2 * n]
+    close(silu_mul.silu_mul_triton(gate_up, scale), silu_mul.silu_mul_reference(gate_up.float(), wide))
+
+
+def test_a_row_scale_is_what_a_norm_multiplies_by():
+    x, y = torch.randn(5, 40), torch.randn(5, 7)
+    ratio = torch.nn.functional.rms_norm(x, (40,), None, EPS) / x
+    torch.testing.assert_close(RowScale(x, EPS).applied_to(y), y * ratio[:, :1])
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -63,8 +86,9 @@ def test_write_cache_touches_its_slots_and_no_other(where, block_size, heads, di
     ("heads", "kv_heads", "dim", "rot", "norms"),
     [(16, 8, 128, 128, "qk"), (5, 1, 64, 64, ""), (4, 4, 80, 80, "qk"), (8, 2, 64, 32, "q"), (2, 1, 96, 48, "k")],
 )
-@pytest.mark.parametrize("tokens", [1, 6])
-def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, dim, rot, norms, tokens):
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 0), (6, 0), (1, 64), (6, 1000)])
+def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, dim, rot, norms, tokens, hidden):
+    """``hidden``: of the x that scales the rows first; 0: there is none."""
     device, dtype = where
     block_size = 4
     cache, k_cache, v_cache = caches(block_size, kv_heads, dim, device, dtype)
@@ -76,21 +100,35 @@ def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, 
     cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1)
     positions = torch.randint(100, (tokens,), device=device)
     slots = torch.randperm(12 * block_size)[:tokens].to(device)
-    sizes = (heads, kv_heads, dim)
+    sizes, wide_sizes = ((heads, kv_heads, dim),) * 2
+    if hidden:
+        scale, wide_scale = row_scale(tokens, hidden, device, dtype)
+        sizes, wide_sizes = (*sizes, scale), (*sizes, wide_scale)
 
     q = rotary.qk_norm_rope_store_triton(
         qkv, weights["q"], weights["k"], EPS, cos_sin, positions, k_cache, v_cache, slots, *sizes
     )
     wide = {c: None if w is None else w.float() for c, w in weights.items()}
     args = (qkv.float(), wide["q"], wide["k"], EPS, cos_sin, positions)
-    expected = rotary.qk_norm_rope_store_reference(*args, expected_cache[1, 0], expected_cache[1, 1], slots, *sizes)
+    expected = rotary.qk_norm_rope_store_reference(
+        *args, expected_cache[1, 0], expected_cache[1, 1], slots, *wide_sizes
+    )
     close(q, expected)
     close(cache, expected_cache)
     changed = (cache != before).flatten(-2).any(-1)[1]  # (2, blocks, block_size)
     assert changed.sum().item() == 2 * tokens
 
+    at, given = (slots // block_size, slots % block_size), (weights["q"], weights["k"], EPS, cos_sin, positions)
+    for store in (rotary.qk_norm_rope_store_triton, rotary.qk_norm_rope_store_reference):
+        kept = qkv.clone()
+        close(store(kept, *given, k_cache, v_cache, slots, *sizes, keep=True), expected)
+        q_kept, k_kept, v_kept = kept.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+        assert torch.equal(q_kept.flatten(1), qkv[:, : heads * dim])
+        assert torch.equal(k_kept, k_cache[at]) and torch.equal(v_kept, v_cache[at])
+        close(cache, expected_cache)
+
     q, k, v = rotary.qk_norm_rope_triton(qkv, weights["q"], weights["k"], EPS, cos_sin, positions, *sizes)
-    for out, want in zip((q, k, v), rotary.qk_norm_rope_reference(*args, *sizes), strict=True):
+    for out, want in zip((q, k, v), rotary.qk_norm_rope_reference(*args, *wide_sizes), strict=True):
         close(out, want)
 
 

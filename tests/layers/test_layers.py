@@ -108,6 +108,47 @@ def test_a_norm_in_front_of_columns(x: torch.Tensor) -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+def test_a_norm_folded_into_columns(rows: int) -> None:
+    """Twice, and once more after both were loaded again: the product of many rows is left to be scaled."""
+    x, norm = torch.randn(rows, 12) * 3, RMSNorm(12, 1e-2)
+    layer = MergedColumnParallelLinear(12, [8, 4], TensorParallel())
+    before = x.clone()
+    for _ in range(2):
+        load(norm, weight={None: torch.randn(12)})
+        load(layer, weight={0: torch.randn(8, 12), 1: torch.randn(4, 12)})
+        expected = F.linear(F.rms_norm(x, (12,), norm.weight, 1e-2), layer.weight)
+        for _ in range(2):
+            layer.fold(norm)
+            assert torch.equal(norm.weight, torch.ones(12))
+            torch.testing.assert_close(layer.after_norm(x, norm), expected)
+            got, scale = layer.unscaled(x, norm)
+            assert (scale is None) == (rows <= 16)
+            torch.testing.assert_close(got if scale is None else scale.applied_to(got), expected)
+    assert torch.equal(x, before)
+
+
+def test_what_is_not_folded_is_left_to_no_one(x: torch.Tensor) -> None:
+    norm, layer = RMSNorm(12, 1e-5), ColumnParallelLinear(12, 8, TensorParallel())
+    load(norm, weight={None: torch.randn(12)})
+    load(layer, weight={None: torch.randn(8, 12)})
+    x = x.repeat(10, 1)
+    got, scale = layer.unscaled(x, norm)
+    assert scale is None and torch.equal(got, layer.after_norm(x, norm))
+    with pytest.raises(ValueError, match="bias would be scaled"):
+        ColumnParallelLinear(12, 8, TensorParallel(), bias=True).fold(norm)
+
+
+def test_folded_rounds_the_weight_once() -> None:
+    norm, layer = RMSNorm(64, 1e-5), ColumnParallelLinear(64, 32, TensorParallel())
+    weight, g = torch.randn(32, 64).bfloat16(), torch.randn(64).bfloat16()
+    layer.bfloat16(), norm.bfloat16()
+    load(norm, weight={None: g})
+    load(layer, weight={None: weight})
+    layer.fold(norm)
+    assert torch.equal(layer.weight, (weight.double() * g.double()).bfloat16())
+
+
 @pytest.mark.parametrize("heads,kv_heads", [(8, 8), (8, 4), (8, 2), (8, 1)])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_each_rank_has_its_heads_and_the_kv_heads_they_read(
