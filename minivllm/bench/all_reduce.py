@@ -1,8 +1,6 @@
 """Times the all-reduce alone, NCCL beside our one and two shots: ``python -m minivllm.bench.all_reduce [--ranks N]``.
 
 Each time is that of a CUDA graph of many calls in a row, divided by them, the slowest rank's. It starts its own ranks.
-``--ahead`` times a sum with the product of one row and a weight of 32 MiB behind it, as a decoder has them: without and
-with that weight fetched during the sum.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -21,11 +18,9 @@ from minivllm.bench.table import show
 from minivllm.core.parallel import TensorParallel
 from minivllm.executors.group import join, open_store
 from minivllm.kernels.all_reduce import PeerAllReduce
-from minivllm.kernels.skinny_linear import linear
 
 SIZES = [1 << k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
 _CALLS, _REPEATS = 20, 20
-_WEIGHTS, _WIDTH = 8, 4096  # weights of 32 MiB, in turns: more than L2 keeps from one call to the next
 
 
 def time_of(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
@@ -51,20 +46,7 @@ def time_of(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
     return start.elapsed_time(end) / 1e3 / _CALLS / _REPEATS
 
 
-def with_product(peer: PeerAllReduce, device: torch.device, ahead: bool) -> Callable[[torch.Tensor], object]:
-    """A sum with a product of one row behind it."""
-    row = torch.zeros(1, _WIDTH, dtype=torch.bfloat16, device=device)
-    weights = cycle([torch.zeros(_WIDTH, _WIDTH, dtype=row.dtype, device=device) for _ in range(_WEIGHTS)])
-
-    def call(x: torch.Tensor) -> None:
-        weight = next(weights)
-        peer.add_to(x, x, ahead=weight if ahead else None)
-        linear(row, weight)
-
-    return call
-
-
-def run_rank(rank: int, ranks: int, port: int, ahead: bool) -> None:
+def run_rank(rank: int, ranks: int, port: int) -> None:
     tp = join("cuda", rank, rank, ranks, "127.0.0.1", port)
     device = torch.device("cuda", rank)
     peer = PeerAllReduce.create(tp.group, max(SIZES), device)
@@ -75,9 +57,6 @@ def run_rank(rank: int, ranks: int, port: int, ahead: bool) -> None:
     }
     if ranks > 2:
         calls["two shots"] = lambda x: peer(x, True)
-    if ahead:
-        calls["and a product"] = with_product(peer, device, ahead=False)
-        calls["ahead"] = with_product(peer, device, ahead=True)
     rows = []
     for size in SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
@@ -85,9 +64,8 @@ def run_rank(rank: int, ranks: int, port: int, ahead: bool) -> None:
         times = torch.tensor([time_of(call, x) if fits[name] else 0.0 for name, call in calls.items()], device=device)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         us = {name: t * 1e6 for name, t in zip(calls, times.tolist(), strict=True) if fits[name]}
-        alone = min(us[name] for name in us if name in ("NCCL", "one shot", "two shots"))
         cells = [f"{us[name]:.1f}" if name in us else "–" for name in calls]
-        rows.append([_bytes(size), *cells, f"{size / alone / 1e3:.0f}"])
+        rows.append([_bytes(size), *cells, f"{size / min(us.values()) / 1e3:.0f}"])
     if rank == 0:
         title = f"all-reduce of bfloat16 over {ranks} {torch.cuda.get_device_name()}, µs a call"
         show(title, ["size", *calls, "best, GB/s"], rows)
@@ -103,17 +81,15 @@ def _bytes(size: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--ahead", action="store_true", help="also a product behind the sum, its weight fetched or not")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank is not None:
-        return run_rank(args.rank, args.ranks, args.port, args.ahead)
+        return run_rank(args.rank, args.ranks, args.port)
     if torch.cuda.device_count() < args.ranks:
         sys.exit(f"--ranks {args.ranks} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
     store = open_store("127.0.0.1")
     command = [sys.executable, "-m", "minivllm.bench.all_reduce", "--ranks", str(args.ranks), "--port", str(store.port)]
-    command += ["--ahead"] * args.ahead
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.ranks)]
     try:
         codes = [rank.wait(300) for rank in ranks]

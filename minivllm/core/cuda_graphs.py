@@ -32,15 +32,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [n for n in (1, 2, 4) if n < max_num_seqs or n == 1] + list(range(8, top + 1, 8))
 
 
-def capture_graph(
-    run: Callable[[], torch.Tensor], pool: Any, side: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """``run`` as a graph, and the tensor that holds its result after a replay. It is run once before, on ``side``:
-    what it needs is compiled outside the capture."""
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
+def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """``run`` as a graph, and the tensor that holds its result after a replay. It is run once before: what it needs is
+    compiled outside the capture. (On the same stream: for each other one cuBLAS would keep 32 MiB for ever.)"""
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
@@ -80,10 +75,9 @@ class DecodeGraphs:
                     self._prepare(self._plans[size], self._ones[:size], None)
                     self._step(size)
         pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
         for size in reversed(self.sizes):
             self._prepare(self._plans[size], self._ones[:size], None)
-            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), pool, side)
+            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), pool)
         self.runner.num_computed.zero_()
         self.runner.last_token.zero_()
 

@@ -34,13 +34,10 @@ class TensorParallel:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def all_reduce_add(
-        self, residual: torch.Tensor, x: torch.Tensor, ahead: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add the sum of ``x`` over the ranks to ``residual``, in place; returns it. ``x`` is not to be read again.
-        ``ahead``: the weight that is read next, which may be brought near meanwhile."""
+    def all_reduce_add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Add the sum of ``x`` over the ranks to ``residual``, in place; returns it. ``x`` is not to be read again."""
         if self.peer is not None and self.peer.takes(x) and self.peer.takes(residual):
-            return self.peer.add_to(residual, x, ahead=ahead)
+            return self.peer.add_to(residual, x)
         return residual.add_(self.all_reduce(x))
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

@@ -89,13 +89,13 @@ class PromptGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory."""
-        pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        pool = torch.cuda.graph_pool_handle()
         keys = [(size, False) for size in reversed(self.sizes)]
         for key in [(self.full, True), *keys] if self.full else keys:
             self._rehearse(*key)
             if key[1] and not self.runner.attention.fresh_prompts:
                 continue  # such steps are like any other to this backend
-            self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key[0]), pool, side)
+            self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key[0]), pool)
 
     def _rehearse(self, size: int, whole: bool) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""

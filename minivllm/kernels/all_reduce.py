@@ -4,7 +4,7 @@ One shot: every rank writes its x into all others' inboxes, polls its own until 
 order of the ranks, so that every rank gets the same bytes. No flags and no fences: data is its own flag, as in NCCL's
 LL protocol, and as in TensorRT-LLM's "Lamport" all-reduce an inbox is full of what is never sent. Larger x on more than
 two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for a few rows the
-time is that of the way there, a few µs, in which memory brings in the weight that is read next (``ahead``).
+time is that of the way there, 2 µs.
 
 Memory, of the same layout on each rank:
 # inbox (3, ranks, one_shot) bytes: from whom; calls take turns. At the start, and again after use, all EMPTY
@@ -35,8 +35,6 @@ import torch
 
 from minivllm.kernels import two_shots as twice
 from minivllm.kernels._triton import cdiv, tl, triton
-from minivllm.kernels.fetch_ahead import ALIGN, bytes_ahead
-from minivllm.kernels.fetch_ahead import fetch_ahead as _fetch_ahead
 from minivllm.kernels.pdl import use_pdl
 
 # Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. A zero is sent in its place: sums begin with 0.0, so for
@@ -46,8 +44,8 @@ _EMPTY = tl.constexpr(EMPTY)
 _ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
 _PROGRAMS = 128  # at most; a power of two
 _BLOCKS = 1024, 4096  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
-_ASKING = 32  # programs of a call that fetches ahead, at least: a few multiprocessors ask for less than memory can give
 _WARPS = 8
+_ALIGN = 16  # bytes
 
 
 @triton.jit
@@ -88,19 +86,16 @@ def _plus(a, b):
     return total
 
 
-@triton.jit(do_not_specialize=["capacity4", "n4", "ahead_size"])
+@triton.jit(do_not_specialize=["capacity4", "n4"])
 def _push_kernel(
-    x, out, inboxes, calls, ahead, capacity4, n4, ahead_size,
-    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    ADD: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr, BLOCK: tl.constexpr,
+    x, out, inboxes, calls, capacity4, n4,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
     # take every so many blocks.
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD:
-        _fetch_ahead(ahead, ahead_size, THREADS)
     TYPE: tl.constexpr = x.dtype.element_ty
     inbox = _address(inboxes, RANK, tl.int32)
     theirs = ()
@@ -211,7 +206,7 @@ class PeerAllReduce:
     def takes(self, x: torch.Tensor) -> bool:
         """Whether ``x`` fits, in size and kind."""
         fits = x.nbytes <= self.limit and x.numel() % 8 == 0
-        return fits and x.is_contiguous() and x.dtype in _DTYPES and x.data_ptr() % ALIGN == 0
+        return fits and x.is_contiguous() and x.dtype in _DTYPES and x.data_ptr() % _ALIGN == 0
 
     def ways(self, x: torch.Tensor) -> list[bool]:
         """What ``two_shots`` may be for ``x``, which ``takes`` accepted."""
@@ -219,46 +214,32 @@ class PeerAllReduce:
 
     def __call__(self, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
         """Sum ``x``, which ``takes`` accepted, over the ranks in place; returns it. ``two_shots``: one of ``ways``."""
-        return self._launch(x, x, two_shots, None, add=False)
+        return self._launch(x, x, two_shots, add=False)
 
-    def add_to(
-        self,
-        residual: torch.Tensor,
-        x: torch.Tensor,
-        two_shots: bool | None = None,
-        ahead: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
         """Add the sum of ``x`` over the ranks to ``residual``, in place, rounded once; ``takes`` accepted both, of one
-        dtype. Returns residual; x stays as it was. ``ahead``: a weight, which no kernel writes, to bring into L2."""
-        return self._launch(x, residual, two_shots, ahead, add=True)
+        dtype. Returns residual; x stays as it was."""
+        return self._launch(x, residual, two_shots, add=True)
 
-    def _launch(
-        self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, ahead: torch.Tensor | None, add: bool
-    ) -> torch.Tensor:
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, add: bool) -> torch.Tensor:
         two = x.nbytes > self.one_shot if two_shots is None else two_shots
         if two not in self.ways(x):
             raise ValueError(f"{x.nbytes} bytes over {self.ranks} ranks cannot take {'two shots' if two else 'one'}")
         if not x.numel():
             return out
-        size = bytes_ahead(ahead) if self.pdl else 0
-        weight = ahead if size else x
-        least = _ASKING if size else 1
-        same = {"ADD": add, "AHEAD": size > 0, "THREADS": 32 * _WARPS, "PDL": self.pdl}
-        launch = {"num_warps": _WARPS, "launch_pdl": self.pdl}
+        same = {"RANKS": self.ranks, "ADD": add, "PDL": self.pdl, "num_warps": _WARPS, "launch_pdl": self.pdl}
         if two:
             n, block = x.numel(), twice.BLOCK
-            programs = min(max(cdiv(n, block), least), twice.PROGRAMS)
-            twice.two_shots_kernel[(programs,)](
-                x, out, self.data, self.flags, self.waits, weight, self.rank, self.capacity // x.element_size() // 8,
-                n // 8, size, RANKS=self.ranks, BLOCK=block, **same, **launch,
+            twice.two_shots_kernel[(min(cdiv(n, block), twice.PROGRAMS),)](
+                x, out, self.data, self.flags, self.waits, self.rank, self.capacity // x.element_size() // 8, n // 8,
+                BLOCK=block, **same,
             )  # fmt: skip
         else:
             words = x.nbytes // 4
             block = _BLOCKS[words > _BLOCKS[0] * _PROGRAMS]
-            programs = min(max(cdiv(words, block), least), _PROGRAMS)
-            _push_kernel[(programs,)](
-                x, out, self.inboxes, self.calls, weight, self.one_shot // 16, words // 4, size,
-                RANK=self.rank, RANKS=self.ranks, ROWS=_PROGRAMS, BLOCK=block, **same, **launch,
+            _push_kernel[(min(cdiv(words, block), _PROGRAMS),)](
+                x, out, self.inboxes, self.calls, self.one_shot // 16, words // 4,
+                RANK=self.rank, ROWS=_PROGRAMS, BLOCK=block, **same,
             )  # fmt: skip
         return out
 

@@ -314,19 +314,19 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
-    """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values. With these
-    about three programs fit a multiprocessor, and some rows are not cut into more than run at once.
+    """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values. About three
+    programs with these fit a multiprocessor, and some rows are cut into about as many as run at once.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
     block_n = min(max((32 << 10) // padded, 16), 128)
     small = block_n * padded < 32 << 10
-    programs = 2 if _FEW_ROWS < rows <= _SOME_ROWS and not small else 4
+    some = _FEW_ROWS < rows <= _SOME_ROWS
     return DecodeConfig(
         block_n,
         num_warps=4,
         num_stages=3 if small else 2,
-        programs=programs * num_sms,
-        min_tiles=1,
+        programs=(3 if some and not small else 4) * num_sms,
+        min_tiles=2 if some and not small else 1,
         peel=rows <= _SOME_ROWS,
     )
 

@@ -341,9 +341,8 @@ def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, nu
     """n: features of the output, so half the weight's rows if gated."""
     width = 2 if gated else 1
     if rows > 4 and dtype != torch.float16:  # x * norm_weight may not fit a float16
-        warps = 4 if n >= 4096 else 8
-        steps = cdiv(k, warps * 128)
-        return SkinnyConfig(0, warps, steps) if steps * width <= 4 else SkinnyConfig(0, warps, 2, slice=64)
+        slice_ = 64 if gated else 128
+        return SkinnyConfig(0, 4, min(cdiv(k, 4 * slice_), 4), slice=slice_)
     steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load a lane each
     if steps > 16 and not gated:  # two features a warp, a few loads of each at a time
         return SkinnyConfig(2, 4, next(d for d in range(5, 0, -1) if steps % d == 0))

@@ -12,7 +12,6 @@ between, and a peer begins a call when its last one is complete. The last progra
 """
 
 from minivllm.kernels._triton import tl, triton
-from minivllm.kernels.fetch_ahead import fetch_ahead
 
 PROGRAMS = 64  # at most; all of a call's run at the same time
 BLOCK = 2048  # elements that a program takes at once
@@ -37,19 +36,15 @@ def _part(data, rank, TYPE: tl.constexpr):
     return tl.multiple_of(tl.load(data + rank).to(tl.pointer_type(TYPE)), 16)
 
 
-@triton.jit(do_not_specialize=["rank", "capacity8", "n8", "ahead_size"])
+@triton.jit(do_not_specialize=["rank", "capacity8", "n8"])
 def two_shots_kernel(
-    x, out, data, flags, state, ahead, rank, capacity8, n8, ahead_size,
-    RANKS: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, out, data, flags, state, rank, capacity8, n8,
+    RANKS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
     # take every so many blocks.
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD:
-        fetch_ahead(ahead, ahead_size, THREADS)
-    if PDL:
         tl.extra.cuda.gdc_wait()
     # n and the capacity, in elements, come divided by 8, so that the compiler sees that 16 bytes can be moved at once.
     TYPE: tl.constexpr = x.dtype.element_ty

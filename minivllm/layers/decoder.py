@@ -14,7 +14,6 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.layers.ahead import link_ahead
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -114,8 +113,6 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        if tp.size > 1:
-            link_ahead(self.layers)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place

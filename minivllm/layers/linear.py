@@ -153,19 +153,9 @@ class RowParallelLinear(LinearBase):
         held = out_features if tp.rank == 0 else 0
         self.bias = sharded_parameter((out_features,), {None: Piece((out_features,), size=held)}) if bias else None
         self._add = self._add_whole if tp.size == 1 else self._add_part
-        self._next: tuple[LinearBase, ...] = ()  # in a tuple, for it is no part of this module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(linear(x, self.weight, self.bias))
-
-    @property
-    def ahead(self) -> torch.Tensor | None:
-        """The weight that is read next, for ``all_reduce_add`` to bring near. Asked each time: loading replaces it."""
-        return self._next[0].weight if self._next else None
-
-    def is_followed_by(self, linear: LinearBase) -> None:
-        """``linear``'s weight is read next (``link_ahead``)."""
-        self._next = (linear,)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual + self(x)``, in place of residual (t, out), which every rank holds whole."""
@@ -175,7 +165,7 @@ class RowParallelLinear(LinearBase):
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias), self.ahead)
+        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
