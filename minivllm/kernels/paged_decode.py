@@ -14,6 +14,7 @@ last merges them: no second launch.
 whose item ends a context also its new key, which it writes into the cache, with the value, and uses from registers.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -313,25 +314,27 @@ class DecodeConfig:
     peel: bool = False  # hold the first tile in registers, loaded while the kernel before still runs, where that may be
 
 
+_ROWS = 4, 16, 192  # up to so many rows the first configuration is taken, the second, the third; beyond, the last
+
+
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
-    """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values. About three
-    programs with these fit a multiprocessor, and some rows are cut into about as many as run at once.
+    """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values; of a quarter
+    of that for many rows, whose contexts may be short. Some rows are cut into little more than two a multiprocessor.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
+    if rows > _ROWS[2]:
+        return DecodeConfig(min(max((8 << 10) // padded, 16), 64), num_warps=4, num_stages=3, programs=4 * num_sms)
     block_n = min(max((32 << 10) // padded, 16), 128)
     small = block_n * padded < 32 << 10
-    some = _FEW_ROWS < rows <= _SOME_ROWS
+    programs = 2 if _ROWS[0] < rows <= _ROWS[1] and not small else 4
     return DecodeConfig(
         block_n,
         num_warps=4,
         num_stages=3 if small else 2,
-        programs=(3 if some and not small else 4) * num_sms,
-        min_tiles=2 if some and not small else 1,
-        peel=rows <= _SOME_ROWS,
+        programs=programs * num_sms,
+        min_tiles=1,
+        peel=rows <= _ROWS[1],
     )
-
-
-_FEW_ROWS, _SOME_ROWS = 4, 16
 
 
 class DecodeWorkspace:
@@ -355,11 +358,11 @@ class DecodeWorkspace:
     ) -> None:
         device = torch.device(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        self._configs = [config or decode_config(head_dim, dtype, sms, n) for n in (1, _FEW_ROWS + 1, _SOME_ROWS + 1)]
+        self._configs = [config or decode_config(head_dim, dtype, sms, n + 1) for n in (0, *_ROWS)]
         self.window, self._kv_heads, self._max_len = window or 0, num_kv_heads, max_len
         self.block_b = max(next_power_of_2(max_seqs), 16)
-        most = max(n + self.extra(n) for n in {1, _FEW_ROWS, _FEW_ROWS + 1, _SOME_ROWS, _SOME_ROWS + 1, max_seqs})
-        most = max(most, max_seqs)
+        ends = {1, max_seqs, *_ROWS, *(n + 1 for n in _ROWS)}
+        most = max(n + self.extra(n) for n in ends if n <= max_seqs)
         self.items = torch.zeros((most, ITEM), dtype=torch.int32, device=device)
         self.partial = torch.zeros((most, num_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((most, num_heads), dtype=torch.float32, device=device)
@@ -367,7 +370,7 @@ class DecodeWorkspace:
         self.pdl = use_pdl(device)
 
     def config(self, rows: int) -> DecodeConfig:
-        return self._configs[0 if rows <= _FEW_ROWS else 1 if rows <= _SOME_ROWS else 2]
+        return self._configs[bisect_left(_ROWS, rows)]
 
     def extra(self, rows: int) -> int:
         """How many items there may be beyond one a row."""

@@ -28,6 +28,7 @@ from minivllm.kernels.rms_norm import RowScale, rms_norm
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
+MAX_UNSCALED_ROWS = 1024
 _LANES = 32
 _FEATURES = tl.constexpr(16)  # of a program of the matrix kernel: the tensor cores' M
 
@@ -520,8 +521,8 @@ def norm_linear_unscaled(
     folded: bool = False,
 ) -> tuple[torch.Tensor, RowScale | None]:
     """``norm_linear``, and what its rows are still to be multiplied by. ``folded``: norm_weight is ones and there is no
-    bias, so that many rows need no kernel for the norm."""
-    if folded and x.shape[0] > MAX_ROWS:
+    bias, so that many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
+    if folded and MAX_ROWS < x.shape[0] <= MAX_UNSCALED_ROWS:
         return F.linear(x, weight), RowScale(x, eps)
     return norm_linear(x, norm_weight, eps, weight, bias), None
 
