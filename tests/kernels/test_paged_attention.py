@@ -66,7 +66,7 @@ def test_decode_of_head_groups_and_sizes(where, close, heads, kv_heads, dim):
 
 
 def test_decode_cuts_long_contexts_and_merges_them(where, close):
-    space = run_decode(where, close, [700, 1, 33], 4, 2, 32, 16, block_n=16)
+    space = run_decode(where, close, [700, 1, 33], 4, 2, 32, 16, block_n=16, min_tiles=2)
     rows = space.items[:, 0].tolist()
     assert rows.count(0) > 4
     assert rows.count(1) == rows.count(2) == 1
