@@ -167,7 +167,7 @@ def _qk_norm_rope_kernel(
                 tl.store(source + KV * D + d, value, mask=value_mask)
 
 
-def _launch(
+def qk_norm_rope_store_triton(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
@@ -180,9 +180,10 @@ def _launch(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    scale: RowScale | None,
+    scale: RowScale | None = None,
     keep: bool = False,
 ) -> torch.Tensor:
+    """Without a slot_mapping, k (and v if scaled) go to "caches" of one slot a token, (t, 1, kv heads, head_dim)."""
     t, rot = qkv.shape[0], cos_sin.shape[1]
     q = torch.empty((t, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not t:
@@ -235,40 +236,6 @@ def _launch(
     return q
 
 
-def qk_norm_rope_store_triton(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: RowScale | None = None,
-    keep: bool = False,
-) -> torch.Tensor:
-    return _launch(
-        qkv,
-        q_weight,
-        k_weight,
-        eps,
-        cos_sin,
-        positions,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        scale,
-        keep,
-    )
-
-
 def qk_norm_rope_triton(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
@@ -284,7 +251,9 @@ def qk_norm_rope_triton(
     t = qkv.shape[0]
     made = torch.empty((1 if scale is None else 2, t, 1, num_kv_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     k, v = made[0], made[-1]
-    q = _launch(qkv, q_weight, k_weight, eps, cos_sin, positions, k, v, None, num_heads, num_kv_heads, head_dim, scale)
+    q = qk_norm_rope_store_triton(
+        qkv, q_weight, k_weight, eps, cos_sin, positions, k, v, None, num_heads, num_kv_heads, head_dim, scale
+    )
     if scale is None:
         v = qkv[:, None, (num_heads + num_kv_heads) * head_dim :].unflatten(2, (num_kv_heads, head_dim))
     return q, k[:, 0], v[:, 0]
