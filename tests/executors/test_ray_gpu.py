@@ -21,7 +21,7 @@ OPTIONS = {"dtype": "float32", "attention": "triton", "max_num_seqs": 8, "gpu_me
 
 @pytest.fixture(scope="module")
 def app() -> Iterator[None]:
-    ray.init(num_gpus=GPUS, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_gpus=GPUS, include_dashboard=False, log_to_driver=False)
     data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()
