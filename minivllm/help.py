@@ -19,6 +19,7 @@ Examples
   minivllm model.path=DIR attention=torch              a checkpoint folder in Hugging Face's layout
   minivllm model=qwen3-8b load_format=dummy            random weights from the published shape; no download
   minivllm chat                                        talk with the demo model
+  minivllm serve model=qwen3 port=8000                 OpenAI's API on http://127.0.0.1:8000/v1
   minivllm bench workload=mixed model=qwen3 load_format=dummy
   minivllm bench -m attention=torch,triton tp=1,2      every combination: a table, files and report.html
   minivllm bench -m sweep.resume=DIR                   what an interrupted one lacks
@@ -38,6 +39,7 @@ changed from there.
 """
 _ENVIRONMENT = """\
 Environment
+  MINIVLLM_API_KEY=KEY         serve: what clients must send, unless api_key= says
   MINIVLLM_DEBUG=1             a traceback with each error
   MINIVLLM_DISABLE_PLUGINS=a,b leave out these plugins (or packages); all: every one but the built-in
   MINIVLLM_STRICT_PLUGINS=1    a plugin with a problem is an error

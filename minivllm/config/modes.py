@@ -65,7 +65,17 @@ class ChatOptions(SamplingOptions):
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    pass
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_model_name: str | None = None
+    max_waiting: int | None = None
+    shutdown_timeout: float = 30.0
+    log_requests: bool = False
+
+    def __post_init__(self) -> None:
+        if self.port > 65535:
+            raise ConfigError(f"port={self.port} is out of range: 0 to 65535")
 
 
 @dataclass(frozen=True, slots=True)

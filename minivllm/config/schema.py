@@ -166,7 +166,20 @@ class ChatSchema(SamplingSchema):
 
 @dataclass
 class ServeSchema(EngineSchema):
-    pass
+    host: str = key("127.0.0.1", "the address to listen on; 0.0.0.0: all of this machine's", text=True)
+    port: int = key(8000, "its port, up to 65535; 0: any free one", ge=0)
+    api_key: str | None = key(
+        None, "what clients must send as a bearer token; null: $MINIVLLM_API_KEY, or nothing if that is not set",
+        text=True,
+    )  # fmt: skip
+    served_model_name: str | None = key(
+        None, "what clients call the model; null: its option, repository or folder", text=True
+    )
+    max_waiting: int | None = key(
+        None, "requests that may wait beyond scheduler.max_num_seqs; more are refused (503). null: no limit", ge=0
+    )
+    shutdown_timeout: float = key(30.0, "seconds that running requests get to end after Ctrl-C or SIGTERM", ge=0)
+    log_requests: bool = key(False, "one line a request on standard error")
 
 
 @dataclass

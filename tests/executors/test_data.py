@@ -26,7 +26,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 @pytest.fixture(scope="module")
 def app() -> Iterator[None]:
     """A program that uses Ray already."""
-    ray.init("local", num_cpus=3, num_gpus=0, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False)
+    ray.init(
+        "local", num_cpus=3, num_gpus=0, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False
+    )
     data.DataContext.get_current().enable_progress_bars = False
     yield
     ray.shutdown()

@@ -1,0 +1,259 @@
+"""The server's routes, OpenAI's and vLLM's: each a few lines between ``protocol``, ``AsyncEngine`` and ``replies``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from minivllm.errors import EngineDeadError
+from minivllm.serve.async_engine import Aborted, AsyncEngine, Generation
+from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
+from minivllm.serve.metrics import registry_of
+from minivllm.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    Conversation,
+    Detokenize,
+    GenerationBody,
+    Tokenize,
+)
+from minivllm.serve.replies import Answer, ChatReply, CompletionReply, Reply
+from minivllm.version import __version__
+
+T = TypeVar("T")
+_OPEN = ("/health", "/version", "/metrics")  # without a key: they tell nothing that anybody said
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """``root`` is where the model came from; ``max_waiting`` None is without limit."""
+
+    model_name: str
+    root: str
+    api_key: str | None = None
+    max_waiting: int | None = None
+
+
+def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
+    """The ASGI application; it starts and stops ``engine`` with its own lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        engine.stop()
+        server.tokenizing.shutdown(wait=False)
+
+    server = Server(engine, options)
+    app = FastAPI(title="minivllm", version=__version__, lifespan=lifespan)
+    app.post("/v1/completions")(server.completions)
+    app.post("/v1/chat/completions")(server.chat)
+    app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name:path}")(server.one_model)
+    app.post("/tokenize")(server.tokenize)
+    app.post("/detokenize")(server.detokenize)
+    app.get("/health")(server.health)
+    app.get("/version")(server.version)
+    app.get("/metrics")(server.metrics)
+    install_error_handlers(app, tuple(ChatBody.model_fields | CompletionBody.model_fields))
+    if options.api_key is not None:
+        app.add_middleware(KeyCheck, api_key=options.api_key)
+    return app
+
+
+class Server:
+    """The endpoints and what they share."""
+
+    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+        self.engine, self.options = engine, options
+        self.tokenizer = engine.engine.tokenizer
+        self.started = int(time.time())
+        self.registry = registry_of(engine, options.model_name)
+        # One thread: a long prompt holds up other prompts, not the tokens of those that run.
+        self.tokenizing = ThreadPoolExecutor(1, "minivllm-tokenizer")
+
+    # ------------------------------------------------------------------ generating
+
+    async def completions(self, body: CompletionBody, request: Request) -> Response:
+        self._check_model(body.model)
+        prompts = []
+        for prompt in body.prompts():
+            if isinstance(prompt, str):
+                ids = await self._encode(self.tokenizer.encode, prompt, add_special_tokens=body.add_special_tokens)
+                prompts.append({"prompt": prompt, "prompt_token_ids": ids})
+            else:
+                prompts.append({"prompt_token_ids": prompt})
+        return await self._answer(CompletionReply, body, prompts, request)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        self._check_model(body.model)
+        prompt = {"prompt_token_ids": await self._conversation(body)}
+        return await self._answer(ChatReply, body, [prompt], request, top_logprobs=body.top_logprobs or 0)
+
+    async def _answer(
+        self, kind: type[Reply], body: GenerationBody, prompts: list[dict[str, Any]], request: Request, **more: Any
+    ) -> Response:
+        params = body.sampling_params()
+        there, most = self.engine.num_requests, self.engine.engine.config.scheduler.max_num_seqs
+        if self.options.max_waiting is not None and there >= most + self.options.max_waiting:
+            said = f"{there} requests run or wait: {most} may run, and max_waiting={self.options.max_waiting}"
+            raise ClientError(f"{said}; try again later", status=503, code="overloaded")
+        reply_id = f"{kind.name}-{uuid.uuid4().hex}"
+        names = [f"{reply_id}-{i}" for i in range(len(prompts))]
+        reply = kind(reply_id, self.options.model_name, names, params.n, body.include_usage, **more)
+        generation = await self.engine.generate(
+            names, prompts, params, cache_salt=body.cache_salt, priority=body.priority
+        )
+        if body.stream:
+            return EventStream(generation, reply)
+        watcher = asyncio.create_task(_abort_when_gone(request, generation))
+        try:
+            answer = reply.whole([output async for output in generation])
+        finally:
+            watcher.cancel()
+            generation.abort()
+        return Response(answer.json_bytes(), media_type="application/json")
+
+    # ------------------------------------------------------------------ tokens
+
+    async def tokenize(self, body: Tokenize) -> dict[str, Any]:
+        self._check_model(body.model)
+        if body.prompt is None:
+            tokens = await self._conversation(body)
+        else:
+            tokens = await self._encode(self.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": self.engine.engine.max_model_len, "tokens": tokens}
+
+    async def detokenize(self, body: Detokenize) -> dict[str, str]:
+        self._check_model(body.model)
+        vocab = self.engine.engine.model_config.vocab_size
+        if wrong := [token for token in body.tokens if not 0 <= token < vocab]:
+            said = f"tokens: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
+            raise ClientError(said, param="tokens")
+        return {"prompt": await self._encode(self.tokenizer.decode, body.tokens, skip_special_tokens=False)}
+
+    async def _conversation(self, body: Conversation) -> list[int]:
+        if not body.messages:
+            raise ClientError("messages: a conversation has at least one", param="messages")
+        variables = body.chat_template_kwargs or {}
+        template = self.tokenizer.apply_chat_template
+        own = inspect.signature(self.tokenizer.hf_tokenizer.apply_chat_template).parameters
+        if taken := variables.keys() & own.keys():
+            said = (
+                f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there; only a template's variables can"
+            )
+            raise ClientError(said, param="chat_template_kwargs")
+        messages = [message.as_text() for message in body.messages]
+        try:
+            return await self._encode(
+                template, messages, add_generation_prompt=body.add_generation_prompt, **variables
+            )  # fmt: skip
+        except (TemplateError, TypeError) as error:
+            raise ClientError(f"the chat template refuses this: {error}", param="messages") from error
+
+    async def _encode(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
+
+    # ------------------------------------------------------------------ about the server
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._model()]}
+
+    async def one_model(self, name: str) -> dict[str, Any]:
+        self._check_model(name)
+        return self._model()
+
+    async def health(self) -> Response:
+        self.engine.check()
+        return Response()
+
+    async def version(self) -> dict[str, str]:
+        return {"version": __version__}
+
+    async def metrics(self) -> Response:
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.options.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "minivllm",
+            "root": self.options.root,
+            "max_model_len": self.engine.engine.max_model_len,
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        ours = self.options.model_name
+        if name is not None and name != ours:
+            said = f"there is no model {name!r} here; this server has {ours!r}"
+            raise ClientError(said, status=404, param="model", code="model_not_found")
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, the generation ends with it."""
+
+    def __init__(self, generation: Generation, reply: Reply) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(generation, reply), media_type="text/event-stream", headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.abort()
+
+    async def _events(self, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
+        if first := b"".join(map(_event, reply.first_chunks())):
+            yield first
+        try:
+            async for output in generation:
+                if new := b"".join(map(_event, reply.chunks(output))):
+                    yield new
+        except EngineDeadError as error:  # too late for a status
+            yield b"data: " + bytes(JSONResponse(error_body(str(error), 503, code="engine_dead")).body) + b"\n\n"
+            return
+        except Aborted:
+            return
+        yield b"".join(map(_event, reply.last_chunks())) + b"data: [DONE]\n\n"
+
+
+def _event(chunk: Answer) -> bytes:
+    return b"data: " + chunk.json_bytes() + b"\n\n"
+
+
+async def _abort_when_gone(request: Request, generation: Generation) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.abort()
+
+
+class KeyCheck:
+    """401 for what comes without ``Authorization: Bearer KEY``, before its body is read."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app, self._wanted = app, b"Bearer " + api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self._wanted):
+                said = "the key is wrong" if given else "this server wants the header Authorization: Bearer KEY"
+                app = error_response(ClientError(said, status=401, code="invalid_api_key"))
+        await app(scope, receive, send)

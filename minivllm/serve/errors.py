@@ -1,0 +1,91 @@
+"""What a client gets when something is wrong: OpenAI's error object, and the status that goes with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from minivllm.errors import EngineDeadError, RequestError
+from minivllm.serve.async_engine import Aborted
+
+_GONE = 499  # nobody reads it: the client has hung up
+_RETRY = {"Retry-After": "1"}
+_FIRST_WORD = re.compile(r"(?:prompt \d+: )?([a-z_]+)(?:=|: )")
+
+
+class ClientError(Exception):
+    """A request that is answered with an error. ``param`` is the field that is wrong."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse:
+    """``fields``: a RequestError whose message begins with one of these names it as ``param``."""
+    status, param, code, headers = 500, None, None, None
+    message = str(error)
+    if isinstance(error, ClientError):
+        status, param, code = error.status, error.param, error.code
+    elif isinstance(error, RequestError):
+        begins = _FIRST_WORD.match(message)
+        status, param = 400, begins[1] if begins and begins[1] in fields else None
+    elif isinstance(error, EngineDeadError):
+        status, code = 503, "engine_dead"
+    elif isinstance(error, Aborted):
+        status, message = _GONE, "the client has closed the connection"
+    else:
+        message = f"the server failed: {type(error).__name__}"  # the rest is for its log
+        headers = {"Connection": "close"}  # which is what uvicorn does with it
+    if status == 503 and code != "engine_dead":
+        headers = _RETRY
+    if status == 401:
+        headers = {"WWW-Authenticate": "Bearer"}
+    return JSONResponse(error_body(message, status, param, code), status, headers)
+
+
+def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
+    """Every error of ``app`` in OpenAI's form."""
+
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return error_response(error, fields)
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        kind = request.headers.get("content-type", "nothing")
+        if not kind.startswith("application/json"):
+            said = f"the body's Content-Type is {kind}; send JSON, and the header Content-Type: application/json"
+            return error_response(ClientError(said, status=415))
+        return error_response(_as_client_error(error.errors()[0]))
+
+    async def http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        said = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(said, error.status_code), error.status_code, error.headers)
+
+    for kind in (ClientError, RequestError, EngineDeadError, Aborted, Exception):
+        app.add_exception_handler(kind, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+
+
+def _as_client_error(first: Mapping[str, Any]) -> ClientError:
+    """Pydantic's first complaint."""
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ClientError(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if not place:
+        return ClientError(f"the body is not a JSON object: {first['msg']}")
+    message = first["msg"].removeprefix("Value error, ")
+    return ClientError(f"{'.'.join(place)}: {message}", param=place[0])

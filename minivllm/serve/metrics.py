@@ -1,0 +1,71 @@
+"""What /metrics shows: an engine's state and totals, under vLLM's names with the prefix ``minivllm:``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from minivllm.serve.async_engine import AsyncEngine
+    from minivllm.serve.timings import Histogram
+
+_PREFIX = "minivllm:"
+
+
+def registry_of(engine: AsyncEngine, model: str) -> CollectorRegistry:
+    """A registry of its own, so that two servers can live in one process."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, model))
+    return registry
+
+
+class EngineCollector(Collector):
+    """Reads everything when it is asked, so that counting costs the engine nothing."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterator[Metric]:
+        scheduler, stats, timings = self._engine.engine.scheduler, self._engine.engine.stats, self._engine.timings
+        blocks = scheduler.blocks
+        yield self._gauge("num_requests_running", "Requests that run.", self._engine.num_running)
+        yield self._gauge("num_requests_waiting", "Requests that wait to run.", self._engine.num_waiting)
+        used = 1 - blocks.num_free / blocks.num_blocks
+        yield self._gauge("kv_cache_usage_perc", "Cache blocks that sequences hold; 1 is all.", used)
+        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
+        yield self._counter("generation_tokens", "Tokens generated.", stats.output_tokens)
+        yield self._counter("num_preemptions", "Sequences that had to give back their cache.", stats.preemptions)
+        yield self._counter("prefix_cache_queries", "Prompt tokens of finished requests.", timings.prefix_queries)
+        yield self._counter("prefix_cache_hits", "Those of them that were found cached.", timings.prefix_hits)
+        ended = CounterMetricFamily(
+            _PREFIX + "request_success", "Completions that ended.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in sorted(timings.ends.items()):
+            ended.add_metric([self._model, reason], count)
+        yield ended
+        yield self._histogram("request_queue_time_seconds", "Arrival to admission.", timings.queue)
+        yield self._histogram("time_to_first_token_seconds", "Arrival to first token.", timings.first_token)
+        yield self._histogram("inter_token_latency_seconds", "From token to token.", timings.between_tokens)
+        yield self._histogram("e2e_request_latency_seconds", "Arrival to last token.", timings.whole_request)
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(_PREFIX + name, help, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(_PREFIX + name, help, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _histogram(self, name: str, help: str, values: Histogram) -> Metric:
+        family = HistogramMetricFamily(_PREFIX + name, help, labels=["model_name"])
+        upto = np.cumsum(values.counts).tolist()
+        bounds = [*(f"{bound:g}" for bound in values.bounds), "+Inf"]
+        family.add_metric([self._model], list(zip(bounds, upto, strict=True)), values.sum)
+        return family

@@ -1,0 +1,266 @@
+"""What clients may send: OpenAI's requests, with vLLM's additions. What would change the answer and is not supported is
+refused by name; only what cannot change it is passed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from minivllm.plugins.naming import did_you_mean
+from minivllm.serve.errors import ClientError
+
+# They say who asks, where to bill it or where to keep it.
+_PASSED_OVER = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+# Fields that are known and not supported, each with the values that ask for what happens anyway.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),  # of a conversation: the template writes them
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "continuous_usage_stats": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "length_penalty": (1.0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),  # without tools there are no calls
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
+
+TokenIds = list[int]
+
+
+def _unicode(text: str) -> str:
+    """JSON can write halves of characters, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"this is not Unicode text: {error.reason}") from error
+    return text
+
+
+Unicode = Annotated[str, AfterValidator(_unicode)]
+
+
+class Body(BaseModel):
+    """A request's body. A field that is null is as one left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {}
+        for name, value in data.items():
+            if value is None or name in _PASSED_OVER:
+                continue
+            if name in cls.model_fields:
+                known[name] = value
+            elif name in _NEUTRAL:
+                cls._refuse_unless_neutral(name, value)
+            elif name == "best_of":
+                if value not in (1, data.get("n")):
+                    raise ClientError(f"best_of={value!r} is not supported: only n itself is", param=name)
+            else:
+                raise ClientError(f"there is no field {name!r}.{did_you_mean(name, cls.model_fields)}", param=name)
+        return known
+
+    @staticmethod
+    def _refuse_unless_neutral(name: str, value: Any) -> None:
+        allowed = _NEUTRAL[name]
+        if value not in allowed:
+            but = f", other than {' or '.join(map(repr, allowed))}" if allowed else ""
+            shown = repr(value) if len(repr(value)) < 60 else "it"
+            raise ClientError(f"{name}: {shown} is not supported{but}; leave {name} out", param=name)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(Body):
+    """What both endpoints take. Fields of ``SamplingParams`` go there as they are: its defaults, its limits."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: Any = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ClientError("stream_options belongs to stream=true", param="stream_options")
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises RequestError for what cannot be sampled."""
+        return SamplingParams(**self._given())
+
+    def _given(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys()}
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return {name: value for name, value in given.items() if value is not None} | {"output_kind": kind}
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any  # text, token ids, or a list of either
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    def prompts(self) -> list[str | TokenIds]:
+        """One or more."""
+        given = self.prompt
+        many = [given] if isinstance(given, str) or _is_token_ids(given) else given
+        if not (isinstance(many, list) and many and all(isinstance(p, str) or _is_token_ids(p) for p in many)):
+            raise ClientError(
+                "prompt is a string, a list of token ids, or a list of strings or of lists of token ids; none is empty",
+                param="prompt",
+            )
+        try:
+            return [_unicode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
+        except ValueError as error:
+            raise ClientError(f"prompt: {error}", param="prompt") from error
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Unicode
+
+
+class Message(Body):
+    """One of a conversation's. ``content`` as parts is joined with line ends."""
+
+    role: Unicode
+    content: Unicode | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_only(cls, data: Any) -> Any:
+        parts = data.get("content") if isinstance(data, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise ClientError(
+                    f"messages: content of type {kind!r} is not supported; only text is", param="messages"
+                )
+        if isinstance(data, dict) and data.get("content") is None:
+            raise ClientError("messages: each needs content, a string or text parts", param="messages")
+        return data
+
+    def as_text(self) -> dict[str, str]:
+        parts = self.content
+        return {
+            "role": self.role, "content": parts if isinstance(parts, str) else "\n".join(part.text for part in parts),
+        }  # fmt: skip
+
+
+class Conversation(Body):
+    """What becomes a prompt through the tokenizer's chat template."""
+
+    messages: list[Message]
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatBody(GenerationBody, Conversation):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> Self:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ClientError("max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ClientError("top_logprobs needs logprobs=true", param="top_logprobs")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise ClientError(
+                f"top_logprobs={self.top_logprobs} is out of range: 0 to {MAX_LOGPROBS}", param="top_logprobs"
+            )
+        return self
+
+    def sampling_params(self) -> SamplingParams:
+        """Without a limit an answer may be as long as fits, as with OpenAI."""
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return SamplingParams(**(self._given() | {"max_tokens": limit, "logprobs": logprobs}))
+
+
+class Tokenize(Conversation):
+    """POST /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: Unicode | None = None
+    add_special_tokens: bool = True
+    messages: list[Message] = []
+
+    @model_validator(mode="after")
+    def _text_or_messages(self) -> Self:
+        if (self.prompt is None) == (not self.messages):
+            raise ClientError("give prompt, a string, or messages, and not both", param="prompt")
+        return self
+
+
+class Detokenize(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)

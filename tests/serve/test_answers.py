@@ -1,0 +1,235 @@
+"""What the endpoints answer: the engine's own texts, the same whole and in pieces, alone and in a crowd."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from conftest import Running
+from streams import joined, streamed, whole
+
+from minivllm import LLM, SamplingParams
+from minivllm.version import __version__
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = "the quick brown fox jumps over"
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+def same_both_ways(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The choices, which are the same whole and streamed."""
+    chat = path == CHAT
+    answer = server.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    once = whole(answer.json(), chat=chat)
+    assert joined(streamed(server.client, path, body), chat=chat) == once
+    return once
+
+
+def test_a_completion_is_what_llm_generates(server: Running, alone: LLM) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0.8, "seed": 7}
+    answer = server.post(COMPLETIONS, model="tiny", **body).json()
+    (expected,) = alone.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0.8, seed=7), use_tqdm=False)
+    (choice,) = answer["choices"]
+    said = expected.outputs[0]
+    assert choice == {
+        "index": 0, "text": said.text, "logprobs": None, "finish_reason": said.finish_reason, "stop_reason": None
+    }  # fmt: skip
+    assert (answer["object"], answer["model"]) == ("text_completion", "tiny")
+    assert answer["id"].startswith("cmpl-")
+    prompt, completion = len(expected.prompt_token_ids), len(said.token_ids)
+    assert answer["usage"] == {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+
+
+def test_a_chat_answer_is_what_llm_chat_says(server: Running, alone: LLM) -> None:
+    answer = server.post(CHAT, messages=HELLO, max_completion_tokens=12, temperature=0).json()
+    (expected,) = alone.chat(HELLO, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.outputs[0].text}
+    assert (answer["object"], answer["id"][:9]) == ("chat.completion", "chatcmpl-")
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+def test_a_chat_without_a_limit_may_use_what_is_left(server: Running) -> None:
+    hello = [{"role": "user", "content": "x" * 900}]
+    answer = server.post(CHAT, messages=hello, temperature=0, ignore_eos=True, priority=0).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == server.engine.max_model_len
+
+
+def test_completions_have_openais_default_of_16_tokens(server: Running) -> None:
+    answer = server.post(COMPLETIONS, prompt=PROMPT, ignore_eos=True, max_tokens=None).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+KINDS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}),
+    (COMPLETIONS, {"prompt": [5, 6, 7, 300], "max_tokens": 40, "seed": 3, "temperature": 1.5}),
+    (COMPLETIONS, {"prompt": [PROMPT, "once"], "n": 2, "max_tokens": 17, "seed": 3}),
+    (COMPLETIONS, {"prompt": [[5, 6], [7, 8, 9]], "max_tokens": 9, "seed": 3, "logprobs": 3}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "seed": 1, "top_p": 0.5, "top_k": 9, "min_p": 0.01}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "seed": 1, "ignore_eos": True, "min_tokens": 5}),
+    (COMPLETIONS, {"prompt": "naïve 日本語 🎈", "max_tokens": 60, "seed": 11, "temperature": 2}),
+    (CHAT, {"messages": HELLO, "max_tokens": 20, "temperature": 0}),
+    (CHAT, {"messages": HELLO, "max_tokens": 20, "seed": 5, "n": 3}),
+    (CHAT, {"messages": HELLO, "max_tokens": 20, "seed": 5, "logprobs": True, "top_logprobs": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), KINDS)
+def test_streamed_text_is_the_whole_text(server: Running, alone: LLM, path: str, body: dict[str, Any]) -> None:
+    choices = same_both_ways(server, path, body)
+    if path == COMPLETIONS:
+        names = {"n", "max_tokens", "temperature", "seed", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens"}
+        params = SamplingParams(**{key: value for key, value in body.items() if key in names})
+        prompts = body["prompt"]
+        expected = [one for output in alone.generate(prompts, params, use_tqdm=False) for one in output.outputs]
+        assert [choice["text"] for choice in choices] == [one.text for one in expected]
+
+
+def test_characters_are_never_cut(server: Running) -> None:
+    """Random bytes make many broken characters; a piece must end none that the next one goes on with."""
+    body = {"prompt": PROMPT, "max_tokens": 120, "seed": 4, "temperature": 3.0, "ignore_eos": True}
+    text = server.post(COMPLETIONS, **body).json()["choices"][0]["text"]
+    assert any(ord(c) > 127 and c != "\ufffd" for c in text)
+    assert joined(streamed(server.client, COMPLETIONS, body), chat=False)[0]["text"] == text
+
+
+def test_stop_strings_never_leak(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    text = server.post(COMPLETIONS, **body).json()["choices"][0]["text"]
+    for at in (3, 11, 20):
+        stop = text[at : at + 5]
+        (choice,) = same_both_ways(server, COMPLETIONS, body | {"stop": [stop, "never said"]})
+        assert choice["text"] == text[: text.index(stop)]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+        (choice,) = same_both_ways(server, COMPLETIONS, body | {"stop": stop, "include_stop_str_in_output": True})
+        assert choice["text"] == text[: text.index(stop)] + stop
+
+
+def test_stop_tokens(server: Running, alone: LLM) -> None:
+    (expected,) = alone.generate(PROMPT, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True), use_tqdm=False)
+    tokens = expected.outputs[0].token_ids
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop_token_ids": [tokens[9]]}
+    (choice,) = same_both_ways(server, COMPLETIONS, body)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", tokens[9])
+
+
+def test_logprobs_of_a_completion(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    said = server.post(COMPLETIONS, **body).json()["choices"][0]["logprobs"]
+    assert {len(values) for values in said.values()} == {8}
+    for token, logprob, top in zip(said["tokens"], said["token_logprobs"], said["top_logprobs"], strict=True):
+        assert 1 <= len(top) <= 2  # broken characters have one text
+        assert top[token] == logprob == max(top.values())
+    assert said["text_offset"] == [len("".join(said["tokens"][:i])) for i in range(8)]
+
+
+def test_logprobs_of_a_chat(server: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 8, "seed": 2, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}
+    content = server.post(CHAT, **body).json()["choices"][0]["logprobs"]["content"]
+    assert len(content) == 8
+    for one in content:
+        assert [top["logprob"] for top in one["top_logprobs"]] == sorted(
+            (top["logprob"] for top in one["top_logprobs"]), reverse=True
+        )
+        assert len(one["top_logprobs"]) == 3
+        assert one["bytes"] == (None if "\ufffd" in one["token"] else list(one["token"].encode()))
+    bare = server.post(CHAT, **(body | {"top_logprobs": None})).json()["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in bare] == [one["logprob"] for one in content]
+    assert all(one["top_logprobs"] == [] for one in bare)
+
+
+def test_a_chat_stream_begins_with_the_role_and_ends_with_the_usage(server: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 5, "n": 2, "seed": 1, "ignore_eos": True}
+    chunks = streamed(server.client, CHAT, body | {"stream_options": {"include_usage": True}})
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [chunk["choices"][0]["index"] for chunk in chunks[:2]] == [0, 1]
+    assert all(chunk["object"] == "chat.completion.chunk" and chunk["id"] == chunks[0]["id"] for chunk in chunks)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 10
+    plain = streamed(server.client, CHAT, body)
+    assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
+
+
+def test_cached_tokens_are_counted_and_salts_share_nothing(server: Running) -> None:
+    prompt = list(range(40, 65))  # three whole blocks of 8, and one token that is always computed
+
+    def cached(**more: Any) -> int:
+        answer = server.post(COMPLETIONS, prompt=prompt, max_tokens=2, **more).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert (cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")) == (0, 24, 0)
+
+
+def test_text_parts_are_joined(server: Running) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]
+    as_parts = server.post("/tokenize", messages=[{"role": "user", "content": parts}]).json()
+    assert as_parts == server.post("/tokenize", messages=[{"role": "user", "content": "hello\nthere"}]).json()
+
+
+def test_what_cannot_change_the_answer_is_passed_over(server: Running) -> None:
+    plain = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
+    more = {
+        "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": None,
+        "tool_choice": "none",
+        "response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
+        "best_of": 1, "parallel_tool_calls": True,
+    }  # fmt: skip
+    first, second = server.post(CHAT, **plain), server.post(CHAT, **plain, **more)
+    assert second.status_code == 200, second.text
+    assert second.json()["choices"] == first.json()["choices"]
+
+
+def test_32_clients_of_all_kinds_get_what_they_get_alone(server: Running) -> None:
+    work = [(path, body | {"seed": number}) for number in range(4) for path, body in KINDS][:32]
+    alone = [whole(server.post(path, **body).json(), chat=path == CHAT) for path, body in work]
+    order = list(range(32))
+    random.Random(0).shuffle(order)
+
+    def ask(number: int) -> list[dict[str, Any]]:
+        path, body = work[number]
+        if number % 2:
+            return joined(streamed(server.client, path, body), chat=path == CHAT)
+        return whole(server.post(path, **body).json(), chat=path == CHAT)
+
+    with ThreadPoolExecutor(32) as clients:
+        said = dict(zip(order, clients.map(ask, order), strict=True))
+    for number, expected in enumerate(alone):
+        assert _rounded(said[number]) == _rounded(expected), work[number]
+
+
+def _rounded(value: Any) -> Any:
+    """Log-probabilities depend on the batch's shape in their last digits."""
+    if isinstance(value, float):
+        return round(value, 2)
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
+
+
+# --------------------------------------------------------------------------- about the server
+
+
+def test_models_health_and_version(server: Running) -> None:
+    (model,) = server.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", server.engine.max_model_len)
+    assert server.get("/v1/models/tiny").json() == model
+    assert server.get("/health").status_code == 200
+    assert server.get("/version").json() == {"version": __version__}
+
+
+def test_tokens_there_and_back(server: Running, alone: LLM) -> None:
+    tokenizer = alone.engine.tokenizer
+    said = server.post("/tokenize", model="tiny", prompt="naïve 日本").json()
+    tokens = tokenizer.encode("naïve 日本")
+    assert said == {"count": len(tokens), "max_model_len": server.engine.max_model_len, "tokens": tokens}
+    assert server.post("/detokenize", tokens=tokens).json() == {"prompt": "naïve 日本"}
+    assert server.post("/tokenize", messages=HELLO).json()["tokens"] == tokenizer.apply_chat_template(HELLO)
+    bare = server.post("/tokenize", messages=HELLO, add_generation_prompt=False).json()["tokens"]
+    assert bare == tokenizer.apply_chat_template(HELLO, add_generation_prompt=False)

@@ -1,0 +1,154 @@
+"""What is wrong is said in OpenAI's form, with the status that fits; nothing is accepted and ignored."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Running, serving, until
+from streams import streamed
+
+from minivllm import LLM
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def told(response: httpx.Response, status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
+    (CHAT, {"tools": [{"type": "function"}]}, "tools: ", "tools"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice: 'required' is not supported", "tool_choice"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "leave response_format out", "response_format"),
+    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort: 'high' is not supported", "reasoning_effort"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities", "modalities"),
+    (CHAT, {"logit_bias": {"5": 1.0}}, "logit_bias={'5': 1.0} is not supported yet", "logit_bias"),
+    (CHAT, {"presence_penalty": 0.5}, "presence_penalty=0.5 is not supported yet", "presence_penalty"),
+    (CHAT, {"frequency_penalty": 1}, "frequency_penalty", "frequency_penalty"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "0 to 20", "top_logprobs"),
+    (CHAT, {"max_tokens": 2, "max_completion_tokens": 2}, "one thing", "max_tokens"),
+    (CHAT, {"max_completion_tokens": 0}, "max_tokens=0 is less than 1", "max_tokens"),
+    (CHAT, {"messages": []}, "at least one", "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "needs content", "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "there is no field 'name'", "name"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not", "messages"),
+    (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "cannot be set there", "chat_template_kwargs"),
+    (CHAT, {"prompt": "a"}, "there is no field 'prompt'", "prompt"),
+    (COMPLETIONS, {"echo": True}, "echo: True is not supported, other than False", "echo"),
+    (COMPLETIONS, {"suffix": "the end"}, "suffix", "suffix"),
+    (COMPLETIONS, {"best_of": 3}, "best_of=3", "best_of"),
+    (COMPLETIONS, {"temprature": 1}, "Did you mean temperature?", "temprature"),
+    (COMPLETIONS, {"temperature": -1}, "temperature=-1.0 is out of range", "temperature"),
+    (COMPLETIONS, {"temperature": "hot"}, "temperature: Input should be a valid number", "temperature"),
+    (COMPLETIONS, {"top_p": 0}, "top_p=0", "top_p"),
+    (COMPLETIONS, {"n": 0}, "n=0 is less than 1", "n"),
+    (COMPLETIONS, {"n": 1.5}, "n: ", "n"),
+    (COMPLETIONS, {"max_tokens": True}, "max_tokens: ", "max_tokens"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
+    (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs=1 is not supported yet", "prompt_logprobs"),
+    (COMPLETIONS, {"stop": [""]}, "at least one character", "stop"),
+    (COMPLETIONS, {"stop_token_ids": [99999]}, "99999 is outside the vocabulary", "stop_token_ids"),
+    (COMPLETIONS, {"priority": 1}, "priority=1 is not supported by scheduler=mixed", "priority"),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "belongs to stream=true", "stream_options"),
+    (COMPLETIONS, {"prompt": []}, "prompt is a string", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", 5]}, "prompt is a string", "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "the prompt is empty", None),
+    (COMPLETIONS, {"prompt": None}, "prompt: Field required", "prompt"),
+    (COMPLETIONS, {"prompt": [5, 512]}, "token id 512 at place 1 is outside the vocabulary: 0 to 511", None),
+    (COMPLETIONS, {"prompt": [[5], [6, -1]]}, "prompt 1: token id -1", None),
+    (COMPLETIONS, {"prompt": [5] * 1024}, "1024 tokens, and max_model_len=1024 leaves no room", None),
+    (COMPLETIONS, {"max_tokens": 5000}, "with a 1-token prompt exceeds max_model_len=1024", "max_tokens"),
+    ("/tokenize", {}, "give prompt, a string, or messages", "prompt"),
+    ("/detokenize", {"tokens": [1, 900]}, "900 is outside the vocabulary", "tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "message", "param"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_done_is_refused(
+    server: Running, path: str, body: dict[str, Any], message: str, param: str | None, stream: bool
+) -> None:
+    good: dict[str, Any] = {CHAT: {"messages": HELLO}, COMPLETIONS: {"prompt": [5]}}.get(path, {})
+    if path in (CHAT, COMPLETIONS) and param != "stream_options":
+        good["stream"] = stream
+    told(server.post(path, **(good | body)), 400, message, param)
+
+
+def test_one_bad_prompt_refuses_all_and_leaves_nothing(server: Running) -> None:
+    before = server.engine.stats.output_tokens
+    told(server.post(COMPLETIONS, prompt=[[5, 6], [7], [512]], max_tokens=500), 400, "prompt 2: token id 512")
+    server.settled()
+    assert server.engine.stats.output_tokens - before <= 4  # a step that was under way at most
+
+
+def test_unknown_models_and_paths(server: Running) -> None:
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"})):
+        error = told(
+            server.post(path, model="gpt-9", **body), 404, "no model 'gpt-9' here; this server has 'tiny'", "model"
+        )
+        assert error["code"] == "model_not_found"
+    told(server.get("/v1/models/gpt/9"), 404, "'gpt/9'", "model")
+    told(server.get("/v1/nothing"), 404, "GET /v1/nothing: Not Found")
+    told(server.get(COMPLETIONS), 405, "Method Not Allowed")
+
+
+def test_bodies_that_are_no_json_objects(server: Running) -> None:
+    def send(content: str, kind: str = "application/json", path: str = COMPLETIONS) -> httpx.Response:
+        return server.client.post(path, content=content, headers={"Content-Type": kind})
+
+    told(send('{"prompt": '), 400, "the body is not JSON")
+    told(send('{"prompt": "\\ud800"}'), 400, "prompt: this is not Unicode text", "prompt")
+    half = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
+    told(send(half, path=CHAT), 400, "this is not Unicode text", "messages")
+    told(send('{"prompt": "a", "temperature": NaN}'), 400, "temperature=nan", "temperature")
+    told(send("[1]"), 400, "the body is not a JSON object")
+    told(send('{"prompt": "a"}', "application/x-www-form-urlencoded"), 415, "Content-Type: application/json")
+
+
+def test_a_key_is_asked_for(make_llm: Callable[..., LLM]) -> None:
+    with serving(make_llm(), api_key="s3cret") as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}, {"X-Api-Key": "s3cret"}):
+            for path in ("/v1/models", COMPLETIONS, "/tokenize", "/docs"):
+                response = server.client.get(path, headers=headers)
+                error = told(response, 401, "key" if headers.get("Authorization") else "Authorization: Bearer KEY")
+                assert error["code"] == "invalid_api_key"
+        for path in ("/health", "/version", "/metrics"):
+            assert server.get(path).status_code == 200
+        server.client.headers["Authorization"] = "Bearer s3cret"
+        assert server.get("/v1/models").status_code == 200
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
+
+
+def test_a_full_queue_is_told_to_come_again(make_llm: Callable[..., LLM]) -> None:
+    long = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+    with serving(make_llm("scheduler.max_num_seqs=1"), max_waiting=1) as server:
+        clients = [threading.Thread(target=server.post, args=(COMPLETIONS,), kwargs=long) for _ in range(2)]
+        for client in clients:
+            client.start()
+        until(lambda: server.async_engine.num_requests == 2)
+        refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
+        assert told(refused, 503, "2 requests run or wait: 1 may run, and max_waiting=1")["code"] == "overloaded"
+        assert refused.headers["retry-after"] == "1"
+        for client in clients:
+            client.join()
+        assert len(streamed(server.client, COMPLETIONS, {"prompt": "a", "max_tokens": 3, "ignore_eos": True})) <= 3
+        server.settled()
+
+
+def test_a_checkpoint_without_a_chat_template(make_llm: Callable[..., LLM]) -> None:
+    with serving(make_llm(chat=False)) as server:
+        told(server.post(CHAT, messages=HELLO), 400, "has no chat template")
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200

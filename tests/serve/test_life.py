@@ -1,0 +1,211 @@
+"""Clients that leave, an engine that dies, what /metrics counts, and a thread that sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from conftest import Running, serving, until
+from prometheus_client.parser import text_string_to_metric_families
+from streams import events, streamed
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.errors import EngineDeadError
+from minivllm.serve.async_engine import Aborted, AsyncEngine
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "once upon", "max_tokens": 900, "ignore_eos": True}
+
+
+def used_blocks(server: Running) -> int:
+    blocks = server.engine.scheduler.blocks
+    return blocks.num_blocks - blocks.num_free
+
+
+# --------------------------------------------------------------------------- clients that leave
+
+
+def test_a_client_that_leaves_a_stream_frees_its_blocks(server: Running) -> None:
+    before = server.engine.stats.output_tokens
+    with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True, "n": 3}) as response:
+        stream = events(response.iter_lines())  # kept: httpx hangs up when it is collected
+        next(stream)
+        assert used_blocks(server) > 0
+    until(lambda: used_blocks(server) == 0)
+    server.settled()
+    assert server.engine.stats.output_tokens - before < 3 * 900
+
+
+def test_a_client_that_leaves_before_its_answer_frees_its_blocks(server: Running) -> None:
+    before = server.engine.stats.output_tokens
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post(COMPLETIONS, json=LONG | {"prompt": ["a", "b"]}, timeout=0.1)
+    server.settled()
+    assert server.engine.stats.output_tokens - before < 2 * 900
+
+
+def test_a_client_that_leaves_the_queue_is_forgotten(make_llm: Callable[..., LLM]) -> None:
+    with serving(make_llm("scheduler.max_num_seqs=1")) as server:
+        with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+            stream = events(response.iter_lines())  # kept: httpx hangs up when it is collected
+            next(stream)
+            with pytest.raises(httpx.ReadTimeout):
+                server.client.post(COMPLETIONS, json=LONG, timeout=0.1)
+            until(lambda: server.async_engine.num_waiting == 0)
+        server.settled()
+
+
+# --------------------------------------------------------------------------- the engine's death
+
+
+def test_a_dead_engine_is_one_error_for_all(make_llm: Callable[..., LLM]) -> None:
+    with serving(make_llm()) as server:
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, **LONG)))
+        died = threading.Event()
+        server.async_engine.on_death = died.set
+        with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            waiting.start()
+            until(lambda: server.async_engine.num_running == 2)
+
+            def fail(batch: Any) -> None:
+                raise ArithmeticError("the numbers ran out")
+
+            server.engine.executor.launch = fail  # type: ignore[method-assign]
+            *_, last = (line for line in lines if line)
+        why = "a step failed: ArithmeticError: the numbers ran out"
+        assert why in last and '"engine_dead"' in last
+        waiting.join()
+        assert died.is_set()
+        later = (
+            server.post(COMPLETIONS, prompt="a"),
+            server.get("/health"),
+            server.post(COMPLETIONS, prompt="a", stream=True),
+        )
+        for answer in (*answers, *later):
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+            assert why in error["message"] and (error["type"], error["code"]) == ("server_error", "engine_dead")
+        assert server.get("/v1/models").status_code == server.get("/metrics").status_code == 200
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed(make_llm: Callable[..., LLM]) -> None:
+    with serving(make_llm()) as server:
+
+        def gone() -> None:
+            raise EngineDeadError("rank 1 was killed")
+
+        server.engine.executor.check_health = gone  # type: ignore[method-assign]
+        until(lambda: server.get("/health").status_code == 503, 5)
+        assert "rank 1 was killed" in server.get("/health").json()["error"]["message"]
+
+
+def test_a_bug_that_one_request_comes_upon_is_its_own(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(server.engine._sampler_class, "encode", broken)
+    answer = server.post(COMPLETIONS, prompt="a")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the server failed: KeyError"
+    monkeypatch.undo()
+    assert server.post(COMPLETIONS, prompt="a").status_code == 200
+
+
+# --------------------------------------------------------------------------- /metrics
+
+
+def metrics(server: Running) -> dict[tuple[str, str], float]:
+    """(name, its label besides the model's name) → value."""
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    found = {}
+    for sample in (sample for family in families for sample in family.samples):
+        assert sample.labels["model_name"] == "tiny" and sample.name.startswith("minivllm:")
+        other = [value for key, value in sample.labels.items() if key != "model_name"]
+        found[sample.name.removeprefix("minivllm:"), *other or [""]] = sample.value
+    return found
+
+
+def test_metrics_count(server: Running) -> None:
+    before = metrics(server)
+    with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+        stream = events(response.iter_lines())  # kept: httpx hangs up when it is collected
+        next(stream)
+        during = metrics(server)
+    assert during["num_requests_running", ""] == 1 and 0 < during["kv_cache_usage_perc", ""] < 1
+    server.settled()
+    middle = metrics(server)
+    streamed(server.client, COMPLETIONS, {"prompt": [5] * 20, "max_tokens": 7, "ignore_eos": True, "n": 2})
+    server.post(COMPLETIONS, prompt=[5] * 20, max_tokens=4, ignore_eos=True)
+    server.settled()
+    after = metrics(server)
+
+    def grown(name: str, label: str = "") -> float:
+        return after[name, label] - middle[name, label]
+
+    assert middle["request_success_total", "abort"] - before["request_success_total", "abort"] == 1
+    assert (grown("prompt_tokens_total"), grown("generation_tokens_total")) == (40, 18)
+    assert (grown("prefix_cache_queries_total"), grown("prefix_cache_hits_total")) == (40, 32)
+    assert grown("request_success_total", "length") == 3
+    assert grown("e2e_request_latency_seconds_count") == 2
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds"):
+        assert grown(f"{name}_count") == grown(f"{name}_bucket", "+Inf") == 3
+        assert grown(f"{name}_sum") > 0
+    assert grown("inter_token_latency_seconds_count") == 18 - 3
+    assert (
+        after["num_requests_running", ""] == after["num_requests_waiting", ""] == after["kv_cache_usage_perc", ""] == 0
+    )
+
+
+# --------------------------------------------------------------------------- without HTTP
+
+
+def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> None:
+    async def session(engine: AsyncEngine) -> None:
+        engine.start()
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        await asyncio.sleep(0.3)  # its first moments
+        began = time.process_time()
+        await asyncio.sleep(1.5)
+        assert time.process_time() - began < 0.1
+        generation = await engine.generate(["a", "b"], [[1, 2], [3]], params)
+        tokens: dict[str, list[int]] = {"a": [], "b": []}
+        async for output in generation:
+            tokens[output.request_id] += output.outputs[0].token_ids
+        assert [len(ids) for ids in tokens.values()] == [5, 5]
+
+        # nobody fetches: the pieces wait as one
+        slow = await engine.generate(["c"], [[1, 2]], params)
+        while engine.num_running:
+            await asyncio.sleep(0.01)
+        pieces = [output async for output in slow]
+        assert [piece.outputs[0].token_ids for piece in pieces] == [tokens["a"]]
+
+        left = await engine.generate(["d"], [[1, 2]], params.clone(max_tokens=900))
+        left.abort()
+        with pytest.raises(Aborted):
+            await anext(left)
+        waits = asyncio.ensure_future(engine.generate(["e"], [[1, 2]], params.clone(max_tokens=900)))
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        while engine.engine.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+        assert not engine._generations
+
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(session(engine))
+    finally:
+        engine.stop()
+    llm.engine.scheduler.check()
