@@ -355,7 +355,11 @@ class LLMEngine:
         if self._dead is not None:
             why = str(self._dead) or type(self._dead).__name__
             raise EngineDeadError(f"the engine stopped earlier: {why}") from self._dead
-        self.executor.check_health()
+        try:
+            self.executor.check_health()
+        except Exception as error:
+            self._dead = error
+            raise
 
     def shutdown(self) -> None:
         """Drop all requests and give back processes and memory; safe to call twice."""

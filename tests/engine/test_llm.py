@@ -623,3 +623,18 @@ def test_a_request_aborted_from_elsewhere_ends_generate_with_an_error(engine: En
         run(llm, [[1, 2], [3]])
     llm.engine.step = step  # type: ignore[method-assign]
     usable(llm)
+
+
+def test_ranks_found_dead_between_steps_are_told_as_those_found_in_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine()
+
+    def dead() -> None:
+        raise EngineDeadError("rank 1 is gone")
+
+    monkeypatch.setattr(llm.engine.executor, "check_health", dead)
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        llm.engine.step()
+    with pytest.raises(EngineDeadError, match="stopped earlier: rank 1 is gone"):
+        llm.engine.step()
