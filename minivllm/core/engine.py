@@ -103,7 +103,7 @@ class LLMEngine:
         Raises:
             RequestError: it can never run; the engine is as before.
         """
-        self._check_alive()
+        self.check_health()
         params = params if params is not None else SamplingParams()
         params.verify()
         if request_id in self._requests:
@@ -161,7 +161,7 @@ class LLMEngine:
         Raises:
             EngineDeadError: a rank failed; every request of this engine is lost.
         """
-        self._check_alive()
+        self.check_health()
         with self._uninterrupted:
             try:
                 return self._step()
@@ -349,7 +349,8 @@ class LLMEngine:
         """Forget cached prefixes; running requests keep what they hold."""
         self.scheduler.blocks.reset_prefix_cache()
 
-    def _check_alive(self) -> None:
+    def check_health(self) -> None:
+        """Raises EngineDeadError: the engine was shut down, or it or one of its ranks is dead."""
         if self._closed:
             raise EngineDeadError("the engine was shut down; make a new one")
         if self._dead is not None:

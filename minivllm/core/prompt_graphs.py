@@ -67,7 +67,8 @@ class PromptGraphs:
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
-        self._plans = {(size, whole): self._plan(size, whole) for size in self.sizes for whole in (False, True)}
+        keys = [(size, False) for size in self.sizes] + ([(self.full, True)] if self.full else [])
+        self._plans = {key: self._plan(*key) for key in keys}
 
     def _plan(self, size: int, whole: bool) -> AttentionBatch:
         rows = len(self.seq_lens)
@@ -90,8 +91,7 @@ class PromptGraphs:
     def capture(self) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory."""
         pool = torch.cuda.graph_pool_handle()
-        keys = [(size, False) for size in reversed(self.sizes)]
-        for key in [(self.full, True), *keys] if self.full else keys:
+        for key in reversed(self._plans):
             self._rehearse(*key)
             if key[1] and not self.runner.attention.fresh_prompts:
                 continue  # such steps are like any other to this backend

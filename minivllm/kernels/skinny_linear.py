@@ -513,18 +513,13 @@ def norm_linear(
 
 
 def norm_linear_unscaled(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    folded: bool = False,
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
 ) -> tuple[torch.Tensor, RowScale | None]:
-    """``norm_linear``, and what its rows are still to be multiplied by. ``folded``: norm_weight is ones and there is no
-    bias, so that many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
-    if folded and MAX_ROWS < x.shape[0] <= MAX_UNSCALED_ROWS:
+    """``norm_linear`` where norm_weight is folded into weight, and ones; and what its rows are still to be multiplied
+    by. Many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
+    if MAX_ROWS < x.shape[0] <= MAX_UNSCALED_ROWS:
         return F.linear(x, weight), RowScale(x, eps)
-    return norm_linear(x, norm_weight, eps, weight, bias), None
+    return norm_linear(x, norm_weight, eps, weight), None
 
 
 def norm_gate_up(
@@ -535,10 +530,13 @@ def norm_gate_up(
     bias: torch.Tensor | None = None,
     folded: bool = False,
 ) -> torch.Tensor:
-    """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i). ``folded`` as above."""
+    """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i). ``folded``: as above,
+    and there is no bias."""
     if _few_rows(x, weight):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
-    return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight, bias, folded))
+    if folded:
+        return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
+    return norm_gate_up_reference(x, norm_weight, eps, weight, bias)
 
 
 def linear_add(

@@ -85,7 +85,7 @@ class _StackedLinear(LinearBase):
         """``after_norm``, and what its rows are still to be multiplied by, if ``fold`` has left that to the caller."""
         if not self.folded:
             return self.after_norm(x, norm), None
-        return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, folded=True)
+        return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight)
 
 
 class ColumnParallelLinear(_StackedLinear):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.serve.timings import Timings
+from minivllm.serve.timings import Timings, request_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -140,8 +140,7 @@ class AsyncEngine:
     @property
     def num_running(self) -> int:
         """Requests of which something runs."""
-        # A sequence's name is its request's, or INDEX_REQUEST.
-        running = {seq.request_id.rpartition("_")[2] for seq in self.engine.scheduler.sequences if seq is not None}
+        running = {request_of(seq) for seq in self.engine.scheduler.sequences if seq is not None}
         return len(running & self._generations.keys())
 
     @property
@@ -259,7 +258,7 @@ class AsyncEngine:
                 message = self._inbox.get(idle, _HEALTH)
             except queue.Empty:
                 if idle:
-                    self.engine.executor.check_health()
+                    self.engine.check_health()
                 return taken
             if message is None:
                 return None

@@ -17,9 +17,15 @@ if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
     from minivllm.core.interfaces import Committed
     from minivllm.core.outputs import RequestOutput
+    from minivllm.core.sequence import Sequence
 
 _SHORT = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+
+
+def request_of(seq: Sequence) -> str:
+    """The id of the request that a sequence belongs to: its own, or what stands behind INDEX_."""
+    return seq.request_id.rpartition("_")[2]
 
 
 class Histogram:
@@ -49,6 +55,7 @@ class Timings:
         self.ends: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})  # completions by finish reason
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens of finished requests, and those found cached
         self._engine = engine
+        self._now = 0.0  # when the newest tokens came
         self._arrived: dict[str, float] = {}
         self._last = np.zeros(size)
         self._fresh = np.zeros(size, dtype=bool)
@@ -76,15 +83,13 @@ class Timings:
 
     # ------------------------------------------------------------------ steps
 
-    _now = 0.0  # when the newest tokens came
-
     def scheduled(self, batch: Batch, began: float) -> None:
         for slot in batch.admitted_slots.tolist():
             seq = self._engine.scheduler.sequences[slot]
             if seq is None:
                 continue
             first = seq.num_preemptions == 0
-            self._request[slot] = name = seq.request_id.rpartition("_")[2] if first else None
+            self._request[slot] = name = request_of(seq) if first else None
             self._fresh[slot] = True
             if name is not None and (at := self._arrived.get(name)) is not None:
                 self.queue.add(began - at)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from heap import frozen_heap  # noqa: F401
 
 from minivllm import LLM
-
-
-@pytest.fixture(autouse=True, scope="session")
-def frozen_heap() -> Iterator[None]:
-    """Each engine's end collects garbage; what the libraries made at import need not be looked at each time."""
-    import transformers  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

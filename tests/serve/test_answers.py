@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from conftest import Running
+from running import Running
 from streams import joined, streamed, whole
 
 from minivllm import LLM, SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Running, serving, until
+from running import Running, serving, until
 from streams import streamed
 
 from minivllm import LLM

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Running, serving, until
 from prometheus_client.parser import text_string_to_metric_families
+from running import Running, serving, until
 from streams import events, streamed
 
 from minivllm import LLM, SamplingParams

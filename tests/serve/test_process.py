@@ -17,8 +17,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import OVERRIDES, until
 from fake_plugins import FakePlugin
+from running import OVERRIDES, until
 from streams import events
 
 from minivllm import cli
