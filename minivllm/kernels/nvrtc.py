@@ -1,0 +1,149 @@
+"""Kernels in CUDA C++, compiled by NVRTC when they are first needed: for what Triton has no words for (clusters).
+
+It takes the package cuda-bindings, which torch's CUDA builds bring along; without it ``available`` says no and callers
+take their other path. Compiled kernels are kept beside Triton's, in its cache folder.
+"""
+
+import ctypes
+import hashlib
+import os
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels._triton import HAVE_TRITON, triton
+
+_ARCHITECTURE = "sm_90a"  # wgmma and setmaxnreg exist on this one only
+
+
+@cache
+def available(device: torch.device) -> bool:
+    """Whether kernels for Hopper can be compiled and run on ``device``."""
+    if device.type != "cuda" or torch.version.cuda is None or not HAVE_TRITON:
+        return False
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # looks the library up
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of cuda-bindings returned, behind its status."""
+    if int(result[0]):
+        raise MinivllmError(f"a call of the CUDA driver or compiler failed: {result[0]}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def compile_cubin(source: str) -> bytes:
+    """Machine code of ``source`` for Hopper, from disk if it was compiled before. Raises MinivllmError with the log."""
+    from cuda.bindings import nvrtc
+
+    version = _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(f"{version} {_ARCHITECTURE} {source}".encode()).hexdigest()[:32]
+    path = Path(triton.knobs.cache.dir) / f"minivllm-{key}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    options = [f"--gpu-architecture={_ARCHITECTURE}".encode()]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(status):
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        raise MinivllmError(f"a kernel does not compile: {status}\n{log.decode().rstrip(chr(0))}")
+    cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")  # ranks compile side by side
+    unfinished.write_bytes(cubin)
+    unfinished.replace(path)
+    return bytes(cubin)
+
+
+def load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> Any:
+    """The kernel ``name`` on ``device``, allowed ``shared_bytes`` of dynamic shared memory a program."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # torch has made the device's context, and it is current
+        module = _checked(driver.cuModuleLoadData(cubin))
+        function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    return function
+
+
+@lru_cache(maxsize=8192)
+def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int) -> Any:
+    """What TMA needs to load tiles of a bfloat16 matrix in lines of 128 swizzled bytes; zeros past its ends.
+
+    ``pointer`` in bytes and ``stride`` in elements must be multiples of 16 bytes. Shape alone decides, so that a map
+    may be kept after its tensor is gone.
+    """
+    from cuda.bindings import driver
+
+    return _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            pointer,
+            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(2 * stride)],
+            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
+Size = tuple[int, int, int]
+
+
+@lru_cache(maxsize=4096)
+def _shape(grid: Size, cluster: Size, threads: int, shared_bytes: int, pdl: bool, stream: int) -> Any:
+    from cuda.bindings import driver
+
+    attributes = []
+
+    def attribute(name: Any) -> Any:
+        made = driver.CUlaunchAttribute()
+        made.id = name
+        attributes.append(made)
+        return made.value
+
+    if cluster != (1, 1, 1):  # a cluster of one would be placed like a cluster: two to a multiprocessor, others idle
+        size = attribute(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
+        size.x, size.y, size.z = cluster
+    if pdl:
+        value = attribute(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+        value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def launch(
+    function: Any, grid: Size, cluster: Size, threads: int, shared_bytes: int, pdl: bool, arguments: list[int]
+) -> None:
+    """Start a kernel on torch's current stream. ``arguments``: the address of each, to be read before this returns."""
+    from cuda.bindings import driver
+
+    addresses = (ctypes.c_void_p * len(arguments))(*arguments)
+    config = _shape(grid, cluster, threads, shared_bytes, pdl, torch.cuda.current_stream().cuda_stream)
+    _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))

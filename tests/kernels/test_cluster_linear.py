@@ -1,0 +1,153 @@
+"""Products of 17 to 256 rows: every tile, shared loads and splits of k against float32; the configurations chosen."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.kernels import cluster_linear as cluster
+from minivllm.kernels.cluster_linear import LARGE, MEDIUM, SMALL, TILES, WIDE, ClusterConfig, cluster_config
+from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
+
+SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3584, 5120), (264, 72), (8, 8)]
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+@given(st.integers(17, 256), st.integers(1, 4000), st.integers(1, 2500), st.sampled_from([78, 114, 132, 144]))
+def test_every_configuration_fits_the_chip(rows, n8, k8, num_sms):
+    n, k = 8 * n8, 8 * k8
+    config = cluster_config(rows, n, k, num_sms)
+    tile, tile_rows = config.tile, cluster._tile_rows(config.tile, rows)
+    used = config.stages * tile.stage_bytes + cluster._received_bytes(tile, rows, config.splits) + 1024
+    assert used <= 227 * 1024 - 1024
+    assert 1 <= config.stages <= 16
+    assert config.sharing * config.splits <= 8
+    assert cdiv(rows, tile_rows) % config.sharing == 0
+    assert tile.features // config.sharing % 8 == 0
+    assert tile_rows <= tile.rows
+    assert cdiv(rows, tile_rows) == cdiv(rows, tile.rows), "no row tile may be empty"
+    assert config.splits <= cdiv(k, 64), "each split has some of k"
+    # Sums of the rows that each split finishes stand where the stages were.
+    assert cdiv(tile_rows, config.splits) * config.splits * tile.pitch_bytes <= config.stages * tile.stage_bytes
+
+
+def test_few_and_many_rows_other_dtypes_and_devices_are_left_to_others():
+    cpu = torch.device("cpu")
+    assert not cluster.use_cluster(64, 1024, 1024, torch.bfloat16, cpu)
+    for rows, n, k, dtype in [
+        (16, 1024, 1024, torch.bfloat16),
+        (257, 1024, 1024, torch.bfloat16),
+        (64, 1024, 1024, torch.float16),
+        (64, 1020, 1024, torch.bfloat16),
+        (64, 1024, 1020, torch.bfloat16),
+    ]:
+        assert not cluster.use_cluster(rows, n, k, dtype, torch.device("cuda"))
+
+
+@pytest.fixture
+def gpu():
+    device = torch.device("cuda")
+    if not torch.cuda.is_available() or not cluster.nvrtc.available(device):
+        pytest.skip("no Hopper GPU, or no cuda-bindings")
+    torch.manual_seed(0)
+    return device
+
+
+def check(gpu, rows, n, k, config=None):
+    wide = torch.randn(rows, k + 64, device=gpu, dtype=torch.bfloat16)
+    x, weight = wide[:, :k], (torch.randn(n, k, device=gpu) / k**0.5).bfloat16()
+    residual = torch.randn(rows, n, device=gpu).bfloat16()
+    guarded = torch.full((rows + 8, n), 7.0, device=gpu, dtype=torch.bfloat16)
+    torch.cuda.synchronize()  # the weight is no constant before: see pdl.py
+    expected = x.float() @ weight.float().T
+    for add in (False, True):
+        out = guarded[:rows].fill_(float("nan")) if not add else guarded[:rows].copy_(residual)
+        cluster._launch(x, weight, out, add, config)
+        goal = expected + residual.float() if add else expected
+        error = ((out.float() - goal).norm() / goal.norm()).item()
+        assert error < 3e-3, f"add={add}: {error:.2e}"
+        assert (guarded[rows:] == 7).all(), "rows past the end were written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 100, 128, 129, 200, 256])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_chosen_configurations_are_right(gpu, rows, n, k):
+    check(gpu, rows, n, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 3, 4])
+@pytest.mark.parametrize("sharing", [1, 2])
+@pytest.mark.parametrize("tile", TILES, ids=["small", "medium", "large", "wide"])
+def test_every_tile_shares_and_splits(gpu, tile, sharing, splits):
+    for rows, n, k in [(tile.rows * 2 - 8, 768, 1096), (tile.rows * 2, 392, 1024), (tile.rows + 1, 1536, 328)]:
+        for stages in (4, 5):
+            check(gpu, rows, n, k, ClusterConfig(tile, stages, sharing, splits))
+
+
+@pytest.mark.gpu
+def test_what_the_layers_call_is_right_for_some_rows(gpu):
+    """Against float32, with folded norms and without."""
+    rows, hidden, inner = 48, 1024, 3072
+    x, g = torch.randn(rows, hidden, device=gpu).bfloat16(), (torch.rand(hidden, device=gpu) + 0.5).bfloat16()
+    w = (torch.randn(2 * inner, hidden, device=gpu) / 32).bfloat16()
+    torch.cuda.synchronize()
+    normed = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    gate, up = (normed * g.float() @ w.float().T).chunk(2, -1)
+
+    def close(out, expected):
+        assert ((out.float() - expected).norm() / expected.norm()).item() < 1e-2
+
+    close(linear(x, w), x.float() @ w.float().T)
+    close(norm_linear(x, g, 1e-6, w), torch.cat([gate, up], -1))
+    close(norm_gate_up(x, g, 1e-6, w), torch.nn.functional.silu(gate) * up)
+    ones = torch.ones_like(g)
+    gate, up = (normed @ w.float().T).chunk(2, -1)
+    close(norm_gate_up(x, ones, 1e-6, w, folded=True), torch.nn.functional.silu(gate) * up)
+    out, scale = norm_linear_unscaled(x, ones, 1e-6, w)
+    close(scale.applied_to(out), torch.cat([gate, up], -1))
+    residual = torch.randn(rows, 2 * inner, device=gpu).bfloat16()
+    expected = residual.float() + x.float() @ w.float().T
+    assert linear_add(x, w, None, residual) is residual
+    close(residual, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [24, 64, 128, 256])
+def test_a_chain_in_a_graph_gives_the_same_bits_every_time(gpu, rows):
+    """Products that start while the one before still runs, in place on one stream, 200 replays: a missing wait, or a
+    stage filled too early, would show."""
+    hidden, inner, layers = 1024, 3072, 12
+    weights = [((torch.randn(inner, hidden, device=gpu) / 32).bfloat16(),
+                (torch.randn(hidden, inner, device=gpu) / 60).bfloat16()) for _ in range(layers)]  # fmt: skip
+    start = torch.randn(rows, hidden, device=gpu).bfloat16()
+    h = torch.empty_like(start)
+
+    def chain():
+        h.copy_(start)
+        for up, down in weights:
+            cluster.cluster_linear_add(cluster.cluster_linear(h, up), down, h)
+
+    expected = start.float()
+    for up, down in weights:
+        expected = expected + (expected @ up.float().T) @ down.float().T
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    graph.replay()
+    first = h.clone()
+    assert (first.float() - expected).norm() < 2e-2 * expected.norm()
+    for _ in range(200):
+        graph.replay()
+        assert torch.equal(h, first)
+
+
+def test_each_tile_is_chosen_somewhere():
+    chosen = {cluster_config(rows, n, k).tile for rows in (24, 64, 128, 256) for n, k in SHAPES}
+    assert chosen == {SMALL, MEDIUM, LARGE, WIDE}
