@@ -1,6 +1,7 @@
-// out[r, f] = sum_k x[r, k] * weight[f, k]  (+ out[r, f]),  bfloat16, sums in float32. See cluster_linear.py.
+// out[r, f] = sum_k x[r, k] * weight[f, k]  (+ out[r, f]),  bfloat16, sums in float32.
+// GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. See cluster_linear.py.
 //
-// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST) at a time, with `multiply` (wgmma.m64n{COLUMNS}k16) put in front.
+// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED) at a time, with `multiply` (wgmma.m64n{COLUMNS}k16) put in front.
 // A program has GROUPS warpgroups that multiply, each 64 lines of one operand with COLUMNS lines of the other, and a warp
 // that asks for tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and cluster are (feature tiles, row
 // tiles, splits of k). The programs of a cluster have one feature tile. Those of one split share the weight's tiles: each
@@ -20,7 +21,8 @@ constexpr int W_BYTES = FEATURES * LINE;
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MAX_STAGES = 16;
 constexpr int PITCH = FEATURES + (ROWS_FIRST ? 8 : 4);  // of the sums in shared memory, in floats: no bank conflicts
-constexpr int WIDTH = FEATURES / 8;      // threads that finish a row, 8 outputs each
+constexpr int OUTPUTS = GATED ? FEATURES / 2 : FEATURES;  // a gated tile holds as many lines of gate as of up
+constexpr int WIDTH = OUTPUTS / 8;       // threads that finish a row, 8 outputs each
 constexpr int TURN = THREADS / WIDTH;    // rows that are finished at once
 constexpr int NEEDED = (ROWS + TURN - 1) / TURN, AT_ONCE = NEEDED < 4 ? NEEDED : 4;
 constexpr int TURNS = (NEEDED + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
@@ -73,6 +75,10 @@ __device__ __forceinline__ u32 pack(float a, float b) {
   return pair;
 }
 
+__device__ __forceinline__ void read4(float (&d)[4], u32 from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS + 32, MIN_PROGRAMS)
 cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, u16* out, int rows,
                int features, int steps_all, int tile_rows, int stages, int sharing, int splits, int add) {
@@ -86,7 +92,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
   const u32 full = shared_address(barriers), empty = full + 8 * MAX_STAGES, sent = empty + 8 * MAX_STAGES;
   const u32 received = tiles + stages * STAGE_BYTES;  // sums of the other splits, for this program's rows
   const int first = steps_all * split / splits, steps = steps_all * (split + 1) / splits - first;
-  const int f0 = blockIdx.x * FEATURES, r0 = blockIdx.y * tile_rows;
+  const int f0 = blockIdx.x * OUTPUTS, r0 = blockIdx.y * tile_rows;
   const bool alone = sharing * splits == 1;
 
   if (threadIdx.x == THREADS) {
@@ -109,7 +115,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
 
   if (warp == THREADS / 32) {  // loads
     if (lane == 0) {
-      const int part = FEATURES / sharing;
+      const int part = OUTPUTS / sharing, f = f0 + member * part;
       const u32 w_to = tiles + member * part * LINE, x_to = tiles + W_BYTES;
       const u32 bytes = W_BYTES + tile_rows * LINE;
       const u16 ranks = ((1 << sharing) - 1) << split * sharing;
@@ -117,7 +123,10 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
 #pragma unroll 1
       for (int i = 0; i < early; i++) {  // no kernel writes weights: they come while the one before still runs
         barrier_expect(full + 8 * i, bytes);
-        load_tile(w_to + i * STAGE_BYTES, &weight, (first + i) * 64, f0 + member * part, full + 8 * i, sharing, ranks);
+        load_tile(w_to + i * STAGE_BYTES, &weight, (first + i) * 64, f, full + 8 * i, sharing, ranks);
+        if (GATED)
+          load_tile(w_to + OUTPUTS * LINE + i * STAGE_BYTES, &weight, (first + i) * 64, features + f, full + 8 * i,
+                    sharing, ranks);
       }
       asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll 1
@@ -129,7 +138,9 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
         const u32 bar = full + 8 * stage, at = stage * STAGE_BYTES;
         barrier_wait(empty + 8 * stage, round & 1);
         barrier_expect(bar, bytes);
-        load_tile(w_to + at, &weight, (first + i) * 64, f0 + member * part, bar, sharing, ranks);
+        load_tile(w_to + at, &weight, (first + i) * 64, f, bar, sharing, ranks);
+        if (GATED)
+          load_tile(w_to + OUTPUTS * LINE + at, &weight, (first + i) * 64, features + f, bar, sharing, ranks);
         load_tile(x_to + at, &x, (first + i) * 64, r0, bar, 1, 0);
         if (++stage == stages) { stage = 0; round++; }
       }
@@ -201,7 +212,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     if (f0 + f >= features || row >= TURN) stop = 0;
     u16* to = out + (u64)(r0 + start + row) * features + f0 + f;
     uint4 old[TURNS];
-    if (add) {
+    if (!GATED && add) {
 #pragma unroll
       for (int t = 0; t < TURNS; t++)
         if (row + t * TURN < stop) old[t] = *(const uint4*)(to + (u64)(t * TURN) * features);
@@ -210,12 +221,12 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     const u32 at = (row * PITCH + f) * 4;
 #pragma unroll
     for (int first_turn = 0; first_turn < TURNS; first_turn += AT_ONCE) {
-      float y[AT_ONCE][8];
+      float y[AT_ONCE][8], up[AT_ONCE][8];
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++)
 #pragma unroll
-        for (int e = 0; e < 8; e++) y[t][e] = 0.f;
-      if (add) {
+        for (int e = 0; e < 8; e++) y[t][e] = up[t][e] = 0.f;
+      if (!GATED && add) {
 #pragma unroll
         for (int t = 0; t < AT_ONCE; t++) {
           const uint4 r = old[first_turn + t];
@@ -229,21 +240,31 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
 #pragma unroll
         for (int t = 0; t < AT_ONCE; t++) {
           if (row + (first_turn + t) * TURN >= stop) continue;
+          const u32 sums_of = from + (first_turn + t) * TURN * PITCH * 4;
 #pragma unroll
           for (int e = 0; e < 8; e += 4) {
-            float a, b, c, d;
-            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                         : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
-                         : "r"(from + ((first_turn + t) * TURN * PITCH + e) * 4));
-            y[t][e] += a, y[t][e + 1] += b, y[t][e + 2] += c, y[t][e + 3] += d;
+            float d[4];
+            read4(d, sums_of + e * 4);
+#pragma unroll
+            for (int i = 0; i < 4; i++) y[t][e + i] += d[i];
+            if (GATED) {
+              read4(d, sums_of + (OUTPUTS + e) * 4);
+#pragma unroll
+              for (int i = 0; i < 4; i++) up[t][e + i] += d[i];
+            }
           }
         }
       }
 #pragma unroll
-      for (int t = 0; t < AT_ONCE; t++)
-        if (row + (first_turn + t) * TURN < stop)
-          *(uint4*)(to + (u64)((first_turn + t) * TURN) * features) = make_uint4(
-              pack(y[t][0], y[t][1]), pack(y[t][2], y[t][3]), pack(y[t][4], y[t][5]), pack(y[t][6], y[t][7]));
+      for (int t = 0; t < AT_ONCE; t++) {
+        if (row + (first_turn + t) * TURN >= stop) continue;
+        if (GATED) {
+#pragma unroll
+          for (int e = 0; e < 8; e++) y[t][e] = y[t][e] / (1.f + __expf(-y[t][e])) * up[t][e];
+        }
+        *(uint4*)(to + (u64)((first_turn + t) * TURN) * features) = make_uint4(
+            pack(y[t][0], y[t][1]), pack(y[t][2], y[t][3]), pack(y[t][4], y[t][5]), pack(y[t][6], y[t][7]));
+      }
     }
   }
   __syncwarp();

@@ -1,5 +1,7 @@
 """Linear layers over 17 to 256 rows, on Hopper: products whose weights are on their way before the input is there.
 
+With the residual addition behind, or SiLU(gate) * up.
+
 The kernel is CUDA C++ (``cluster_linear.cu``): it needs programs that share their loads and add up through each other's
 shared memory (thread-block clusters), which Triton 3.6 has no words for. Tiles come by TMA; the tensor cores multiply
 (wgmma); sums are float32. Structure after CUTLASS's warp-specialized GEMMs (NVIDIA, 2023).
@@ -12,7 +14,7 @@ What stands around it counts as much: a program's first tiles of weights, often 
 
 import ctypes
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +41,15 @@ class Tile:
     columns: int
     rows_first: bool
     programs: int  # at least so many fit a multiprocessor's registers
+    gated: bool = False  # half of the features are gate's, half up's
 
     @property
     def features(self) -> int:
         return self.columns if self.rows_first else 64 * self.groups
+
+    @property
+    def outputs(self) -> int:
+        return self.features // 2 if self.gated else self.features
 
     @property
     def rows(self) -> int:
@@ -64,7 +71,7 @@ class Tile:
         outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
         return (
             f"#define GROUPS {self.groups}\n#define COLUMNS {n}\n#define ROWS_FIRST {int(self.rows_first)}\n"
-            f"#define MIN_PROGRAMS {self.programs}\n"
+            f"#define MIN_PROGRAMS {self.programs}\n#define GATED {int(self.gated)}\n"
             f"__device__ __forceinline__ void multiply(float (&d)[{n // 2}], unsigned long long a,"
             " unsigned long long b) {\n"
             f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, %{n // 2},'
@@ -75,7 +82,8 @@ class Tile:
 
 SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)
 WIDE = Tile(2, 96, True, 1)  # 128 rows, 96 features: even shares where n is large
-TILES = (SMALL, MEDIUM, LARGE, WIDE)
+PLAIN_TILES = (SMALL, MEDIUM, LARGE, WIDE)
+TILES = PLAIN_TILES + tuple(replace(tile, gated=True) for tile in PLAIN_TILES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +98,18 @@ def use_cluster(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.dev
     """Whether (rows, k) @ (n, k).T is faster here than in the library; the one place that knows."""
     if not MIN_ROWS <= rows <= MAX_ROWS or dtype != torch.bfloat16 or n % 8 or k % 8:
         return False
-    if n * k > (1 << 27 if rows <= 64 else 1 << 24):  # the library's larger tiles are as good
+    small = n * k <= 6 << 20 and (rows <= 128 or min(n, k) <= 1024)
+    if not small and (rows > 64 or n * k > 1 << 26):  # there the library's larger tiles are better, or as good
         return False
     return nvrtc.available(device)
 
 
 @cache
 def cluster_config(rows: int, n: int, k: int, num_sms: int = 132) -> ClusterConfig:
-    """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one."""
+    """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one.
+
+    n: lines of the weight, gate's and up's counted both.
+    """
     steps = cdiv(k, _STEP)
     tile = SMALL if rows <= 32 else MEDIUM
     if rows > 64 and _programs(tile, rows, n) > num_sms:
@@ -105,10 +117,13 @@ def cluster_config(rows: int, n: int, k: int, num_sms: int = 132) -> ClusterConf
         if rows > 128 and _programs(tile, rows, n) > num_sms:
             tile = WIDE
     programs, row_tiles = _programs(tile, rows, n), cdiv(rows, tile.rows)
-    splits = max(1, min(4, steps, num_sms // programs, max(cdiv(steps, _MAX_STAGES), cdiv(num_sms // 2 - 2, programs))))
+    clustered = num_sms * 17 // 20  # more programs in clusters of three or four may find no room at once
+    wanted = max(cdiv(steps, _MAX_STAGES), cdiv(num_sms // 2 - 2, programs))
+    splits = max(1, min(4, steps, wanted, clustered // programs))
+    if splits == 1 and min(steps, wanted) > 1 and 2 * programs <= num_sms:
+        splits = 2
     programs *= splits
-    # More than 120 programs in clusters of four find no room at once.
-    sharing = 2 if row_tiles % 2 == 0 and programs <= (num_sms if splits == 1 else 112) else 1
+    sharing = 2 if row_tiles % 2 == 0 and programs <= (num_sms if splits == 1 else clustered) else 1
     per_split, least = cdiv(steps, splits), cdiv((tile.rows + splits) * tile.pitch_bytes, tile.stage_bytes)
 
     def room(shared_bytes: int) -> int:
@@ -158,39 +173,54 @@ def _numbers(rows: int, n: int, k: int, config: ClusterConfig, add: bool) -> tup
     return array, [ctypes.addressof(array) + 4 * i for i in range(len(values))]
 
 
-def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool, config: ClusterConfig | None) -> None:
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    add: bool = False,
+    gated: bool = False,
+    config: ClusterConfig | None = None,
+) -> torch.Tensor:
+    """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous."""
     assert weight.is_contiguous() and out.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
-    (rows, k), n = x.shape, weight.shape[0]
-    config = config or cluster_config(rows, n, k)
-    tile, tile_rows = config.tile, _tile_rows(config.tile, rows)
+    (rows, k), lines, n = x.shape, weight.shape[0], out.shape[1]
+    config = config or cluster_config(rows, lines, k)
+    tile = replace(config.tile, gated=True) if gated else config.tile
+    tile_rows = _tile_rows(tile, rows)
     assert cdiv(rows, tile_rows) % config.sharing == 0
-    weights = nvrtc.tensor_map(weight.data_ptr(), n, k, k, tile.features // config.sharing, _STEP)
+    weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, tile.outputs // config.sharing, _STEP)
     inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), tile_rows, _STEP)
     pointer = ctypes.c_void_p(out.data_ptr())
     _, numbers = _numbers(rows, n, k, config, add)
     nvrtc.launch(
         _kernel(tile, x.device),
-        (cdiv(n, tile.features), cdiv(rows, tile_rows), config.splits),
+        (cdiv(n, tile.outputs), cdiv(rows, tile_rows), config.splits),
         (1, config.sharing, config.splits),
         128 * tile.groups + 32,
         config.stages * tile.stage_bytes + _received_bytes(tile, rows, config.splits) + 1024,
         use_pdl(x.device),
         [int(weights.getPtr()), int(inputs.getPtr()), ctypes.addressof(pointer), *numbers],
     )
+    return out
 
 
 def cluster_linear(x: torch.Tensor, weight: torch.Tensor, config: ClusterConfig | None = None) -> torch.Tensor:
     """x (t, k), weight (n, k), both bfloat16; returns (t, n)."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, False, config)
-    return out
+    return _launch(x, weight, out, config=config)
+
+
+def cluster_gate_up(x: torch.Tensor, weight: torch.Tensor, config: ClusterConfig | None = None) -> torch.Tensor:
+    """SiLU(gate) * up of ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n)."""
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    return _launch(x, weight, out, gated=True, config=config)
 
 
 def cluster_linear_add(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: ClusterConfig | None = None
 ) -> torch.Tensor:
     """``residual`` (t, n) += x @ weight.T, in place and rounded once; returns it."""
-    _launch(x, weight, residual, True, config)
-    return residual
+    return _launch(x, weight, residual, add=True, config=config)

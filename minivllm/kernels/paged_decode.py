@@ -190,6 +190,7 @@ def _decode_kernel(
     FUSED: tl.constexpr,
     ROT: tl.constexpr,
     EARLY: tl.constexpr,  # all but q, and the new token, is complete when this starts
+    TAIL: tl.constexpr,
     PEEL: tl.constexpr,  # with EARLY and FUSED: the first tile is loaded before q is there
     PDL: tl.constexpr,
 ):
@@ -275,7 +276,11 @@ def _decode_kernel(
             k_rows = page.to(tl.int64) * k_stride_block + slot * k_stride_slot
             v_rows = page.to(tl.int64) * v_stride_block + slot * v_stride_slot
             page = page_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)  # the next tile's, a tile ahead
-            if BLOCK_D == D:
+            if TAIL:
+                there = (start + n < end)[:, None] & (d < D)[None, :]
+                key = tl.load(k_head + k_rows[:, None] + d[None, :], mask=there, other=0.0)
+                value = tl.load(v_head + v_rows[:, None] + d[None, :], mask=there, other=0.0)
+            elif BLOCK_D == D:
                 key = tl.load(k_head + k_rows[:, None] + d[None, :])
                 value = tl.load(v_head + v_rows[:, None] + d[None, :])
             else:
@@ -311,6 +316,7 @@ class DecodeConfig:
     num_stages: int
     programs: int  # about how many programs the contexts are cut into, beyond one a row and kv head
     min_tiles: int = 2  # tiles of block_n keys an item of a row in pieces has at least: merging costs more than a few
+    tail: bool = False
     peel: bool = False  # hold the first tile in registers, loaded while the kernel before still runs, where that may be
 
 
@@ -473,6 +479,7 @@ def paged_decode_triton(
         FUSED=new is not None,
         ROT=new.cos_sin.shape[1] if new else 0,
         EARLY=early,
+        TAIL=c.tail,
         PEEL=early and new is not None and c.peel,
         PDL=workspace.pdl,
         num_warps=c.num_warps,

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.kernels import cluster_linear as cluster
-from minivllm.kernels.cluster_linear import LARGE, MEDIUM, SMALL, TILES, WIDE, ClusterConfig, cluster_config
+from minivllm.kernels.cluster_linear import LARGE, MEDIUM, PLAIN_TILES, SMALL, WIDE, ClusterConfig, cluster_config
+from minivllm.kernels.rms_norm import rms_norm
 from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
 
-SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3584, 5120), (264, 72), (8, 8)]
+SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3584, 5120), (272, 72), (8, 8)]
+EPS = 1e-6
 
 
 def cdiv(a, b):
@@ -21,6 +23,7 @@ def test_every_configuration_fits_the_chip(rows, n8, k8, num_sms):
     n, k = 8 * n8, 8 * k8
     config = cluster_config(rows, n, k, num_sms)
     tile, tile_rows = config.tile, cluster._tile_rows(config.tile, rows)
+    assert config.tile in PLAIN_TILES
     used = config.stages * tile.stage_bytes + cluster._received_bytes(tile, rows, config.splits) + 1024
     assert used <= 227 * 1024 - 1024
     assert 1 <= config.stages <= 16
@@ -57,18 +60,24 @@ def gpu():
 
 
 def check(gpu, rows, n, k, config=None):
+    """n: lines of the weight. All that the kernel can do, into guarded outputs."""
     wide = torch.randn(rows, k + 64, device=gpu, dtype=torch.bfloat16)
     x, weight = wide[:, :k], (torch.randn(n, k, device=gpu) / k**0.5).bfloat16()
-    residual = torch.randn(rows, n, device=gpu).bfloat16()
-    guarded = torch.full((rows + 8, n), 7.0, device=gpu, dtype=torch.bfloat16)
     torch.cuda.synchronize()  # the weight is no constant before: see pdl.py
-    expected = x.float() @ weight.float().T
-    for add in (False, True):
-        out = guarded[:rows].fill_(float("nan")) if not add else guarded[:rows].copy_(residual)
-        cluster._launch(x, weight, out, add, config)
-        goal = expected + residual.float() if add else expected
-        error = ((out.float() - goal).norm() / goal.norm()).item()
-        assert error < 3e-3, f"add={add}: {error:.2e}"
+    product = x.float() @ weight.float().T
+    for add, gated in [(False, False), (True, False)] + ([] if n % 16 else [(False, True)]):
+        expected = product
+        if gated:
+            gate, up = product.chunk(2, -1)
+            expected = torch.nn.functional.silu(gate) * up
+        guarded = torch.full((rows + 8, expected.shape[1]), 7.0, device=gpu, dtype=torch.bfloat16)
+        out = guarded[:rows].fill_(float("nan"))
+        if add:
+            out.normal_()
+            expected = expected + out.float()
+        cluster._launch(x, weight, out, add=add, gated=gated, config=config)
+        error = ((out.float() - expected).norm() / expected.norm()).item()
+        assert error < 3e-3, f"add={add} gated={gated}: {error:.2e}"
         assert (guarded[rows:] == 7).all(), "rows past the end were written"
 
 
@@ -82,7 +91,7 @@ def test_chosen_configurations_are_right(gpu, rows, n, k):
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2, 3, 4])
 @pytest.mark.parametrize("sharing", [1, 2])
-@pytest.mark.parametrize("tile", TILES, ids=["small", "medium", "large", "wide"])
+@pytest.mark.parametrize("tile", PLAIN_TILES, ids=["small", "medium", "large", "wide"])
 def test_every_tile_shares_and_splits(gpu, tile, sharing, splits):
     for rows, n, k in [(tile.rows * 2 - 8, 768, 1096), (tile.rows * 2, 392, 1024), (tile.rows + 1, 1536, 328)]:
         for stages in (4, 5):
@@ -96,19 +105,19 @@ def test_what_the_layers_call_is_right_for_some_rows(gpu):
     x, g = torch.randn(rows, hidden, device=gpu).bfloat16(), (torch.rand(hidden, device=gpu) + 0.5).bfloat16()
     w = (torch.randn(2 * inner, hidden, device=gpu) / 32).bfloat16()
     torch.cuda.synchronize()
-    normed = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    normed = x.float() / (x.float().square().mean(-1, keepdim=True) + EPS).sqrt()
     gate, up = (normed * g.float() @ w.float().T).chunk(2, -1)
 
     def close(out, expected):
         assert ((out.float() - expected).norm() / expected.norm()).item() < 1e-2
 
     close(linear(x, w), x.float() @ w.float().T)
-    close(norm_linear(x, g, 1e-6, w), torch.cat([gate, up], -1))
-    close(norm_gate_up(x, g, 1e-6, w), torch.nn.functional.silu(gate) * up)
+    close(norm_linear(x, g, EPS, w), torch.cat([gate, up], -1))
+    close(norm_gate_up(x, g, EPS, w), torch.nn.functional.silu(gate) * up)
     ones = torch.ones_like(g)
     gate, up = (normed @ w.float().T).chunk(2, -1)
-    close(norm_gate_up(x, ones, 1e-6, w, folded=True), torch.nn.functional.silu(gate) * up)
-    out, scale = norm_linear_unscaled(x, ones, 1e-6, w)
+    close(norm_gate_up(x, ones, EPS, w, folded=True), torch.nn.functional.silu(gate) * up)
+    out, scale = norm_linear_unscaled(x, ones, EPS, w)
     close(scale.applied_to(out), torch.cat([gate, up], -1))
     residual = torch.randn(rows, 2 * inner, device=gpu).bfloat16()
     expected = residual.float() + x.float() @ w.float().T
@@ -122,19 +131,22 @@ def test_a_chain_in_a_graph_gives_the_same_bits_every_time(gpu, rows):
     """Products that start while the one before still runs, in place on one stream, 200 replays: a missing wait, or a
     stage filled too early, would show."""
     hidden, inner, layers = 1024, 3072, 12
-    weights = [((torch.randn(inner, hidden, device=gpu) / 32).bfloat16(),
+    weights = [((torch.randn(2 * inner, hidden, device=gpu) / 32).bfloat16(),
                 (torch.randn(hidden, inner, device=gpu) / 60).bfloat16()) for _ in range(layers)]  # fmt: skip
+    norm = torch.ones(hidden, device=gpu, dtype=torch.bfloat16)
     start = torch.randn(rows, hidden, device=gpu).bfloat16()
     h = torch.empty_like(start)
 
     def chain():
         h.copy_(start)
         for up, down in weights:
-            cluster.cluster_linear_add(cluster.cluster_linear(h, up), down, h)
+            cluster.cluster_linear_add(cluster.cluster_gate_up(rms_norm(h, norm, EPS), up), down, h)
 
     expected = start.float()
     for up, down in weights:
-        expected = expected + (expected @ up.float().T) @ down.float().T
+        normed = expected / (expected.square().mean(-1, keepdim=True) + EPS).sqrt()
+        gate, linear_up = (normed @ up.float().T).chunk(2, -1)
+        expected = expected + (torch.nn.functional.silu(gate) * linear_up) @ down.float().T
     chain()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
