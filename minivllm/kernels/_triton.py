@@ -6,8 +6,12 @@ Kernel files must not use ``from __future__ import annotations``: Triton reads `
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from os import cpu_count
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     import triton
@@ -30,6 +34,14 @@ except ImportError:  # the references run, the launchers do not
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+@cache
+def num_sms(device: "torch.device") -> int:
+    """Multiprocessors of a GPU; a few for the interpreter."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def cdiv(a: int, b: int) -> int:

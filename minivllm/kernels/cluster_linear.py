@@ -13,6 +13,7 @@ What stands around it counts as much: a program's first tiles of weights, often 
 """
 
 import ctypes
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,9 +22,12 @@ from typing import Any
 
 import torch
 
+from minivllm.errors import MinivllmError
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv
+from minivllm.kernels._triton import cdiv, num_sms
 from minivllm.kernels.pdl import use_pdl
+
+logger = logging.getLogger("minivllm")
 
 MIN_ROWS, MAX_ROWS = 17, 256
 _STEP = 64  # elements of k a stage: 128 bytes
@@ -101,38 +105,38 @@ def use_cluster(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.dev
     small = n * k <= 6 << 20 and (rows <= 128 or min(n, k) <= 1024)
     if not small and (rows > 64 or n * k > 1 << 26):  # there the library's larger tiles are better, or as good
         return False
-    return nvrtc.available(device)
+    return usable(device)
 
 
 @cache
-def cluster_config(rows: int, n: int, k: int, num_sms: int = 132) -> ClusterConfig:
+def cluster_config(rows: int, n: int, k: int, sms: int = 132) -> ClusterConfig:
     """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one.
 
     n: lines of the weight, gate's and up's counted both.
     """
     steps = cdiv(k, _STEP)
     tile = SMALL if rows <= 32 else MEDIUM
-    if rows > 64 and _programs(tile, rows, n) > num_sms:
+    if rows > 64 and _programs(tile, rows, n) > sms:
         tile = LARGE
-        if rows > 128 and _programs(tile, rows, n) > num_sms:
+        if rows > 128 and _programs(tile, rows, n) > sms:
             tile = WIDE
     programs, row_tiles = _programs(tile, rows, n), cdiv(rows, tile.rows)
-    clustered = num_sms * 17 // 20  # more programs in clusters of three or four may find no room at once
-    wanted = max(cdiv(steps, _MAX_STAGES), cdiv(num_sms // 2 - 2, programs))
+    clustered = sms * 17 // 20  # more programs in clusters of three or four may find no room at once
+    wanted = max(cdiv(steps, _MAX_STAGES), cdiv(sms // 2 - 2, programs))
     splits = max(1, min(4, steps, wanted, clustered // programs))
-    if splits == 1 and min(steps, wanted) > 1 and 2 * programs <= num_sms:
+    if splits == 1 and min(steps, wanted) > 1 and 2 * programs <= sms:
         splits = 2
     programs *= splits
-    sharing = 2 if row_tiles % 2 == 0 and programs <= (num_sms if splits == 1 else clustered) else 1
+    sharing = 2 if row_tiles % 2 == 0 and programs <= (sms if splits == 1 else clustered) else 1
     per_split, least = cdiv(steps, splits), cdiv((tile.rows + splits) * tile.pitch_bytes, tile.stage_bytes)
 
     def room(shared_bytes: int) -> int:
         return (shared_bytes - _FIXED_BYTES - _received_bytes(tile, rows, splits)) // tile.stage_bytes
 
     stages = room(_COMMON_BYTES)
-    if programs > num_sms:  # two or three on a multiprocessor, if that leaves each a few stages
-        stages = max(room(_SHARED_BYTES // 2), 4) if programs <= 2 * num_sms else max(room(_SHARED_BYTES // 3), 4)
-    elif programs <= num_sms // 2 and per_split <= room(_SHARED_BYTES):
+    if programs > sms:  # two or three on a multiprocessor, if that leaves each a few stages
+        stages = max(room(_SHARED_BYTES // 2), 4) if programs <= 2 * sms else max(room(_SHARED_BYTES // 3), 4)
+    elif programs <= sms // 2 and per_split <= room(_SHARED_BYTES):
         stages = per_split  # all at once: nothing waits for a stage to be free
     # The sums take the place of the stages.
     return ClusterConfig(tile, max(min(stages, per_split, _MAX_STAGES), least), sharing, splits)
@@ -149,6 +153,20 @@ def _tile_rows(tile: Tile, rows: int) -> int:
 
 def _received_bytes(tile: Tile, rows: int, splits: int) -> int:
     return (splits - 1) * cdiv(_tile_rows(tile, rows), splits) * tile.pitch_bytes
+
+
+@cache
+def usable(device: torch.device) -> bool:
+    """Whether all tiles compile and load here. Where one does not, a warning says why, once."""
+    if not nvrtc.available(device):
+        return False
+    try:
+        for tile in TILES:
+            _kernel(tile, device)
+    except MinivllmError as error:
+        logger.warning("products of some rows go to the library, more slowly: %s", error)
+        return False
+    return True
 
 
 @cache
@@ -187,7 +205,7 @@ def _launch(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
     (rows, k), lines, n = x.shape, weight.shape[0], out.shape[1]
-    config = config or cluster_config(rows, lines, k)
+    config = config or cluster_config(rows, lines, k, num_sms(x.device))
     tile = replace(config.tile, gated=True) if gated else config.tile
     tile_rows = _tile_rows(tile, rows)
     assert cdiv(rows, tile_rows) % config.sharing == 0

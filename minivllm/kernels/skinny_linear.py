@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale, rms_norm
@@ -363,11 +363,6 @@ def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, nu
     return SkinnyConfig(per_warp, 4, min(steps, most))
 
 
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 # --------------------------------------------------------------------------- launchers
 
 
@@ -398,7 +393,7 @@ def prepare(
     assert weight.is_contiguous() and out.is_contiguous()
     x = x if x.stride(-1) == 1 else x.contiguous()
     (rows, k), n = x.shape, out.shape[1]
-    config = config or skinny_config(rows, n, k, x.dtype, gated, _num_sms(x.device))
+    config = config or skinny_config(rows, n, k, x.dtype, gated, num_sms(x.device))
     pdl = use_pdl(x.device) if pdl is None else pdl
     tensors = (
         x,
@@ -547,7 +542,7 @@ def norm_gate_up(
     and there is no bias."""
     if _few_rows(x, weight):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
-    if bias is None and _some_rows(x, weight):
+    if bias is None and weight.shape[0] % 16 == 0 and _some_rows(x, weight):
         return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)  # whose SiLU saves more than the norm costs
     if folded:
         return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))

@@ -16,6 +16,7 @@ from minivllm.plugins.manager import load_plugins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
+REQUESTS = int(os.environ.get("MINIVLLM_RANDOM_REQUESTS", 200))  # 2000 before a release
 PROMPTS = ["Once upon a time", "The engine", "In a small village", "The sea was", "My favourite animal is", "Hello"]
 GREEDY = SamplingParams(
     temperature=0, max_tokens=64, logprobs=20
@@ -81,7 +82,7 @@ def test_random_requests_with_aborts_preemption_and_prefixes_equal_their_lone_ru
     rng = random.Random(0)
     prefix = [rng.randrange(1000) for _ in range(70)]
     requests = []
-    for i in range(200):
+    for i in range(REQUESTS):
         own = [rng.randrange(1000) for _ in range(rng.randint(1, 60))]
         prompt = (prefix[: rng.choice([16, 40, 70])] if rng.random() < 0.5 else []) + own
         params = SamplingParams(
@@ -100,23 +101,26 @@ def test_random_requests_with_aborts_preemption_and_prefixes_equal_their_lone_ru
                 if output.finished:
                     done[int(output.request_id)] = output
             if rng.random() < 0.05:
-                victim = rng.randrange(200)
+                victim = rng.randrange(REQUESTS)
                 if victim not in done:
                     engine.abort(str(victim))
                     aborted.add(victim)
         engine.scheduler.check()
         assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
         assert engine.scheduler.blocks.num_free == 180
-        assert set(done) | aborted == set(range(200))
+        assert set(done) | aborted == set(range(REQUESTS))
         engine.reset_prefix_cache()
         different = 0
-        for i in rng.sample(sorted(done), 40):
+        compared = rng.sample(sorted(done), REQUESTS // 5)
+        for i in compared:
             alone = llm.generate([requests[i][0]], requests[i][1], use_tqdm=False)[0]
             engine.reset_prefix_cache()
             if requests[i][1].greedy:
                 assert_close(done[i], alone)
             different += alone.outputs[0].token_ids != done[i].outputs[0].token_ids
-        assert different <= 10, f"{different} of 40 differ from their lone runs: more than ties in bfloat16 explain"
+        assert different <= len(compared) // 4, (
+            f"{different} of {len(compared)} differ from their lone runs: more than ties in bfloat16 explain"
+        )
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use this GPU's memory, too")

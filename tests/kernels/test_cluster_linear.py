@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minivllm.errors import MinivllmError
 from minivllm.kernels import cluster_linear as cluster
 from minivllm.kernels.cluster_linear import LARGE, MEDIUM, PLAIN_TILES, SMALL, WIDE, ClusterConfig, cluster_config
 from minivllm.kernels.rms_norm import rms_norm
@@ -19,9 +20,9 @@ def cdiv(a, b):
 
 
 @given(st.integers(17, 256), st.integers(1, 4000), st.integers(1, 2500), st.sampled_from([78, 114, 132, 144]))
-def test_every_configuration_fits_the_chip(rows, n8, k8, num_sms):
+def test_every_configuration_fits_the_chip(rows, n8, k8, sms):
     n, k = 8 * n8, 8 * k8
-    config = cluster_config(rows, n, k, num_sms)
+    config = cluster_config(rows, n, k, sms)
     tile, tile_rows = config.tile, cluster._tile_rows(config.tile, rows)
     assert config.tile in PLAIN_TILES
     used = config.stages * tile.stage_bytes + cluster._received_bytes(tile, rows, config.splits) + 1024
@@ -50,11 +51,27 @@ def test_few_and_many_rows_other_dtypes_and_devices_are_left_to_others():
         assert not cluster.use_cluster(rows, n, k, dtype, torch.device("cuda"))
 
 
+def test_a_kernel_that_does_not_compile_leaves_the_product_to_the_library(monkeypatch, caplog):
+    def broken(tile, device):
+        raise MinivllmError("a kernel does not compile: no reason")
+
+    monkeypatch.setattr(cluster.nvrtc, "available", lambda device: True)
+    monkeypatch.setattr(cluster, "_kernel", broken)
+    cluster.usable.cache_clear()
+    try:
+        assert not cluster.use_cluster(64, 1024, 1024, torch.bfloat16, torch.device("cuda"))
+        assert not cluster.use_cluster(32, 1024, 1024, torch.bfloat16, torch.device("cuda"))
+    finally:
+        cluster.usable.cache_clear()
+    assert caplog.text.count("no reason") == 1
+
+
 @pytest.fixture
 def gpu():
     device = torch.device("cuda")
     if not torch.cuda.is_available() or not cluster.nvrtc.available(device):
         pytest.skip("no Hopper GPU, or no cuda-bindings")
+    assert cluster.usable(device)
     torch.manual_seed(0)
     return device
 
