@@ -8,13 +8,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
-from minivllm.kernels.paged_decode import (
-    DecodeWorkspace,
-    NewTokens,
-    long_context,
-    paged_decode_triton,
-    schedule_decode,
-)
+from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
 from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
 
 
@@ -35,7 +29,6 @@ class TritonBackend(AttentionBackend):
         self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
         self._workspace: DecodeWorkspace | None = None
         self._scheduled = False
-        self._long = False  # the step's decodes, by their mean context
         self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
         self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
 
@@ -67,16 +60,11 @@ class TritonBackend(AttentionBackend):
                 max_len=s.max_model_len,
             )
 
-    def long_context(self, rows: int) -> int | None:
-        return long_context(rows)
-
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
             raise ValueError(f"{batch.num_decodes} decode rows, planned for {self.max_rows} (max_num_seqs)")
         self.batch, self._scheduled, self._tiles = batch, False, None
         d = batch.num_decodes
-        limit = None if batch.graph_size else self.long_context(d)
-        self._long = batch.graph_long if limit is None else bool(batch.host_seq_lens[:d].mean() >= limit)
         if d < batch.num_seqs:
             block_q = self.prefill_config.block_m // self.group
             tiles = torch.from_numpy(query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:], block_q))
@@ -111,12 +99,12 @@ class TritonBackend(AttentionBackend):
         assert batch is not None and workspace is not None
         first = layer.index == 0 or not self._scheduled  # a graph is captured after an eager step of the same plan
         if first:
-            schedule_decode(workspace, batch.seq_lens, q.shape[0], self._long)
+            schedule_decode(workspace, batch.seq_lens, q.shape[0])
             self._scheduled = True
         k_cache, v_cache = self.kv_cache[layer.index]
         paged_decode_triton(
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace, new,
-            early=not first, long=self._long,
+            early=not first,
         )  # fmt: skip
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:

@@ -1,9 +1,10 @@
 """Times the linear layers of a decode step: ``python -m minivllm.bench.linear [--model qwen3] [--sweep | --chain]``.
 
 Each product runs in a CUDA graph over as many distinct weights as it takes to read them from memory and not from L2;
-the time is that of a replay divided by the weights. ``skinny`` is the fused kernel, ``library`` what does the same
-without it (norm kernel, cuBLAS, activation kernel). GB/s counts the weight once. ``--sweep`` tries kernel shapes and
-prints the best; ``--chain`` times a model's layers without their attention, with and without programmatic launch.
+the time is that of a replay divided by the weights. ``ours`` is the fused kernel (past 16 rows the cluster kernel,
+behind a norm kernel), ``library`` what does the same without it (norm kernel, cuBLAS, activation kernel). GB/s counts
+the weight once. ``--sweep`` tries kernel shapes of up to 16 rows and prints the best; ``--chain`` times a model's
+layers without their attention, with and without programmatic launch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from minivllm.kernels import cluster_linear as cluster_module
+from minivllm.kernels import rms_norm as norm_module
 from minivllm.kernels import skinny_linear as skinny
+from minivllm.kernels.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
 from minivllm.kernels.skinny_linear import SkinnyConfig
 
 EPS = 1e-6
 PEAK = 4.3e12  # bytes/s, a device copy on an H200
 DISTINCT = 600 << 20  # bytes of weights in a graph, at least: a dozen times L2
-ROWS = (1, 2, 4, 8, 16, 32)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,24 @@ class Bench:
 
         return run
 
+    def cluster(self, rows: int) -> Callable[[], None]:
+        x, out, kind = self.x[:rows], self.out[:rows], self.product.kind
+        per_weight: Callable[[torch.Tensor], torch.Tensor] = {
+            "linear": lambda w: cluster_linear(x, w),
+            "norm": lambda w: cluster_linear(norm_module.rms_norm(x, self.norm, EPS), w),
+            "gate_up": lambda w: cluster_gate_up(norm_module.rms_norm(x, self.norm, EPS), w),
+            "add": lambda w: cluster_linear_add(x, w, out),
+        }[kind]
+
+        def run() -> None:
+            for w in self.weights:
+                per_weight(w)
+
+        return run
+
+    def ours(self, rows: int) -> Callable[[], None]:
+        return self.skinny(rows) if rows <= skinny.MAX_ROWS else self.cluster(rows)
+
     def library(self, rows: int) -> Callable[[], None]:
         x, out, kind = self.x[:rows], self.out[:rows], self.product.kind
         per_weight: Callable[[torch.Tensor], torch.Tensor] = {
@@ -169,43 +191,41 @@ def replay_seconds(run: Callable[[], None], repeats: int = 7) -> float:
 @contextmanager
 def programmatic_launch(on: bool) -> Iterator[None]:
     """Whether kernels that would be launched programmatically are."""
-    usual = skinny.use_pdl
-    if not on:
-        skinny.use_pdl = lambda device: False  # type: ignore[assignment]
+    modules, usual = (skinny, cluster_module, norm_module), skinny.use_pdl
+    for module in modules if not on else ():
+        module.use_pdl = lambda device: False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        skinny.use_pdl = usual
+        for module in modules:
+            module.use_pdl = usual  # type: ignore[attr-defined]
 
 
-# --------------------------------------------------------------------------- skinny against the library
+# --------------------------------------------------------------------------- ours against the library
 
 
 def compare(model: Shape) -> None:
     print(f"{'':<9}{'':>14}{'floor':>7}" + "".join(f"{f'{r} rows':>21}" for r in ROWS))
-    print(f"{'':<9}{'weight':>14}{'µs':>7}" + f"{'skinny  library  GB/s':>21}" * len(ROWS))
+    print(f"{'':<9}{'weight':>14}{'µs':>7}" + f"{'ours  library  GB/s':>21}" * len(ROWS))
     for product in products(model):
         bench = Bench(product)
         bench.compile((r, None) for r in ROWS if r <= skinny.MAX_ROWS)
         cells = []
         for rows in ROWS:
             library = bench.seconds(bench.library(rows))
-            if rows > skinny.MAX_ROWS:
-                cells.append(f"{'–':>7}{library * 1e6:9.1f}{product.num_bytes / library / 1e9:5.0f}")
-                continue
             try:
-                mine = bench.seconds(bench.skinny(rows))
+                mine = bench.seconds(bench.ours(rows))
             except Exception as error:  # too much shared memory, say: a row of the table
                 cells.append(f"{type(error).__name__[:7]:>7}{library * 1e6:9.1f}{'':>5}")
                 continue
-            fits = skinny.use_skinny(rows, product.weight_rows, product.k, torch.bfloat16, bench.x.device)
-            chosen = "*" if fits else " "
+            use = skinny.use_skinny if rows <= skinny.MAX_ROWS else use_cluster
+            chosen = "*" if use(rows, product.weight_rows, product.k, torch.bfloat16, bench.x.device) else " "
             cells.append(f"{mine * 1e6:6.1f}{chosen}{library * 1e6:9.1f}{product.num_bytes / mine / 1e9:5.0f}")
         weight, floor = f"{product.weight_rows} x {product.k}", product.num_bytes / PEAK
         print(f"{product.name:<9}{weight:>14}{floor * 1e6:7.1f}" + "".join(f"{c:>21}" for c in cells), flush=True)
         del bench
         torch.cuda.empty_cache()
-    print("* what use_skinny chooses; GB/s of the skinny kernel, of the library past 16 rows")
+    print("* what use_skinny or use_cluster chooses; GB/s of our kernel")
 
 
 # --------------------------------------------------------------------------- sweep
@@ -268,7 +288,7 @@ def chain(model: Shape) -> None:
     norm = torch.ones(model.hidden, device="cuda", dtype=torch.bfloat16)
     total = sum(2 * n * k for n, k in shapes) * model.layers
     print(f"{model.layers} layers without attention, {total / 1e9:.2f} GB: floor {total / PEAK * 1e6:.0f} µs")
-    print(f"{'rows':>6}{'skinny, µs':>12}{'without PDL':>13}{'library':>10}{'skinny GB/s':>13}")
+    print(f"{'rows':>6}{'ours, µs':>12}{'without PDL':>13}{'library':>10}{'ours GB/s':>13}")
     for rows in ROWS:
         start = torch.randn((rows, model.hidden), device="cuda", dtype=torch.bfloat16)
         h = start.clone()
@@ -277,9 +297,8 @@ def chain(model: Shape) -> None:
         def fused(h: torch.Tensor = h, start: torch.Tensor = start) -> None:
             h.copy_(start)
             for qkv, o, gate_up, down in weights:
-                heads = skinny.norm_linear_triton(h, norm, EPS, qkv)[:, :width]
-                skinny.linear_add_triton(heads, o, None, h)
-                skinny.linear_add_triton(skinny.norm_gate_up_triton(h, norm, EPS, gate_up), down, None, h)
+                skinny.linear_add(skinny.norm_linear(h, norm, EPS, qkv)[:, :width], o, None, h)
+                skinny.linear_add(skinny.norm_gate_up(h, norm, EPS, gate_up), down, None, h)
 
         def separate(h: torch.Tensor = h, start: torch.Tensor = start) -> None:
             h.copy_(start)
@@ -289,9 +308,6 @@ def chain(model: Shape) -> None:
                 skinny.linear_add_reference(skinny.norm_gate_up_reference(h, norm, EPS, gate_up), down, None, h)
 
         library = replay_seconds(separate)
-        if rows > skinny.MAX_ROWS:
-            print(f"{rows:>6}{'–':>12}{'–':>13}{library * 1e6:10.0f}", flush=True)
-            continue
         expected = h.float()
         with programmatic_launch(False):
             ordinary = replay_seconds(fused)

@@ -60,7 +60,6 @@ class AttentionBatch:
     host_block_tables: np.ndarray  # (n, max_blocks) int32
     graph_size: int = 0  # captured: rows of a decode batch, or tokens of one with prompts, padded; 0: eager
     graph_whole: bool = False  # captured: for steps of ``whole_prompts`` only
-    graph_long: bool = False  # captured: for contexts of the backend's ``long_context`` on average, and more
 
     @property
     def num_seqs(self) -> int:

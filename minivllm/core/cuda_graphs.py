@@ -58,11 +58,9 @@ class DecodeGraphs:
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((top, runner.block_table.shape[1]), dtype=torch.int32, device=device)
-        # By (rows, long): a size is captured twice where the backend computes long contexts otherwise.
-        self.keys = [(size, long) for size in self.sizes for long in self._lengths(size)]
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        self._hidden: dict[tuple[int, bool], torch.Tensor] = {}
-        self._plans = {key: self._plan(*key) for key in self.keys}
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._plans = {size: self._plan(size) for size in self.sizes}
         self._on_device = np.full(top, self.padding, dtype=np.int32)  # what ``slots`` holds
         self._ones = np.ones(top, dtype=np.int32)
 
@@ -72,21 +70,18 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory."""
         with compile_only():  # kernels differ between a few rows, some, and many
-            for size, long in self.keys:
+            for size in self.sizes:
                 if size in (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1]):
-                    self._prepare(self._plans[size, long], self._ones[:size], None)
+                    self._prepare(self._plans[size], self._ones[:size], None)
                     self._step(size)
         pool = torch.cuda.graph_pool_handle()
-        for key in reversed(self.keys):
-            self._prepare(self._plans[key], self._ones[: key[0]], None)
-            self._graphs[key], self._hidden[key] = capture_graph(partial(self._step, key[0]), pool)
+        for size in reversed(self.sizes):
+            self._prepare(self._plans[size], self._ones[:size], None)
+            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), pool)
         self.runner.num_computed.zero_()
         self.runner.last_token.zero_()
 
-    def _lengths(self, size: int) -> tuple[bool, ...]:
-        return (False,) if self.runner.attention.long_context(size) is None else (False, True)
-
-    def _plan(self, size: int, long: bool) -> AttentionBatch:
+    def _plan(self, size: int) -> AttentionBatch:
         return AttentionBatch(
             num_decodes=size,
             query_start=self.query_start[: size + 1],
@@ -97,7 +92,6 @@ class DecodeGraphs:
             host_seq_lens=np.ones(size, dtype=np.int32),
             host_block_tables=np.zeros((size, 1), dtype=np.int32),
             graph_size=size,
-            graph_long=long,
         )
 
     def _step(self, size: int) -> torch.Tensor:
@@ -133,17 +127,15 @@ class DecodeGraphs:
     def launch(self, batch: Batch) -> PendingStep:
         run, n = self.runner, len(batch.slots)
         size = self.sizes[self.size_for[n]]
-        limit = run.attention.long_context(size)
-        key = size, limit is not None and bool(batch.num_computed.mean() + 1 >= limit)
         self._update(batch, size)
         if run.attention.plans_on_host:
             seq_lens = np.ones(size, dtype=np.int32)
             seq_lens[:n] = batch.num_computed + 1
-            self._prepare(self._plans[key], seq_lens, self._on_device[:size])
-        self._graphs[key].replay()
+            self._prepare(self._plans[size], seq_lens, self._on_device[:size])
+        self._graphs[size].replay()
         tokens, logprobs = self.tokens[:n], None
         if run.sampler.needs_refine(batch.slots):
-            logits = run.model.compute_logits(self._hidden[key][:n])
+            logits = run.model.compute_logits(self._hidden[size][:n])
             tokens, logprobs = run.sampler.refine(logits, self.slots[:n], self.positions[:n] + 1, tokens, batch.slots)
             run.last_token[self.slots[:n]] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
@@ -169,7 +161,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def verify(self, num_blocks: int, vocab_size: int) -> None:
-        """Replay each graph once on random state and compare with the same step run eagerly.
+        """Replay each size once on random state and compare with the same step run eagerly.
 
         Raises:
             MinivllmError: they differ; backend and size are named.
@@ -187,7 +179,7 @@ class DecodeGraphs:
         run.block_table[:rows, :per_slot] = torch.from_numpy(blocks).to(run.device)
         first = torch.from_numpy(rng.integers(0, vocab_size, rows)).to(run.device)
         computed = torch.from_numpy(lengths).long().to(run.device)
-        for size, long in self.keys:
+        for size in self.sizes:
             n = min(size, rows)
             slots = np.full(size, self.padding, dtype=np.int32)
             slots[:n] = np.arange(n)
@@ -197,10 +189,10 @@ class DecodeGraphs:
             hidden = []
             for replay in (False, True):
                 run.last_token[:rows], run.num_computed[:rows] = first, computed
-                self._prepare(self._plans[size, long], seq_lens, slots)
+                self._prepare(self._plans[size], seq_lens, slots)
                 if replay:
-                    self._graphs[size, long].replay()
-                    hidden.append(self._hidden[size, long][:n].float())
+                    self._graphs[size].replay()
+                    hidden.append(self._hidden[size][:n].float())
                 else:
                     hidden.append(self._step(size)[:n].float())
             error = float((hidden[0] - hidden[1]).norm() / hidden[0].norm().clamp_min(1e-6))

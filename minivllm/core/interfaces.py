@@ -234,11 +234,6 @@ class AttentionBackend(ABC):
         """Take the cache: (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
         self.kv_cache = kv_cache
 
-    def long_context(self, rows: int) -> int | None:
-        """The mean context from which on a decode of ``rows`` sequences is computed otherwise: captured twice then, and
-        the batch's ``graph_long`` says which. None: always alike."""
-        return None
-
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Called once a step on the host, before the model runs (before capture and before each replay, too)."""

@@ -314,20 +314,15 @@ class DecodeConfig:
     peel: bool = False  # hold the first tile in registers, loaded while the kernel before still runs, where that may be
 
 
-_ROWS = 4, 16, 192  # up to so many rows the first configuration is taken, the second, the third; beyond, the last two
+_ROWS = 4, 16, 192  # up to so many rows the first configuration is taken, the second, the third; beyond, the last
 
 
-def long_context(rows: int) -> int | None:
-    """The mean context from which on so many rows take another configuration; None: they always take the same."""
-    return 224 if rows > _ROWS[2] else None
-
-
-def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16, long: bool = False) -> DecodeConfig:
+def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
     """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values; of a quarter
-    of that for many rows of short contexts. Some rows are cut into little more than two a multiprocessor.
+    of that for many rows, whose contexts may be short. Some rows are cut into little more than two a multiprocessor.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
-    if rows > _ROWS[2] and not long:
+    if rows > _ROWS[2]:
         return DecodeConfig(min(max((8 << 10) // padded, 16), 64), num_warps=4, num_stages=3, programs=4 * num_sms)
     block_n = min(max((32 << 10) // padded, 16), 128)
     small = block_n * padded < 32 << 10
@@ -364,34 +359,30 @@ class DecodeWorkspace:
         device = torch.device(device)
         sms = num_sms(device)
         self._configs = [config or decode_config(head_dim, dtype, sms, n + 1) for n in (0, *_ROWS)]
-        self._long = config or decode_config(head_dim, dtype, sms, _ROWS[2] + 1, long=True)
         self.window, self._kv_heads, self._max_len = window or 0, num_kv_heads, max_len
         self.block_b = max(next_power_of_2(max_seqs), 16)
         ends = {1, max_seqs, *_ROWS, *(n + 1 for n in _ROWS)}
-        most = max(n + self.extra(n, long) for n in ends if n <= max_seqs for long in (False, True))
+        most = max(n + self.extra(n) for n in ends if n <= max_seqs)
         self.items = torch.zeros((most, ITEM), dtype=torch.int32, device=device)
         self.partial = torch.zeros((most, num_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((most, num_heads), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((max_seqs, num_kv_heads), dtype=torch.int32, device=device)
         self.pdl = use_pdl(device)
 
-    def config(self, rows: int, long: bool = False) -> DecodeConfig:
-        return self._long if long and rows > _ROWS[2] else self._configs[bisect_left(_ROWS, rows)]
+    def config(self, rows: int) -> DecodeConfig:
+        return self._configs[bisect_left(_ROWS, rows)]
 
-    def extra(self, rows: int, long: bool = False) -> int:
+    def extra(self, rows: int) -> int:
         """How many items there may be beyond one a row."""
-        c = self.config(rows, long)
+        c = self.config(rows)
         tiles = MAX_SPLITS if self._max_len is None else self._max_len // (c.block_n * c.min_tiles)
         splits = max(min(MAX_SPLITS, tiles), 2)  # items of a row at most
         return min(max(cdiv(c.programs, self._kv_heads), 1), rows * (splits - 1))
 
 
-def schedule_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor, rows: int, long: bool = False) -> None:
-    """Cut the first ``rows`` contexts into items. Once a step (inside the graph): all layers share the result.
-
-    ``long``: their mean is ``long_context`` or more. Any contexts are computed rightly either way.
-    """
-    extra, config = workspace.extra(rows, long), workspace.config(rows, long)
+def schedule_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
+    """Cut the first ``rows`` contexts into items. Once a step (inside the graph): all layers share the result."""
+    extra, config = workspace.extra(rows), workspace.config(rows)
     _schedule_kernel[(1,)](
         seq_lens,
         workspace.items,
@@ -433,18 +424,17 @@ def paged_decode_triton(
     workspace: DecodeWorkspace,
     new: NewTokens | None = None,
     early: bool = False,
-    long: bool = False,
 ) -> None:
-    """After ``schedule_decode`` with the same seq_lens and ``long``. With ``new``, q is the packed projection.
+    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection.
 
     ``early``: the kernel before this one lets it start late (``pdl``), and has not written what this one reads but q
     (without ``new``, the new tokens' keys and values): block tables, items and older keys are read while it runs.
     """
     rows, heads, dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    group, block_d, c = heads // kv_heads, next_power_of_2(dim), workspace.config(rows, long)
+    group, block_d, c = heads // kv_heads, next_power_of_2(dim), workspace.config(rows)
     merge_g = next_power_of_2(group)
-    _decode_kernel[(kv_heads, rows + workspace.extra(rows, long))](
+    _decode_kernel[(kv_heads, rows + workspace.extra(rows))](
         q,
         k_cache,
         v_cache,

@@ -69,15 +69,3 @@ def test_a_batch_larger_than_planned_for_is_refused():
     backend.bind(world.cache)
     with pytest.raises(ValueError, match="17 decode rows"):
         backend.plan(world.batch)
-
-
-@pytest.mark.parametrize(("length", "long"), [(100, False), (300, True)])
-def test_the_mean_context_decides_in_eager_steps_and_the_flag_in_captured_ones(length, long):
-    spec = replace(SPEC, max_num_seqs=200)
-    world = Step(spec, [(1, length)] * 200, 200)
-    backend = TritonBackend(spec)
-    backend.bind(world.cache)
-    backend.plan(world.batch)
-    assert backend._long is long
-    backend.plan(replace(world.batch, graph_size=200, graph_long=not long))
-    assert backend._long is not long

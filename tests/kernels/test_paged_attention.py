@@ -131,27 +131,6 @@ def test_decode_from_the_projection_is_norm_rotary_write_and_decode(
         assert torch.equal(k.isnan(), k_wide.isnan()), "wrote somewhere else"
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_many_rows_of_short_and_of_long_contexts(where, close, monkeypatch, long):
-    """Both configurations are right for either, beside each other in one workspace."""
-    device, dtype = where
-    if device == "cpu":  # few rows are slow enough there
-        monkeypatch.setattr(decode_module, "_ROWS", (1, 2, 3))
-    rows = 6 if device == "cpu" else 200
-    lengths = np.random.default_rng(0).integers(1, 400, rows).tolist()
-    k, v, tables, lens = paged_world(where, lengths, 4, 2, 64, 16)
-    q = torch.randn(rows, 4, 64, device=device).to(dtype)
-    space = decode_module.DecodeWorkspace(rows, 4, 2, 64, dtype, device, max_len=400)
-    assert decode_module.long_context(rows) and not decode_module.long_context(1)
-    assert space.config(rows, True).block_n > space.config(rows, False).block_n
-    assert space.config(1, True) == space.config(1, False)
-    expected = decode_module.paged_decode_reference(q.float(), k.float(), v.float(), tables, lens, 0.3)
-    out = torch.full_like(q, float("nan"))
-    decode_module.schedule_decode(space, lens, rows, long)
-    decode_module.paged_decode_triton(q, k, v, tables, lens, 0.3, out, space, long=long)
-    close(out, expected)
-
-
 def test_a_context_is_cut_only_where_each_piece_is_worth_its_merge(where):
     device, dtype = where
     config = decode_module.DecodeConfig(block_n=64, num_warps=4, num_stages=2, programs=1000, min_tiles=2)
