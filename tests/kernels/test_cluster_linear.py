@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import cluster_linear as cluster
-from minivllm.kernels.cluster_linear import LARGE, MEDIUM, PLAIN_TILES, SMALL, WIDE, ClusterConfig, cluster_config
+from minivllm.kernels.cluster_linear import (
+    LARGE,
+    MEDIUM,
+    PLAIN_TILES,
+    SMALL,
+    TILES,
+    WIDE,
+    ClusterConfig,
+    cluster_config,
+)
 from minivllm.kernels.rms_norm import rms_norm
 from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
 
@@ -64,6 +73,30 @@ def test_a_kernel_that_does_not_compile_leaves_the_product_to_the_library(monkey
     finally:
         cluster.usable.cache_clear()
     assert caplog.text.count("no reason") == 1
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """An empty cache folder; skips where there is no compiler."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    return tmp_path
+
+
+def test_every_tile_compiles_and_is_kept(compiled):
+    for i, tile in enumerate(TILES, 1):
+        cubin = cluster.nvrtc.compile_cubin(tile.source)
+        assert b"cluster_linear" in cubin
+        assert len(list(compiled.iterdir())) == i
+        assert cluster.nvrtc.compile_cubin(tile.source) == cubin
+        assert len(list(compiled.iterdir())) == i, "compiled again"
+
+
+def test_what_does_not_compile_says_where(compiled):
+    with pytest.raises(MinivllmError, match=r'(?s)does not compile.*identifier "nothing" is undefined'):
+        cluster.nvrtc.compile_cubin('extern "C" __global__ void kernel() { nothing(); }')
+    assert not list(compiled.iterdir())
 
 
 @pytest.fixture
