@@ -183,12 +183,37 @@ def _kernel(tile: Tile, device: torch.device) -> Any:
     return nvrtc.load(_compiled()[tile].result(), "cluster_linear", device, _SHARED_BYTES - 1024)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All of a launch that tensors of one shape share."""
+
+    kernel: Any
+    shape: nvrtc.LaunchShape
+    weight_lines: int  # of a TMA load, and rows of x
+    x_rows: int
+    numbers: Any  # the kernel's integers, in an array that lives on
+    addresses: list[int]  # of each
+
+
 @cache
-def _numbers(rows: int, n: int, k: int, config: ClusterConfig, add: bool) -> tuple[Any, list[int]]:
-    """The kernel's integers, in an array that lives on, and the address of each."""
-    values = (rows, n, cdiv(k, _STEP), _tile_rows(config.tile, rows), config.stages, config.sharing, config.splits, add)
-    array = (ctypes.c_int * len(values))(*map(int, values))
-    return array, [ctypes.addressof(array) + 4 * i for i in range(len(values))]
+def _plan(
+    rows: int, lines: int, n: int, k: int, add: bool, gated: bool, config: ClusterConfig | None, device: torch.device
+) -> _Plan:
+    config = config or cluster_config(rows, lines, k, num_sms(device))
+    tile = replace(config.tile, gated=True) if gated else config.tile
+    tile_rows = _tile_rows(tile, rows)
+    assert cdiv(rows, tile_rows) % config.sharing == 0
+    shape = nvrtc.LaunchShape(
+        (cdiv(n, tile.outputs), cdiv(rows, tile_rows), config.splits),
+        (1, config.sharing, config.splits),
+        128 * tile.groups + 32,
+        config.stages * tile.stage_bytes + _received_bytes(tile, rows, config.splits) + 1024,
+        use_pdl(device),
+    )
+    values = (rows, n, cdiv(k, _STEP), tile_rows, config.stages, config.sharing, config.splits, int(add))
+    numbers = (ctypes.c_int * len(values))(*values)
+    addresses = [ctypes.addressof(numbers) + 4 * i for i in range(len(values))]
+    return _Plan(_kernel(tile, device), shape, tile.outputs // config.sharing, tile_rows, numbers, addresses)
 
 
 def _launch(
@@ -204,24 +229,13 @@ def _launch(
     assert weight.is_contiguous() and out.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
-    (rows, k), lines, n = x.shape, weight.shape[0], out.shape[1]
-    config = config or cluster_config(rows, lines, k, num_sms(x.device))
-    tile = replace(config.tile, gated=True) if gated else config.tile
-    tile_rows = _tile_rows(tile, rows)
-    assert cdiv(rows, tile_rows) % config.sharing == 0
-    weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, tile.outputs // config.sharing, _STEP)
-    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), tile_rows, _STEP)
+    (rows, k), lines = x.shape, weight.shape[0]
+    plan = _plan(rows, lines, out.shape[1], k, add, gated, config, x.device)
+    weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, plan.weight_lines, _STEP)
+    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.x_rows, _STEP)
     pointer = ctypes.c_void_p(out.data_ptr())
-    _, numbers = _numbers(rows, n, k, config, add)
-    nvrtc.launch(
-        _kernel(tile, x.device),
-        (cdiv(n, tile.outputs), cdiv(rows, tile_rows), config.splits),
-        (1, config.sharing, config.splits),
-        128 * tile.groups + 32,
-        config.stages * tile.stage_bytes + _received_bytes(tile, rows, config.splits) + 1024,
-        use_pdl(x.device),
-        [int(weights.getPtr()), int(inputs.getPtr()), ctypes.addressof(pointer), *numbers],
-    )
+    addresses = [weights.address, inputs.address, ctypes.addressof(pointer), *plan.addresses]
+    nvrtc.launch(plan.kernel, plan.shape, addresses)
     return out
 
 

@@ -7,9 +7,10 @@ take their other path. Compiled kernels are kept beside Triton's, in its cache f
 import ctypes
 import hashlib
 import os
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,8 +82,15 @@ def load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> An
     return function
 
 
+class TensorMap(NamedTuple):
+    """A driver's object, and where its 128 bytes are."""
+
+    made: Any
+    address: int
+
+
 @lru_cache(maxsize=8192)
-def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int) -> Any:
+def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int) -> TensorMap:
     """What TMA needs to load tiles of a bfloat16 matrix in lines of 128 swizzled bytes; zeros past its ends.
 
     ``pointer`` in bytes and ``stride`` in elements must be multiples of 16 bytes. Shape alone decides, so that a map
@@ -90,7 +98,7 @@ def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int
     """
     from cuda.bindings import driver
 
-    return _checked(
+    made = _checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             2,
@@ -105,13 +113,25 @@ def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
+    return TensorMap(made, int(made.getPtr()))
 
 
 Size = tuple[int, int, int]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class LaunchShape:
+    """How a kernel is launched. ``pdl``: programmatically, see pdl.py."""
+
+    grid: Size
+    cluster: Size
+    threads: int
+    shared_bytes: int
+    pdl: bool
+
+
 @lru_cache(maxsize=4096)
-def _shape(grid: Size, cluster: Size, threads: int, shared_bytes: int, pdl: bool, stream: int) -> Any:
+def _launch_config(shape: LaunchShape, stream: int) -> Any:
     from cuda.bindings import driver
 
     attributes = []
@@ -122,28 +142,26 @@ def _shape(grid: Size, cluster: Size, threads: int, shared_bytes: int, pdl: bool
         attributes.append(made)
         return made.value
 
-    if cluster != (1, 1, 1):  # a cluster of one would be placed like a cluster: two to a multiprocessor, others idle
+    if shape.cluster != (1, 1, 1):  # a cluster of one is placed like a cluster: two to a multiprocessor, others idle
         size = attribute(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
-        size.x, size.y, size.z = cluster
-    if pdl:
+        size.x, size.y, size.z = shape.cluster
+    if shape.pdl:
         value = attribute(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
         value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared_bytes
+    config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+    config.sharedMemBytes = shape.shared_bytes
     config.hStream = stream
     config.attrs = attributes
     config.numAttrs = len(attributes)
     return config
 
 
-def launch(
-    function: Any, grid: Size, cluster: Size, threads: int, shared_bytes: int, pdl: bool, arguments: list[int]
-) -> None:
+def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:
     """Start a kernel on torch's current stream. ``arguments``: the address of each, to be read before this returns."""
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(arguments))(*arguments)
-    config = _shape(grid, cluster, threads, shared_bytes, pdl, torch.cuda.current_stream().cuda_stream)
+    config = _launch_config(shape, torch.cuda.current_stream().cuda_stream)
     _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))

@@ -1,5 +1,8 @@
 """Products of 17 to 256 rows: every tile, shared loads and splits of k against float32; the configurations chosen."""
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -97,6 +100,55 @@ def test_what_does_not_compile_says_where(compiled):
     with pytest.raises(MinivllmError, match=r'(?s)does not compile.*identifier "nothing" is undefined'):
         cluster.nvrtc.compile_cubin('extern "C" __global__ void kernel() { nothing(); }')
     assert not list(compiled.iterdir())
+
+
+@pytest.mark.parametrize(("rows", "gated", "add"), [(24, False, True), (100, True, False), (256, False, False)])
+def test_the_driver_is_told_the_launch(monkeypatch, rows, gated, add):
+    """The driver's own structures, filled, without a GPU; the kernel's arguments read back from their addresses."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    seen, maps = [], []
+    stream = SimpleNamespace(cuda_stream=77)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(cluster, "use_pdl", lambda device: True)
+    monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
+    monkeypatch.setattr(cluster, "_kernel", lambda tile, device: f"kernel {tile.features} {tile.gated}")
+    monkeypatch.setattr(cluster.nvrtc, "tensor_map", lambda *args: maps.append(args) or SimpleNamespace(address=5))
+
+    def launched(config, function, addresses, extra):
+        pointers = ctypes.cast(addresses, ctypes.POINTER(ctypes.c_void_p))
+        ints = [ctypes.c_int.from_address(pointers[i]).value for i in range(3, 11)]
+        seen.append(
+            (config, function, [pointers[0], pointers[1]], ctypes.c_void_p.from_address(pointers[2]).value, ints)
+        )
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
+    cluster._plan.cache_clear()
+    n, k = 1024, 2048
+    lines = 2 * n if gated else n
+    x, weight = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(lines, k, dtype=torch.bfloat16)
+    out = torch.zeros(rows, n, dtype=torch.bfloat16)
+    for _ in range(2):  # made, then kept
+        cluster._launch(x, weight, out, add=add, gated=gated)
+    cluster._plan.cache_clear()
+    chosen = cluster_config(rows, lines, k, 132)
+    assert chosen.splits > 1 or chosen.sharing > 1, "no cluster: a case that tells too little"
+    tile, tile_rows = chosen.tile, cluster._tile_rows(chosen.tile, rows)
+    for config, function, tensors, to, ints in seen:
+        assert function == f"kernel {tile.features} {gated}"
+        assert tensors == [5, 5] and to == out.data_ptr()
+        assert ints == [rows, n, k // 64, tile_rows, chosen.stages, chosen.sharing, chosen.splits, int(add)]
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        assert grid == (cdiv(lines, tile.features), cdiv(rows, tile_rows), chosen.splits)
+        assert config.blockDimX == 128 * tile.groups + 32 and int(config.hStream) == 77
+        assert config.sharedMemBytes > chosen.stages * tile.stage_bytes
+        sizes = {a.id: a.value for a in config.attrs}
+        assert sizes[driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION]
+        if chosen.sharing * chosen.splits > 1:
+            size = sizes[driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
+            assert (size.x, size.y, size.z) == (1, chosen.sharing, chosen.splits)
+    boxes = tile.features // (2 if gated else 1) // chosen.sharing
+    assert maps[:2] == [(weight.data_ptr(), lines, k, k, boxes, 64), (x.data_ptr(), rows, k, k, tile_rows, 64)]
 
 
 @pytest.fixture
