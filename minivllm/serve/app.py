@@ -31,7 +31,7 @@ from minivllm.serve.protocol import (
     GenerationBody,
     Tokenize,
 )
-from minivllm.serve.replies import Answer, ChatReply, CompletionReply, Reply
+from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 
 T = TypeVar("T")
@@ -219,7 +219,7 @@ class EventStream(StreamingResponse):
             self._generation.abort()
 
     async def _events(self, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
-        if first := b"".join(map(_event, reply.first_chunks())):
+        if first := b"".join(_event(chunk.json_bytes()) for chunk in reply.first_chunks()):
             yield first
         try:
             async for output in generation:
@@ -230,11 +230,11 @@ class EventStream(StreamingResponse):
             return
         except Aborted:
             return
-        yield b"".join(map(_event, reply.last_chunks())) + b"data: [DONE]\n\n"
+        yield b"".join(_event(chunk.json_bytes()) for chunk in reply.last_chunks()) + b"data: [DONE]\n\n"
 
 
-def _event(chunk: Answer) -> bytes:
-    return b"data: " + chunk.json_bytes() + b"\n\n"
+def _event(chunk: bytes) -> bytes:
+    return b"data: " + chunk + b"\n\n"
 
 
 async def _abort_when_gone(request: Request, generation: Generation) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
 
 _HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
+_REST = 2.0  # of the time that readers take, before they are told of more
 _PATIENCE = 10.0  # seconds that `stop` waits for a step under way
 
 
@@ -88,10 +89,13 @@ class Generation:
             self._end(Aborted())
 
     def _take(self, output: RequestOutput) -> None:
+        """Its readers hear of it with the next ``_wake``."""
         before = self._pending.get(output.request_id)
         self._pending[output.request_id] = output if before is None else _joined(before, output)
         if output.finished:
             self._open.discard(output.request_id)
+
+    def _wake(self) -> None:
         self._changed.set()
 
     def _end(self, error: BaseException) -> None:
@@ -116,6 +120,8 @@ class AsyncEngine:
         self.error: BaseException | None = None  # what the engine died of
         self._inbox: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
         self._generations: dict[str, Generation] = {}
+        self._news: set[Generation] = set()  # with outputs that nobody was told of
+        self._telling = False  # or about to
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="minivllm-engine", daemon=True)
 
@@ -222,8 +228,28 @@ class AsyncEngine:
             generation = self._generations.get(output.request_id)
             if generation is not None:
                 generation._take(output)
+                self._news.add(generation)
                 if output.finished:
                     del self._generations[output.request_id]
+        if self._news and not self._telling:
+            self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        """Then rest for twice as long as they took: many streams get more tokens at once, the engine time to make
+        them."""
+        self._telling, began = True, time.perf_counter()
+        for generation in self._news:
+            generation._wake()
+        self._news.clear()
+        self._loop.call_soon(self._rest, began)  # behind all that were woken
+
+    def _rest(self, began: float) -> None:
+        self._loop.call_later(_REST * (time.perf_counter() - began), self._rested)
+
+    def _rested(self) -> None:
+        self._telling = False
+        if self._news:
+            self._wake_readers()
 
     def _died(self, error: BaseException) -> None:
         self.error = error

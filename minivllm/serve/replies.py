@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -81,6 +82,8 @@ class Answer(BaseModel):
 
 # --------------------------------------------------------------------------- building them
 
+_MARK = "\ue000 text \ue000"  # in a chunk's JSON found only where its text goes
+
 
 class Reply(ABC):
     """One answer under way: knows which choice an output belongs to, and counts tokens.
@@ -100,6 +103,7 @@ class Reply(ABC):
         self._prompt_tokens: dict[str, int] = {}
         self._cached_tokens: dict[str, int] = {}
         self._completion_tokens = 0
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
@@ -114,13 +118,30 @@ class Reply(ABC):
         return iter(())
 
     def whole(self, outputs: Iterable[RequestOutput]) -> Answer:
-        choices = [choice for output in outputs for choice in self._choices(output, whole=True)]
+        choices = []
+        for output in outputs:
+            self._count(output)
+            choices += [self._choice(index, new, whole=True) for index, new in self._news(output)]
         choices.sort(key=lambda choice: choice.index)
         return self._answer(self.whole_name, choices, usage=self.usage())
 
-    def chunks(self, output: RequestOutput) -> Iterator[Answer]:
-        """What a delta brings, one chunk a choice."""
-        return (self._chunk([choice]) for choice in self._choices(output, whole=False))
+    def chunks(self, output: RequestOutput) -> Iterator[bytes]:
+        """What a delta brings, as JSON, one chunk a choice."""
+        self._count(output)
+        for index, new in self._news(output):
+            if new.finish_reason is None and new.logprobs is None:  # nearly all of them
+                before, after = self._frame(index)
+                yield before + to_json(new.text) + after
+            else:
+                yield self._chunk([self._choice(index, new, whole=False)]).json_bytes()
+
+    def _frame(self, index: int) -> tuple[bytes, bytes]:
+        """The JSON of a chunk of choice ``index`` that says nothing but text, before the text and behind it."""
+        if index not in self._frames:
+            choice = self._choice(index, CompletionOutput(index, _MARK, []), whole=False)
+            before, after = self._chunk([choice]).json_bytes().split(to_json(_MARK))
+            self._frames[index] = before, after
+        return self._frames[index]
 
     def last_chunks(self) -> Iterator[Answer]:
         if self.include_usage:
@@ -135,9 +156,12 @@ class Reply(ABC):
             prompt_tokens_details=CachedTokens(cached_tokens=sum(self._cached_tokens.values())),
         )
 
-    def _choices(self, output: RequestOutput, *, whole: bool) -> Iterator[Choice]:
+    def _count(self, output: RequestOutput) -> None:
         self._prompt_tokens[output.request_id] = len(output.prompt_token_ids)
         self._cached_tokens[output.request_id] = output.num_cached_tokens
+
+    def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """The choices that have something to say, and what."""
         first = self._place[output.request_id] * self.n
         for new in output.outputs:
             index = first + new.index
@@ -148,11 +172,14 @@ class Reply(ABC):
                 self._ended.add(index)
             elif not new.text and not new.logprobs:
                 continue  # text that waits: half a character, or what may become a stop string
-            fields = self._content(new.text, whole=whole)
-            if new.finished():
-                fields["stop_reason"] = new.stop_reason
-            logprobs = self._logprobs(index, new) if new.logprobs is not None else None
-            yield Choice(index=index, logprobs=logprobs, finish_reason=new.finish_reason, **fields)
+            yield index, new
+
+    def _choice(self, index: int, new: CompletionOutput, *, whole: bool) -> Choice:
+        fields = self._content(new.text, whole=whole)
+        if new.finished():
+            fields["stop_reason"] = new.stop_reason
+        logprobs = self._logprobs(index, new) if new.logprobs is not None else None
+        return Choice(index=index, logprobs=logprobs, finish_reason=new.finish_reason, **fields)
 
     def _chunk(self, choices: list[Choice]) -> Answer:
         return self._answer(self.chunk_name, choices, **({"usage": None} if self.include_usage else {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 from running import Running
 from streams import joined, streamed, whole
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core.outputs import CompletionOutput
+from minivllm.serve import async_engine
+from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -90,6 +94,35 @@ def test_streamed_text_is_the_whole_text(server: Running, alone: LLM, path: str,
         prompts = body["prompt"]
         expected = [one for output in alone.generate(prompts, params, use_tqdm=False) for one in output.outputs]
         assert [choice["text"] for choice in choices] == [one.text for one in expected]
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
+@pytest.mark.parametrize(
+    "text", ["plain", 'a "quote", a \\ and a\nline', "é 漢 🙂 \ue000 text \ue000", "\u2028\x7f</script>"]
+)
+def test_a_chunk_of_text_is_the_json_of_its_object(kind: type[Reply], text: str, include_usage: bool) -> None:
+    """Chunks that only bring text are put together from a frame made once."""
+    reply = kind("id-1", 'mod"el', ["a", "b"], 2, include_usage)
+    output = RequestOutput("b", None, [1, 2], [CompletionOutput(1, text, [5])], finished=False)
+    for _ in range(2):  # the frame made, and kept
+        (chunk,) = reply.chunks(output)
+        expected = reply._chunk([reply._choice(3, output.outputs[0], whole=False)])
+        assert json.loads(chunk) == json.loads(expected.json_bytes())
+    assert reply.usage().completion_tokens == 2
+
+
+def test_a_loop_that_falls_behind_sends_fewer_and_larger_events(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    (expected,) = whole(server.post(COMPLETIONS, **body).json(), chat=False)
+    monkeypatch.setattr(async_engine, "_REST", 0.0)
+    small = streamed(server.client, COMPLETIONS, body)
+    monkeypatch.setattr(async_engine, "_REST", 100.0)
+    large = streamed(server.client, COMPLETIONS, body)
+    assert joined(small, chat=False) == joined(large, chat=False) == [expected]
+    assert len(large) < len(small) / 2
 
 
 def test_characters_are_never_cut(server: Running) -> None:
