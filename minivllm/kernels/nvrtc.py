@@ -7,6 +7,7 @@ take their other path. Compiled kernels are kept beside Triton's, in its cache f
 import ctypes
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -62,10 +63,11 @@ def compile_cubin(source: str) -> bytes:
     cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")  # ranks compile side by side
-    unfinished.write_bytes(cubin)
-    unfinished.replace(path)
+    with suppress(OSError):  # a folder that cannot be written costs a compilation each time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")  # ranks compile side by side
+        unfinished.write_bytes(cubin)
+        unfinished.replace(path)
     return bytes(cubin)
 
 

@@ -96,6 +96,12 @@ def test_every_tile_compiles_and_is_kept(compiled):
         assert len(list(compiled.iterdir())) == i, "compiled again"
 
 
+def test_a_cache_folder_that_cannot_be_written_is_done_without(compiled, monkeypatch):
+    (compiled / "file").write_text("in the way")
+    monkeypatch.setattr(cluster.nvrtc.triton.knobs.cache, "dir", str(compiled / "file" / "folder"))
+    assert cluster.nvrtc.compile_cubin('extern "C" __global__ void kernel() {}')
+
+
 def test_what_does_not_compile_says_where(compiled):
     with pytest.raises(MinivllmError, match=r'(?s)does not compile.*identifier "nothing" is undefined'):
         cluster.nvrtc.compile_cubin('extern "C" __global__ void kernel() { nothing(); }')
