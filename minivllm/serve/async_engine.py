@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
 _REST = 2.0  # of the time that readers take, before they are told of more
+_MOST_REST = 0.05  # seconds
 _PATIENCE = 10.0  # seconds that `stop` waits for a step under way
 
 
@@ -244,7 +245,7 @@ class AsyncEngine:
         self._loop.call_soon(self._rest, began)  # behind all that were woken
 
     def _rest(self, began: float) -> None:
-        self._loop.call_later(_REST * (time.perf_counter() - began), self._rested)
+        self._loop.call_later(min(_REST * (time.perf_counter() - began), _MOST_REST), self._rested)
 
     def _rested(self) -> None:
         self._telling = False

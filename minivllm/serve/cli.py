@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from minivllm.config.compose import Composed
     from minivllm.config.engine_config import EngineConfig
 
+_HOSTS = "type host=127.0.0.1 to be reached from this machine only, host=0.0.0.0 at each of its addresses"
 _LAST_WORDS = 1.0  # seconds that clients have to take the error that ends their requests
 
 
@@ -135,7 +136,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except socket.gaierror as error:
-        raise ConfigError(f"host={host} is no address of this machine: {error.strerror}") from error
+        raise ConfigError(f"host={host} is no address of this machine: {error.strerror}; {_HOSTS}") from error
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from error
@@ -151,7 +152,11 @@ def _listen(listener: socket.socket, host: str, port: int) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> MinivllmError:
-    hint = "; type port=0 for any free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+    hint = ""
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        hint = "; type port=0 for any free one"
+    elif error.errno == errno.EADDRNOTAVAIL:
+        hint = f"; {_HOSTS}"
     return MinivllmError(f"cannot listen on host={host} port={port}: {error.strerror}{hint}")
 
 

@@ -246,7 +246,7 @@ def test_of_two_servers_that_load_at_once_one_is_told(
 @pytest.mark.parametrize(("typed", "told"), [
     (["port=70000"], "port=70000 is out of range: 0 to 65535"),
     (["port=-1"], "port=-1 is too small"),
-    (["host=no.such.host.invalid"], "host=no.such.host.invalid is no address of this machine"),
+    (["host=no.such.host.invalid"], "type host=127.0.0.1 to be reached from this machine only, host=0.0.0.0"),
     (["api_key="], "api_key=: the value is missing"),
     (["executor=torchrun"], "executor=torchrun in serve"),
     (["shutdown_timeout=-1"], "shutdown_timeout=-1"),
@@ -256,6 +256,12 @@ def test_a_wrong_command_line(typed: list[str], told: str, capsys: pytest.Captur
     assert cli.main(["serve", *typed]) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
+
+
+def test_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "host=192.0.2.1"]) == 1
+    err = capsys.readouterr().err
+    assert "cannot listen on host=192.0.2.1" in err and "type host=127.0.0.1" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn", "prometheus_client"])
