@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+
+def _none() -> np.ndarray:
+    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,10 @@ class Batch:
     block_ids: np.ndarray  # (b,) int32 ┘
     admitted_slots: np.ndarray  # (a,) int32: slots that start a sequence in this step
     admitted_params: np.ndarray  # (a,) of Sampler.row: their sampling parameters
+    known_lens: np.ndarray = field(default_factory=_none)  # (a,) int32, or (0,) if ``known_ids`` is empty: how many
+    known_ids: np.ndarray = field(
+        default_factory=_none
+    )  # int32: tokens, one after another, of those whose sampler asks
 
     @property
     def num_tokens(self) -> int:

@@ -124,6 +124,7 @@ class LLMEngine:
                 )
                 base = params.seed if params.seed is not None else self._seed_of(self._arrivals)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
+                seq.tells_tokens = self._sampler_class.wants_tokens(seq)
                 self.scheduler.add(seq)
                 added.append(seq)
                 completion = Completion(index, seq, self.tokenizer, self._eos)

@@ -353,6 +353,19 @@ class Sampler(ABC):
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
         """A request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
 
+    @classmethod
+    def wants_tokens(cls, seq: Sequence) -> bool:
+        """Whether ``take_tokens`` is to be called when this sequence starts."""
+        return False
+
+    def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
+        """After ``prepare``: tokens of sequences that start, the prompt's and, after a preemption, what they had said.
+
+        slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another. Those that did not ask
+        have length 0.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def prepare(
         self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor

@@ -119,11 +119,11 @@ class ModelRunner:
         sampled = np.nonzero(batch.samples)[0]
         (
             slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sample_slots_, next_position_,
-            block_slots, block_indices, block_ids, admitted, params,
+            block_slots, block_indices, block_ids, admitted, params, known,
         ) = self.staging.send(
             slots, seq_lens, start, position, block * self.block_size + position % self.block_size, batch.token_ids,
             start[1:][sampled] - 1, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
-            batch.block_ids, batch.admitted_slots, batch.admitted_params,
+            batch.block_ids, batch.admitted_slots, batch.admitted_params, batch.known_ids,
         )  # fmt: skip
         if len(block_slots):
             self.block_table[block_slots.long(), block_indices.long()] = block_ids
@@ -131,6 +131,8 @@ class ModelRunner:
             self.sampler.prepare(
                 batch.admitted_slots, batch.admitted_params, admitted.long(), params.view(len(admitted), -1)
             )
+        if len(known):
+            self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
         slots64 = slots_.long()
         input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
         positions, mapping = position_.long(), mapping_.long()

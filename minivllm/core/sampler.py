@@ -2,6 +2,8 @@
 
 Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
 # temperature, top_p, min_p float32   top_k int32   seed int64   min_position int64   suppress (slots, 16) int64
+# presence, frequency, repetition float32   prompt_len int64
+# history (slots, longest) int32: tokens of penalized sequences, the vocabulary's size behind the last; made when needed
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from minivllm.kernels.sampling import sample_tokens
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
 _NEG_INF = float("-inf")
+_PENALIZED_AT_ONCE = 32  # rows: each takes a few vectors as long as the vocabulary
 
 
 class DefaultSampler(Sampler):
-    """Greedy, temperature, top-k, top-p, min-p, min_tokens and log-probabilities.
+    """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties and log-probabilities.
 
     ``sample`` (in the graph) serves greedy and temperature; rows that need more are sampled again by ``refine``, in the
-    order temperature, min-p, top-k, top-p, as vLLM does. Filters compare whole probabilities, so ties at a bound
-    stay together.
+    order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM does. Filters compare whole probabilities, so
+    ties at a bound stay together.
     """
 
     row = np.dtype(
@@ -37,6 +40,11 @@ class DefaultSampler(Sampler):
             ("seed", "<i8"),
             ("min_position", "<i4"),
             ("logprobs", "<i4"),
+            ("presence", "<f4"),
+            ("frequency", "<f4"),
+            ("repetition", "<f4"),
+            ("prompt_len", "<i4"),
+            ("max_len", "<i4"),
             ("suppress", "<i4", (_MAX_SUPPRESSED,)),
         ]
     )
@@ -54,7 +62,11 @@ class DefaultSampler(Sampler):
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
+        self.presence, self.frequency, self.repetition = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
+        self.prompt_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.history = torch.empty((num_slots, 0), dtype=torch.int32, device=device)
         self._filters = np.zeros(num_slots, dtype=bool)
+        self._penalized = np.zeros(num_slots, dtype=bool)
         self._refine = np.zeros(num_slots, dtype=bool)
 
     @classmethod
@@ -65,6 +77,8 @@ class DefaultSampler(Sampler):
         row["seed"] = (seed + 2**63) % 2**64 - 2**63
         row["min_position"] = seq.prompt_len + params.min_tokens if params.min_tokens else 0
         row["logprobs"] = -1 if params.logprobs is None else params.logprobs
+        row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
+        row["repetition"], row["prompt_len"], row["max_len"] = params.repetition_penalty, seq.prompt_len, seq.max_len
         row["suppress"] = -1
         if params.min_tokens:
             if len(seq.stop_ids) > _MAX_SUPPRESSED:
@@ -75,6 +89,10 @@ class DefaultSampler(Sampler):
             row["suppress"][: len(seq.stop_ids)] = seq.stop_ids
         return row
 
+    @classmethod
+    def wants_tokens(cls, seq: Sequence) -> bool:
+        return seq.params.penalized
+
     def prepare(
         self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
     ) -> None:
@@ -82,15 +100,36 @@ class DefaultSampler(Sampler):
         self._filters[slots] = (rows["temperature"] > 0) & (
             (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
         )
-        self._refine[slots] = self._filters[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
+        self._penalized[slots] = (rows["presence"] != 0) | (rows["frequency"] != 0) | (rows["repetition"] != 1)
+        self._refine[slots] = (
+            self._filters[slots] | self._penalized[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
+        )
         words = device_rows
         self.temperature[device_slots] = words[:, 0].view(torch.float32)
         self.top_p[device_slots] = words[:, 1].view(torch.float32)
         self.min_p[device_slots] = words[:, 2].view(torch.float32)
         self.top_k[device_slots] = words[:, 3]
-        self.seed[device_slots] = words[:, 4:6].clone().view(torch.int64)[:, 0]
+        self.seed[device_slots] = words[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0]
         self.min_position[device_slots] = words[:, 6].long()
-        self.suppress[device_slots] = words[:, 8:].long()
+        self.suppress[device_slots] = words[:, 13:].long()
+        if self._penalized[slots].any():
+            self.presence[device_slots] = words[:, 8].view(torch.float32)
+            self.frequency[device_slots] = words[:, 9].view(torch.float32)
+            self.repetition[device_slots] = words[:, 10].view(torch.float32)
+            self.prompt_len[device_slots] = words[:, 11].long()
+            self._forget(device_slots, int(rows["max_len"].max()))
+
+    def _forget(self, slots: torch.Tensor, longest: int) -> None:
+        """Empty rows of the history, and room for ``longest`` tokens."""
+        width = self.history.shape[1]
+        if longest > width:
+            more = (len(self.history), -(-longest // 1024) * 1024 - width)
+            self.history = torch.cat([self.history, self.history.new_full(more, self.vocab_size)], dim=1)
+        self.history[slots] = self.vocab_size
+
+    def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
+        for slot, known in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
+            self.history[slot, : len(known)] = known
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return sample_tokens(logits, self.temperature, self.seed, slots, positions)
@@ -104,13 +143,20 @@ class DefaultSampler(Sampler):
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
         host = self.host[host_slots]
         held_back, filters = bool(host["min_position"].any()), bool(self._filters[host_slots].any())
-        if held_back or filters:
-            scores = logits.float()
+        penalized = np.nonzero(self._penalized[host_slots])[0]
+        if held_back or filters or len(penalized):
+            scores = logits.to(torch.float32, copy=bool(len(penalized)))  # which are written in place
             if held_back:
                 scores = self._hold_back(scores, slots, positions)
+            for start in range(0, len(penalized), _PENALIZED_AT_ONCE):
+                self._penalize(scores, slots, self._to_device(penalized[start : start + _PENALIZED_AT_ONCE]))
             if filters:
                 scores = self._filter(scores, slots)
             tokens = sample_tokens(scores, self.temperature, self.seed, slots, positions)
+        if len(penalized):
+            rows = self._to_device(penalized)
+            at = positions[rows].clamp(max=self.history.shape[1] - 1)  # a step too many of one that has ended
+            self.history[slots[rows], at] = tokens[rows].int()
         wanted = np.nonzero(host["logprobs"] >= 0)[0]
         return tokens, self._logprobs(logits, tokens, wanted, host) if len(wanted) else None
 
@@ -121,6 +167,22 @@ class DefaultSampler(Sampler):
         column = torch.where(early, ids, self.vocab_size)  # one column more takes the writes that do not count
         wide = torch.cat([scores, scores.new_zeros(len(scores), 1)], dim=1)
         return wide.scatter_(1, column, _NEG_INF)[:, : self.vocab_size]
+
+    def _penalize(self, scores: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Some rows of scores, in place, as vLLM does."""
+        slots = slots[rows]
+        ids, wide = self.history[slots].long(), (len(rows), self.vocab_size + 1)  # the last column takes what is empty
+        said = torch.arange(ids.shape[1], device=ids.device) >= self.prompt_len[slots][:, None]
+        counts = scores.new_zeros(wide).scatter_add_(1, ids, said.float())[:, :-1]
+        there = torch.zeros(wide, dtype=torch.bool, device=ids.device).scatter_(1, ids, True)[:, :-1]
+        repetition, frequency, presence = (p[slots][:, None] for p in (self.repetition, self.frequency, self.presence))
+        x = scores[rows]
+        x = torch.where(there, torch.where(x > 0, x / repetition, x * repetition), x)
+        scores[rows] = x - frequency * counts - presence * (counts > 0)
+
+    def _to_device(self, rows: np.ndarray) -> torch.Tensor:
+        indices, device = torch.from_numpy(rows), self.seed.device
+        return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
 
     def _filter(self, scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         heat = self.temperature[slots][:, None]
@@ -144,9 +206,7 @@ class DefaultSampler(Sampler):
         self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray
     ) -> DeviceLogprobs:
         """Of the model's own distribution (before temperature and filters), as in vLLM."""
-        picked = torch.from_numpy(wanted)
-        if logits.is_cuda:
-            picked = picked.pin_memory().to(logits.device, non_blocking=True)
+        picked = self._to_device(wanted)
         logprobs = torch.log_softmax(logits[picked].float(), dim=-1)
         sampled = logprobs.gather(1, tokens[picked][:, None])
         top, top_ids = logprobs.topk(max(int(host["logprobs"][wanted].max()), 1), dim=-1)

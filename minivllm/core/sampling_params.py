@@ -11,9 +11,6 @@ from minivllm.errors import RequestError
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
     "prompt_logprobs": None,
     "logit_bias": None,
     "allowed_token_ids": None,
@@ -39,7 +36,9 @@ class SamplingParams:
     """Sampling parameters, as in vLLM.
 
     ``temperature=0`` is greedy; ``top_k=0`` or ``-1`` and ``top_p=1`` keep every token; ``max_tokens=None`` goes on to
-    ``max_model_len``; ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
+    ``max_model_len``. ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty``
+    for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
+    negative ones. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
     prompt use the seeds ``seed, seed + 1, …``.
 
     Raises:
@@ -83,12 +82,20 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < _GREEDY
 
+    @property
+    def penalized(self) -> bool:
+        """Whether what was said before changes what is likely."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
     def verify(self) -> None:
         """Raise RequestError for the first value that cannot be used."""
         _integer("n", self.n, 1)
         _number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
         _number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token", open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is none")
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is none")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is none", open_low=True)
         _integer("top_k", self.top_k, -1, why="0 or -1 keeps every token")
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:

@@ -326,6 +326,9 @@ class SlotScheduler(Scheduler):
         for i, seq in enumerate(self._admitted):
             if seq.sampler_row is not None:
                 params[i] = seq.sampler_row
+        told = [seq.known if seq.tells_tokens else seq.known[:0] for seq in self._admitted]
+        if not any(map(len, told)):
+            told = []
         block_slots, block_indices, block_ids = self.blocks.take_updates()
         batch = Batch(
             step=self.steps,
@@ -341,6 +344,8 @@ class SlotScheduler(Scheduler):
             block_ids=block_ids,
             admitted_slots=np.array([seq.slot for seq in self._admitted], dtype=np.int32),
             admitted_params=params,
+            known_lens=np.array([len(ids) for ids in told], dtype=np.int32),
+            known_ids=np.concatenate(told) if told else np.empty(0, dtype=np.int32),
         )
         self.computed[slots] = after
         self.length[slots] += samples

@@ -47,6 +47,7 @@ class Sequence:
         "slot",
         "status",
         "stop_ids",
+        "tells_tokens",
     )
 
     def __init__(
@@ -69,6 +70,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.priority = priority  # smaller is more urgent, for schedulers that heed it
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
+        self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts
         self.status = Status.WAITING
         self.slot = -1
         self.arrival = -1

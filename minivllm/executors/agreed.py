@@ -32,6 +32,9 @@ class AgreedSampler(Sampler):
     ) -> None:
         self.inner.prepare(slots, rows, device_slots, device_rows)
 
+    def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
+        self.inner.take_tokens(slots, lens, ids)
+
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.inner.sample(logits, slots, positions)
 

@@ -1,6 +1,6 @@
 """A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
 
-# step:   counts (8,) int64 | generations int64 | eight int32 arrays | admitted_params | samples bool
+# step:   counts (8,) int64 | generations int64 | ten int32 arrays | admitted_params | samples bool
 # result: counts (4,) int64 | token_ids int32 | with logprobs: rows int64, sampled f32, rank i32, top_ids i32, top f32
 """
 
@@ -20,15 +20,15 @@ def pack_batch(batch: Batch) -> bytes:
     counts = np.array(
         [
             batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
-            batch.num_decodes, batch.admitted_params.dtype.itemsize, 0,
+            batch.num_decodes, batch.admitted_params.dtype.itemsize, len(batch.known_ids),
         ],
         dtype=np.int64,
     )  # fmt: skip
     return _joined(
         (
             counts, batch.generations, batch.slots, batch.num_computed, batch.num_new, batch.token_ids,
-            batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.admitted_params,
-            batch.samples,
+            batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.known_lens,
+            batch.known_ids, batch.admitted_params, batch.samples,
         )
     )  # fmt: skip
 
@@ -36,12 +36,13 @@ def pack_batch(batch: Batch) -> bytes:
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     """The batch, as views of ``data``; ``row`` is the sampler's."""
     take = _Taker(data)
-    step, n, t, b, a, num_decodes, itemsize, _ = take(8, np.int64).tolist()
+    step, n, t, b, a, num_decodes, itemsize, known = take(8, np.int64).tolist()
     if itemsize != row.itemsize:
         raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
     generations = take(n, np.int64)
     slots, num_computed, num_new, token_ids = (take(k, _INT32) for k in (n, n, n, t))
     block_slots, block_indices, block_ids, admitted_slots = (take(k, _INT32) for k in (b, b, b, a))
+    known_lens, known_ids = take(a if known else 0, _INT32), take(known, _INT32)
     return Batch(
         step=step,
         slots=slots,
@@ -56,6 +57,8 @@ def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
         block_indices=block_indices,
         block_ids=block_ids,
         admitted_slots=admitted_slots,
+        known_lens=known_lens,
+        known_ids=known_ids,
     )
 
 

@@ -299,3 +299,44 @@ def test_a_slot_forgets_its_last_owner() -> None:
     logits = random_logits(1, 20)
     for position in range(30):
         assert rows.draw(logits, [0], position) == fresh.draw(logits, [0], position)
+
+
+# --------------------------------------------------------------------------- penalties
+
+
+def test_many_penalized_rows_among_others() -> None:
+    """More rows than are penalized at once, tokens that come back in each step, and slots that change their owners."""
+    vocab, rows = 40, 70
+    kinds = [
+        {}, {"presence_penalty": 0.7}, {"frequency_penalty": -0.4}, {"repetition_penalty": 1.3, "min_tokens": 4}
+    ]  # fmt: skip
+    params = [kinds[i % 4] for i in range(rows)]
+    world = Rows(vocab, [encode(temperature=0, stop_ids=(3,), **p) for p in params])
+    for owner in range(2):
+        rng = np.random.default_rng(owner)
+        known = [rng.integers(0, vocab, PROMPT_LEN + i % 3).tolist() if p else [] for i, p in enumerate(params)]
+        slots = np.arange(rows, dtype=np.int32)
+        if owner:
+            packed = world.sampler.host[:rows].copy()
+            words = torch.from_numpy(packed.view(np.int32).reshape(rows, -1).copy())
+            world.sampler.prepare(slots, packed, torch.from_numpy(slots).long(), words)
+        told = torch.tensor([token for ids in known for token in ids], dtype=torch.int32)
+        world.sampler.take_tokens(slots, np.array([len(ids) for ids in known]), told)
+        for step in range(6):
+            logits = random_logits(rows, vocab, seed=100 * owner + step)
+            before = logits.clone()
+            at = [len(ids) or PROMPT_LEN for ids in known]
+            tokens, _ = world.draw(logits, slots, np.array(at))
+            assert torch.equal(logits, before), "the model's own logits were written to"
+            for i, (token, ids, p) in enumerate(zip(tokens, known, params, strict=True)):
+                scores, said = logits[i].tolist(), ids[PROMPT_LEN:]
+                if p.get("min_tokens") and len(ids) < PROMPT_LEN + 4:
+                    scores[3] = float("-inf")
+                for seen in set(ids):
+                    repetition = p.get("repetition_penalty", 1.0)
+                    scores[seen] = scores[seen] / repetition if scores[seen] > 0 else scores[seen] * repetition
+                    times = said.count(seen)
+                    scores[seen] -= p.get("frequency_penalty", 0) * times + p.get("presence_penalty", 0) * (times > 0)
+                assert scores[token] >= max(scores) - 1e-5, (i, p, step)
+                if p:
+                    ids.append(token)

@@ -26,8 +26,9 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         shared = prefix[: rng.choice([8, 24, 40])] if i % 2 else []
         prompt = shared + [rng.randrange(500) for _ in range(rng.randint(1, 20))]
         params = SamplingParams(
-            temperature=0, max_tokens=rng.randint(4, 24), ignore_eos=True, logprobs=3 if i % 3 == 0 else None
-        )
+            temperature=0, max_tokens=rng.randint(4, 24), ignore_eos=True, logprobs=3 if i % 3 == 0 else None,
+            presence_penalty=0.8 if i % 4 == 1 else 0, repetition_penalty=1.2 if i % 5 == 1 else 1,
+        )  # fmt: skip
         found.append((prompt, params))
     return found
 

@@ -22,6 +22,9 @@ def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, bl
         return rng.integers(0, 2**31 - 1, count).astype(np.int32)
 
     row = DefaultSampler.row
+    lens = rng.integers(0, 30, admitted if n % 2 else 0).astype(np.int32)  # some samplers ask for no tokens
+    if not lens.sum():
+        lens = lens[:0]
     return Batch(
         step=int(rng.integers(2**40)),
         slots=ints(n),
@@ -36,6 +39,8 @@ def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, bl
         block_ids=ints(blocks),
         admitted_slots=ints(admitted),
         admitted_params=np.frombuffer(rng.bytes(row.itemsize * admitted), row),
+        known_lens=lens,
+        known_ids=ints(int(lens.sum())),
     )
 
 
@@ -47,7 +52,7 @@ def same(a: object, b: object) -> bool:
     )
 
 
-SHAPES = [(1, 1, 0, 0, 0), (1, 0, 5, 2, 1), (256, 200, 8000, 900, 56), (3, 3, 0, 1, 0)]
+SHAPES = [(1, 1, 0, 0, 0), (1, 0, 5, 2, 1), (256, 200, 8000, 900, 56), (3, 3, 0, 1, 0), (57, 1, 800, 90, 56)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -85,9 +85,11 @@ def test_random_requests_with_aborts_preemption_and_prefixes_equal_their_lone_ru
     for i in range(REQUESTS):
         own = [rng.randrange(1000) for _ in range(rng.randint(1, 60))]
         prompt = (prefix[: rng.choice([16, 40, 70])] if rng.random() < 0.5 else []) + own
+        temperature = rng.choice([0, 0, 0.7])
         params = SamplingParams(
-            temperature=rng.choice([0, 0, 0.7]), seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True, logprobs=20,
+            temperature=temperature, seed=i, max_tokens=rng.randint(1, 60), ignore_eos=True, logprobs=20,
             top_k=rng.choice([0, 0, 20]), top_p=rng.choice([1.0, 0.9]),
+            frequency_penalty=0.5 if temperature and i % 3 == 0 else 0,
         )  # fmt: skip
         requests.append((prompt, params))
     options = {"attention": attention, "max_num_seqs": 48, "overrides": ["scheduler.max_num_batched_tokens=512"]}

@@ -78,6 +78,18 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": [[5, 6], [7, 8, 9]], "max_tokens": 9, "seed": 3, "logprobs": 3}),
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "seed": 1, "top_p": 0.5, "top_k": 9, "min_p": 0.01}),
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "seed": 1, "ignore_eos": True, "min_tokens": 5}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": PROMPT,
+            "max_tokens": 40,
+            "temperature": 0,
+            "ignore_eos": True,
+            "presence_penalty": 1.5,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.2,
+        },
+    ),
     (COMPLETIONS, {"prompt": "naïve 日本語 🎈", "max_tokens": 60, "seed": 11, "temperature": 2}),
     (CHAT, {"messages": HELLO, "max_tokens": 20, "temperature": 0}),
     (CHAT, {"messages": HELLO, "max_tokens": 20, "seed": 5, "n": 3}),
@@ -89,7 +101,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 def test_streamed_text_is_the_whole_text(server: Running, alone: LLM, path: str, body: dict[str, Any]) -> None:
     choices = same_both_ways(server, path, body)
     if path == COMPLETIONS:
-        names = {"n", "max_tokens", "temperature", "seed", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens"}
+        names = {"n", "max_tokens", "temperature", "seed", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens",
+                 "presence_penalty", "frequency_penalty", "repetition_penalty"}  # fmt: skip
         params = SamplingParams(**{key: value for key, value in body.items() if key in names})
         prompts = body["prompt"]
         expected = [one for output in alone.generate(prompts, params, use_tqdm=False) for one in output.outputs]
