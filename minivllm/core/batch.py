@@ -39,10 +39,9 @@ class Batch:
     block_ids: np.ndarray  # (b,) int32 ┘
     admitted_slots: np.ndarray  # (a,) int32: slots that start a sequence in this step
     admitted_params: np.ndarray  # (a,) of Sampler.row: their sampling parameters
-    known_lens: np.ndarray = field(default_factory=_none)  # (a,) int32, or (0,) if ``known_ids`` is empty: how many
-    known_ids: np.ndarray = field(
-        default_factory=_none
-    )  # int32: tokens, one after another, of those whose sampler asks
+    # Tokens of those whose sampler asks, one sequence after another, int32; (a,) int32 how many of each: none if none.
+    known_ids: np.ndarray = field(default_factory=_none)
+    known_lens: np.ndarray = field(default_factory=_none)
 
     @property
     def num_tokens(self) -> int:

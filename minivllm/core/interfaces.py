@@ -355,7 +355,7 @@ class Sampler(ABC):
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:
-        """Whether ``take_tokens`` is to be called when this sequence starts."""
+        """Whether ``take_tokens`` is to be called when this sequence starts, whose ``sampler_row`` is ``encode``'s."""
         return False
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:

@@ -23,6 +23,10 @@ _NEG_INF = float("-inf")
 _PENALIZED_AT_ONCE = 32  # rows: each takes a few vectors as long as the vocabulary
 
 
+def _penalizes(rows: np.ndarray) -> np.ndarray:
+    return (rows["presence"] != 0) | (rows["frequency"] != 0) | (rows["repetition"] != 1)
+
+
 class DefaultSampler(Sampler):
     """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties and log-probabilities.
 
@@ -78,7 +82,8 @@ class DefaultSampler(Sampler):
         row["min_position"] = seq.prompt_len + params.min_tokens if params.min_tokens else 0
         row["logprobs"] = -1 if params.logprobs is None else params.logprobs
         row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
-        row["repetition"], row["prompt_len"], row["max_len"] = params.repetition_penalty, seq.prompt_len, seq.max_len
+        row["repetition"] = min(max(params.repetition_penalty, 1e-30), 1e30)  # what float32 can multiply and divide by
+        row["prompt_len"], row["max_len"] = seq.prompt_len, seq.max_len
         row["suppress"] = -1
         if params.min_tokens:
             if len(seq.stop_ids) > _MAX_SUPPRESSED:
@@ -91,7 +96,8 @@ class DefaultSampler(Sampler):
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:
-        return seq.params.penalized
+        assert seq.sampler_row is not None
+        return bool(_penalizes(seq.sampler_row))
 
     def prepare(
         self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
@@ -100,7 +106,7 @@ class DefaultSampler(Sampler):
         self._filters[slots] = (rows["temperature"] > 0) & (
             (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
         )
-        self._penalized[slots] = (rows["presence"] != 0) | (rows["frequency"] != 0) | (rows["repetition"] != 1)
+        self._penalized[slots] = _penalizes(rows)
         self._refine[slots] = (
             self._filters[slots] | self._penalized[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
         )

@@ -82,11 +82,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < _GREEDY
 
-    @property
-    def penalized(self) -> bool:
-        """Whether what was said before changes what is likely."""
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
-
     def verify(self) -> None:
         """Raise RequestError for the first value that cannot be used."""
         _integer("n", self.n, 1)

@@ -340,3 +340,16 @@ def test_many_penalized_rows_among_others() -> None:
                 assert scores[token] >= max(scores) - 1e-5, (i, p, step)
                 if p:
                     ids.append(token)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1 + 1e-12, 1e38, 1e300])
+def test_a_repetition_penalty_at_the_ends_of_float32(penalty: float) -> None:
+    """No NaN, and a sampler that is not told tokens is one that needs none."""
+    seq = Sequence("r", [1] * PROMPT_LEN, SamplingParams(temperature=0.8, repetition_penalty=penalty), max_len=100)
+    seq.sampler_row = DefaultSampler.encode(seq, 0)
+    world = Rows(8, [seq.sampler_row])
+    if DefaultSampler.wants_tokens(seq):
+        world.sampler.take_tokens(np.array([0]), np.array([PROMPT_LEN]), torch.ones(PROMPT_LEN, dtype=torch.int32))
+    tokens, _ = world.draw(torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, 0.0, 0.0, -3.0]]), [0], PROMPT_LEN)
+    assert (tokens == [1]) == (penalty < 1) or penalty == 1 + 1e-12
+    assert 0 <= tokens[0] < 8
