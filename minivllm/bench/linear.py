@@ -114,6 +114,13 @@ class Bench:
 
         return run
 
+    def _each(self, per_weight: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            for w in self.weights:
+                per_weight(w)
+
+        return run
+
     def cluster(self, rows: int) -> Callable[[], None]:
         x, out, kind = self.x[:rows], self.out[:rows], self.product.kind
         per_weight: Callable[[torch.Tensor], torch.Tensor] = {
@@ -123,11 +130,7 @@ class Bench:
             "add": lambda w: cluster_linear_add(x, w, out),
         }[kind]
 
-        def run() -> None:
-            for w in self.weights:
-                per_weight(w)
-
-        return run
+        return self._each(per_weight)
 
     def ours(self, rows: int) -> Callable[[], None]:
         return self.skinny(rows) if rows <= skinny.MAX_ROWS else self.cluster(rows)
@@ -141,11 +144,7 @@ class Bench:
             "add": lambda w: skinny.linear_add_reference(x, w, None, out),
         }[kind]
 
-        def run() -> None:
-            for w in self.weights:
-                per_weight(w)
-
-        return run
+        return self._each(per_weight)
 
     def seconds(self, run: Callable[[], None]) -> float:
         self.out.zero_()

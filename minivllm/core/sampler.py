@@ -149,18 +149,19 @@ class DefaultSampler(Sampler):
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
         host = self.host[host_slots]
         held_back, filters = bool(host["min_position"].any()), bool(self._filters[host_slots].any())
-        penalized = np.nonzero(self._penalized[host_slots])[0]
-        if held_back or filters or len(penalized):
-            scores = logits.to(torch.float32, copy=bool(len(penalized)))  # which are written in place
+        penalized = bool(self._penalized[host_slots].any())
+        if held_back or filters or penalized:
+            scores = logits.to(torch.float32, copy=penalized)  # which are written in place
             if held_back:
                 scores = self._hold_back(scores, slots, positions)
-            for start in range(0, len(penalized), _PENALIZED_AT_ONCE):
-                self._penalize(scores, slots, self._to_device(penalized[start : start + _PENALIZED_AT_ONCE]))
+            if penalized:
+                rows = self._to_device(np.nonzero(self._penalized[host_slots])[0])
+                for some in rows.split(_PENALIZED_AT_ONCE):
+                    self._penalize(scores, slots, some)
             if filters:
                 scores = self._filter(scores, slots)
             tokens = sample_tokens(scores, self.temperature, self.seed, slots, positions)
-        if len(penalized):
-            rows = self._to_device(penalized)
+        if penalized:
             at = positions[rows].clamp(max=self.history.shape[1] - 1)  # a step too many of one that has ended
             self.history[slots[rows], at] = tokens[rows].int()
         wanted = np.nonzero(host["logprobs"] >= 0)[0]

@@ -543,7 +543,7 @@ def norm_gate_up(
     if _few_rows(x, weight):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
     if bias is None and weight.shape[0] % 16 == 0 and _some_rows(x, weight):
-        return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)  # whose SiLU saves more than the norm costs
+        return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)  # no kernel for SiLU, for one more for the norm
     if folded:
         return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
     return norm_gate_up_reference(x, norm_weight, eps, weight, bias)
