@@ -33,7 +33,6 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
     path, model_config = find_model(config)
     model_config = replace(model_config, options=model_options(config, model_config, registry))
     max_model_len = model_length(config, model_config)
-    tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)
     executor_name = config.executor.name
     if executor_name == "auto":
         executor_name = "single" if config.tp == 1 else "multiproc"
@@ -45,6 +44,7 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
     with registry.building("executor", executor_name):
         executor = executor_class(config, model_config, max_model_len, registry)
     try:
+        tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)  # while the device is opened
         with registry.building("executor", executor_name):
             num_blocks = executor.start()
         blocks = PagedBlockManager(

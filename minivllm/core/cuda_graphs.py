@@ -9,7 +9,7 @@ Rows past the batch hold the padding slot: its table row is all zeros, so they u
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.errors import MinivllmError
-from minivllm.kernels._triton import compile_only
 from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
 
 if TYPE_CHECKING:
@@ -32,13 +31,23 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [n for n in (1, 2, 4) if n < max_num_seqs or n == 1] + list(range(8, top + 1, 8))
 
 
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all graphs: for each other one cuBLAS would keep 32 MiB for ever."""
+    return torch.cuda.Stream(device)
+
+
 def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """``run`` as a graph, and the tensor that holds its result after a replay. It is run once before: what it needs is
-    compiled outside the capture. (On the same stream: for each other one cuBLAS would keep 32 MiB for ever.)"""
-    run()
+    """``run`` as a graph, and the tensor that holds its result after a replay. It must have run in this shape before:
+    what it needs is loaded outside the capture. Unlike ``torch.cuda.graph`` this leaves torch's cache as it is and
+    does not wait for the device, so that dozens are captured in a second."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = run()
+    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        finally:
+            graph.capture_end()
     return graph, result
 
 
@@ -67,19 +76,23 @@ class DecodeGraphs:
     # ------------------------------------------------------------------ capture
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size, largest first so that the smaller ones live in its memory."""
-        with compile_only():  # kernels differ between a few rows, some, and many
-            for size in self.sizes:
-                if size in (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1]):
-                    self._prepare(self._plans[size], self._ones[:size], None)
-                    self._step(size)
+    def launch_all_kinds(self) -> None:
+        """Steps of sizes between which kernels differ, for ``compile_only``: fewest rows first, their kernels take the
+        compiler longest."""
+        for size in self.sizes:
+            if size in (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1]):
+                self._prepare(self._plans[size], self._ones[:size], None)
+                self._step(size)
+
+    def capture(self, num_blocks: int, vocab_size: int) -> None:
+        """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):
+
+        def capture_one(size: int) -> None:
             self._prepare(self._plans[size], self._ones[:size], None)
             self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), pool)
-        self.runner.num_computed.zero_()
-        self.runner.last_token.zero_()
+
+        self._compare(num_blocks, vocab_size, capture_one)
 
     def _plan(self, size: int) -> AttentionBatch:
         return AttentionBatch(
@@ -159,15 +172,20 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------------ proving
 
-    @torch.inference_mode()
     def verify(self, num_blocks: int, vocab_size: int) -> None:
-        """Replay each size once on random state and compare with the same step run eagerly.
+        """Replay each size once on random state and compare with the same step run eagerly. Leaves the cache empty.
 
         Raises:
             MinivllmError: they differ; backend and size are named.
         """
-        run, rng = self.runner, np.random.default_rng(0)
-        rows = min(self.sizes[-1], run.num_slots, num_blocks)  # each with blocks of its own; more are padding
+        self._compare(num_blocks, vocab_size, lambda size: None)
+
+    @torch.inference_mode()
+    def _compare(self, num_blocks: int, vocab_size: int, capture: Callable[[int], None]) -> None:
+        """``verify``, with ``capture`` behind each size's eager step, which has loaded what the size needs. Replays
+        come when all are captured."""
+        run, rng, top = self.runner, np.random.default_rng(0), self.sizes[-1]
+        rows = min(top, run.num_slots, num_blocks)  # each with blocks of its own; more are padding
         per_slot = min(num_blocks // rows, run.block_table.shape[1], 4)
         blocks = 1 + np.arange(rows * per_slot, dtype=np.int32).reshape(rows, per_slot)
         lengths = rng.integers(0, per_slot * run.block_size, rows).astype(np.int32)
@@ -179,23 +197,23 @@ class DecodeGraphs:
         run.block_table[:rows, :per_slot] = torch.from_numpy(blocks).to(run.device)
         first = torch.from_numpy(rng.integers(0, vocab_size, rows)).to(run.device)
         computed = torch.from_numpy(lengths).long().to(run.device)
+        slots, seq_lens = np.full(top, self.padding, dtype=np.int32), np.ones(top, dtype=np.int32)
+        slots[:rows], seq_lens[:rows] = np.arange(rows), lengths + 1
+        self.slots.copy_(torch.from_numpy(slots))
+
+        def hidden(size: int, step: Callable[[int], torch.Tensor]) -> torch.Tensor:
+            run.last_token[:rows], run.num_computed[:rows] = first, computed
+            self._prepare(self._plans[size], seq_lens[:size], slots[:size])
+            return step(size)[:rows]
+
+        eager, errors = {}, []
+        for size in reversed(self.sizes):
+            eager[size] = hidden(size, self._step).clone()
+            capture(size)
         for size in self.sizes:
-            n = min(size, rows)
-            slots = np.full(size, self.padding, dtype=np.int32)
-            slots[:n] = np.arange(n)
-            seq_lens = np.ones(size, dtype=np.int32)
-            seq_lens[:n] = lengths[:n] + 1
-            self.slots[:size] = torch.from_numpy(slots).to(run.device)
-            hidden = []
-            for replay in (False, True):
-                run.last_token[:rows], run.num_computed[:rows] = first, computed
-                self._prepare(self._plans[size], seq_lens, slots)
-                if replay:
-                    self._graphs[size].replay()
-                    hidden.append(self._hidden[size][:n].float())
-                else:
-                    hidden.append(self._step(size)[:n].float())
-            error = float((hidden[0] - hidden[1]).norm() / hidden[0].norm().clamp_min(1e-6))
+            expected, replayed = eager[size].float(), hidden(size, self._replay).float()
+            errors.append((expected - replayed).norm() / expected.norm().clamp_min(1e-6))
+        for size, error in zip(self.sizes, torch.stack(errors).tolist(), strict=True):
             if not error < _TOLERANCE:
                 raise MinivllmError(
                     f"the CUDA graph of {size} rows with attention={type(run.attention).__name__} differs from the "
@@ -208,3 +226,7 @@ class DecodeGraphs:
         run.num_computed.zero_()
         self.slots.fill_(self.padding)
         self._on_device[:] = self.padding
+
+    def _replay(self, size: int) -> torch.Tensor:
+        self._graphs[size].replay()
+        return self._hidden[size]

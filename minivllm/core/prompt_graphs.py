@@ -88,6 +88,13 @@ class PromptGraphs:
     # ------------------------------------------------------------------ capture
 
     @torch.inference_mode()
+    def launch_all_kinds(self) -> None:
+        """The smallest and the largest step, for ``compile_only``."""
+        for key in [*self._plans][:1] + [*self._plans][-1:]:
+            self._rehearse(*key)
+            self._forward(key[0])
+
+    @torch.inference_mode()
     def capture(self) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory."""
         pool = torch.cuda.graph_pool_handle()
@@ -95,6 +102,7 @@ class PromptGraphs:
             self._rehearse(*key)
             if key[1] and not self.runner.attention.fresh_prompts:
                 continue  # such steps are like any other to this backend
+            self._forward(key[0])
             self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key[0]), pool)
 
     def _rehearse(self, size: int, whole: bool) -> None:

@@ -14,13 +14,15 @@ from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors.agreed import AgreedSampler
-from minivllm.kernels._triton import compile_only
+from minivllm.kernels._triton import compile_only, open_device
 from minivllm.models.checkpoint import fetch
 from minivllm.models.loader import build_model, iterate_safetensors
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.model_config import ModelConfig
+    from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.plugins.registry import Registry
 
 _CPU_CACHE_BYTES = 1 << 30
@@ -82,6 +84,8 @@ class Worker:
         )
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
+        if self.device_type == "cuda":
+            open_device(device_index)
 
     def use_device(self) -> None:
         """Make this rank's GPU the calling thread's; torch keeps that per thread."""
@@ -118,26 +122,36 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
+        decodes, prompts = self._graphs(self.runner)
         if self.device_type == "cuda":
             self.runner.attention.bind(self._cache(0, device))
             with compile_only():
+                if decodes is not None:
+                    decodes.launch_all_kinds()
+                if prompts is not None:
+                    prompts.launch_all_kinds()
                 self.runner.dry_run(min(self.spec.max_num_batched_tokens, 512), self.max_model_len)
         self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))
-        if self.device_type == "cuda" and not config.enforce_eager and self.choice.cuda_graphs():
-            from minivllm.core.cuda_graphs import DecodeGraphs
-
-            graphs = DecodeGraphs(self.runner, num_slots)
-            graphs.capture()
-            graphs.verify(num_blocks, model_config.vocab_size)
-            self.runner.graphs = graphs
-            if self.choice.prompt_graphs():
-                from minivllm.core.prompt_graphs import PromptGraphs
-
-                prompts = PromptGraphs(self.runner, self.spec.max_num_batched_tokens, self.tp)
-                prompts.capture()
-                self.runner.prompt_graphs = prompts
+        if decodes is not None:
+            decodes.capture(num_blocks, model_config.vocab_size)
+            self.runner.graphs = decodes
+        if prompts is not None:
+            prompts.capture()
+            self.runner.prompt_graphs = prompts
         return num_blocks
+
+    def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+        """Of this device, backend and configuration; not yet captured."""
+        if self.device_type != "cuda" or self.config.enforce_eager or not self.choice.cuda_graphs():
+            return None, None
+        from minivllm.core.cuda_graphs import DecodeGraphs
+        from minivllm.core.prompt_graphs import PromptGraphs
+
+        decodes = DecodeGraphs(runner, self.config.scheduler.max_num_seqs)
+        if not self.choice.prompt_graphs():
+            return decodes, None
+        return decodes, PromptGraphs(runner, self.spec.max_num_batched_tokens, self.tp)
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"

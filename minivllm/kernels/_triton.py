@@ -3,11 +3,12 @@
 Kernel files must not use ``from __future__ import annotations``: Triton reads ``tl.constexpr`` from the annotation.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cache
 from os import cpu_count
+from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,26 +49,136 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# --------------------------------------------------------------------------- compiling ahead
+
+
+@triton.jit
+def _nothing_kernel(n):
+    pass
+
+
+_openings: list[Thread] = []  # under way, or done and not yet waited for
+
+
+@cache
+def open_device(index: int) -> None:
+    """Make GPU ``index`` ready in the background: its context, and what Triton's first kernel in a process has to wait
+    for. It hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its driver."""
+
+    def work() -> None:
+        import torch
+
+        torch.cuda.set_device(index)
+        torch.empty(1, device="cuda")
+        if HAVE_TRITON and not triton.knobs.runtime.interpret:
+            _load(_nothing_kernel.warmup(1, grid=(1,)))
+
+    def quietly() -> None:
+        with suppress(Exception):  # whoever needs the device next meets it again
+            work()
+
+    _openings.append(Thread(target=quietly, name="minivllm-open-device"))
+    _openings[-1].start()
+
+
+def _load(kernel: Any) -> Any:
+    """Bring a compiled kernel onto the current device. Triton would at its first launch, one kernel after another, some
+    versions calling a C compiler for each."""
+    _ = kernel.run
+    return kernel
+
+
+class _Compilations(Executor):
+    """Holds them back until all are known: threads that compile take Python's lock from the one that finds them."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[[], Any], /, *_: Any, **__: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.append((future, fn))
+        return future
+
+    def run(self) -> None:
+        """All, side by side."""
+        import torch
+
+        threads = min(len(self._jobs), cpu_count() or 1, _MOST_THREADS)
+        if not threads:
+            return
+        device = torch.cuda.current_device()  # torch keeps it per thread
+        with ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+            for future, compile_ in self._jobs:
+                pool.submit(_fulfil, future, compile_)
+
+    def give_up(self) -> None:
+        for future, _ in self._jobs:
+            if not future.done():
+                future.set_exception(RuntimeError("not compiled: what would have launched it failed"))
+
+
+_MOST_THREADS = 16  # of a kernel's compilation a fifth holds Python's lock
+
+
+def _fulfil(future: Future[Any], compile_: Callable[[], Any]) -> None:
+    try:
+        future.set_result(_load(compile_()))
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _kind(value: Any) -> Any:
+    """What two arguments have in common for which one compiled kernel does; it may tell more apart than Triton does."""
+    return (value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else (type(value), value)
+
+
+_turn = Lock()
+_compiling: int | None = None  # the thread that is in ``compile_only``
+
+
+def compiling() -> bool:
+    """Whether this thread's kernels are only to be compiled now, see ``compile_only``."""
+    return _compiling == get_ident()
+
+
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within, kernels are not launched but compiled, all at once, on all cores; their outputs stay as they were.
+    """Within, kernels are not launched; their outputs stay as they were. On leaving, all are compiled and loaded, on
+    all cores.
 
-    A step run so costs its Python once and brings every kernel that it needs into Triton's cache. Where Triton has no
-    asynchronous compilation, or interprets, the step's kernels are left to be compiled when they are launched.
+    A step run so costs its Python once and makes every kernel that it needs ready. Where Triton has no asynchronous
+    compilation, or interprets, the step's kernels are left to be compiled when they are launched.
     """
     mode = getattr(triton, "AsyncCompileMode", None)
     if not HAVE_TRITON or mode is None or triton.knobs.runtime.interpret:
         yield
         return
+    while _openings:
+        _openings.pop().join()
     function = triton.runtime.JITFunction
-    run = function.run
+    seen: set[Any] = set()  # a step launches a kernel in every layer
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        if not compiling():  # another engine's thread
+            return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        with suppress(TypeError):  # an argument that has no hash
+            kind = (id(self), *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
+            if kind in seen:
+                return None
+            seen.add(kind)
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    function.run = compiled
-    try:
-        with ThreadPoolExecutor(cpu_count()) as pool, mode(pool, ignore_errors=True):
-            yield
-    finally:
-        function.run = run
+    global _compiling
+    compilations = _Compilations()
+    with _turn:
+        run = function.run
+        function.run, _compiling = compiled, get_ident()
+        try:
+            with mode(compilations, ignore_errors=True):
+                try:
+                    yield
+                    compilations.run()
+                finally:
+                    compilations.give_up()  # of those not done, for which ``mode`` would wait for ever
+        finally:
+            function.run, _compiling = run, None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -158,6 +160,34 @@ def test_a_capture_that_went_wrong_is_noticed() -> None:
         weight.data = weight.data * 3 + 1  # the graphs go on reading the old memory
         with pytest.raises(MinivllmError, match="graph of 1 rows with attention=TritonBackend differs"):
             runner.graphs.verify(64, 1000)
+
+
+LATE_KERNELS = """
+from contextlib import contextmanager
+import triton
+from minivllm import LLM
+from minivllm.executors import worker
+
+late, compile_only = [], worker.compile_only
+
+@contextmanager
+def then_listen():
+    with compile_only():
+        yield
+    triton.knobs.compilation.listener = lambda src, **_: late.append(src.name)
+
+worker.compile_only = then_listen
+with LLM("demo", attention="triton", max_num_seqs=16, num_gpu_blocks_override=64) as llm:
+    llm.generate("Once upon a time", use_tqdm=False)
+print(late)
+"""
+
+
+def test_every_kernel_of_a_start_is_compiled_before_a_step_is_run() -> None:
+    if not hasattr(pytest.importorskip("triton"), "AsyncCompileMode"):
+        pytest.skip("this Triton compiles when it launches")
+    done = subprocess.run([sys.executable, "-c", LATE_KERNELS], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stdout + done.stderr
 
 
 def test_auto_takes_the_fastest_for_prompts_and_for_decodes() -> None:

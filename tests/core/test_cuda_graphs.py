@@ -1,0 +1,132 @@
+"""Capturing decode steps, with a stand-in for the graphs: what comes in which order, and what is compared. On a GPU:
+``tests/gpu``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.core import cuda_graphs
+from minivllm.core.cuda_graphs import DecodeGraphs
+from minivllm.core.model_runner import ModelRunner
+from minivllm.errors import MinivllmError
+
+BLOCKS, VOCAB = 40, 1000
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+class Recorded:
+    """Replays by running the step; like a capture, making one runs nothing."""
+
+    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, log: list[str]) -> None:
+        self.run, self.result, self.log = run, result, log
+
+    def replay(self) -> None:
+        self.log.append(f"replay {len(self.result)}")
+        self.result.copy_(self.run())
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM("demo", device="cpu", attention="torch", max_num_seqs=11, num_gpu_blocks_override=BLOCKS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def runner(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    """With the one backend of a CPU, made to plan when the block tables are there: a captured one reads them late."""
+    made: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    gather = cuda_graphs.decode_inputs
+
+    def gather_and_plan(*args: Any) -> None:
+        gather(*args)
+        assert made.attention.batch is not None
+        made.attention.plan(made.attention.batch)
+
+    monkeypatch.setattr(made.attention, "plans_on_host", True)
+    monkeypatch.setattr(cuda_graphs, "decode_inputs", gather_and_plan)
+    return made
+
+
+@pytest.fixture
+def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happened to which size."""
+    said: list[str] = []
+    step = DecodeGraphs._step
+
+    def capture_graph(run: partial[torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
+        (size,) = run.args
+        said.append(f"capture {size}")
+        result = torch.full((size, runner.hidden_size), float("nan"))
+        return Recorded(run, result, said), result
+
+    def logged(self: DecodeGraphs, size: int) -> torch.Tensor:
+        said.append(f"step {size}")
+        return step(self, size)
+
+    monkeypatch.setattr(cuda_graphs, "capture_graph", capture_graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(DecodeGraphs, "_step", logged)
+    return said
+
+
+def test_each_size_runs_before_its_capture_and_replays_when_all_are_captured(
+    runner: ModelRunner, log: list[str]
+) -> None:
+    DecodeGraphs(runner, 11).capture(BLOCKS, VOCAB)
+    sizes = [16, 8, 4, 2, 1]
+    captured = [f"{what} {size}" for size in sizes for what in ("step", "capture")]
+    replayed = [f"{what} {size}" for size in reversed(sizes) for what in ("replay", "step")]
+    assert log == captured + replayed
+
+
+def test_nothing_is_left_behind(runner: ModelRunner, log: list[str]) -> None:
+    graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    graphs.verify(BLOCKS, VOCAB)
+    left = (runner.attention.kv_cache[:, :, 1:], runner.last_token, runner.num_computed, runner.block_table)
+    assert not any(bool(t.any()) for t in left) and not runner.host_tables.any()
+    assert graphs.slots.tolist() == [graphs.padding] * 16
+
+
+def test_replays_give_the_tokens_of_eager_steps(
+    llm: LLM, runner: ModelRunner, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land = runner.land  # which copies to the host, where there is a device
+    monkeypatch.setattr(runner, "land", lambda n, rows, tokens, logprobs: land(n, rows, tokens.clone(), logprobs))
+    prompts = ["Once upon a time", "The sea was", "Hello"]
+    eager = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    llm.reset_prefix_cache()
+    graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    runner.graphs = graphs
+    del log[:]
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == eager
+    assert "replay 4" in log
+
+
+@pytest.mark.parametrize("wrong", [1, 8, 16])
+def test_a_graph_that_gives_something_else_is_noticed(runner: ModelRunner, log: list[str], wrong: int) -> None:
+    graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    recorded: Any = graphs._graphs[wrong]
+    run = recorded.run
+    recorded.run = lambda: run() * 1.05
+    with pytest.raises(MinivllmError, match=f"graph of {wrong} rows with attention=TorchBackend differs"):
+        graphs.verify(BLOCKS, VOCAB)
+
+
+def test_a_graph_that_computes_nothing_is_noticed(runner: ModelRunner, log: list[str]) -> None:
+    graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    recorded: Any = graphs._graphs[4]
+    recorded.replay = lambda: None
+    with torch.inference_mode():
+        recorded.result.fill_(float("nan"))
+    with pytest.raises(MinivllmError, match="graph of 4 rows"):
+        graphs.verify(BLOCKS, VOCAB)

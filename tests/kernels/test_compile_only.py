@@ -1,0 +1,161 @@
+"""``compile_only``: what is launched within is compiled and loaded, once a kind, when all is known. With a stand-in for
+Triton's launching; its compilation ahead is the real one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minivllm.kernels import _triton
+from minivllm.kernels._triton import compile_only, compiling
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton's AsyncCompileMode")
+
+
+class Kernel:
+    """A JITFunction that compiles to an object, and writes down what is done to it."""
+
+    log: list[str]
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name, self.fails, self.ready = name, fails, dict[Any, Any]()
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        key = (self.name, *(str(a.dtype) if isinstance(a, torch.Tensor) else repr(a) for a in args))
+        if not warmup:
+            self.log.append(f"launch {self.name}")
+            return None
+        mode = triton.runtime._async_compile.active_mode.get()
+        self.log.append(f"found {self.name}")
+        rest = [lambda kernel: None] if submit_takes_cleanup() else []
+        return mode.submit(key, self._compile, lambda kernel: self.ready.__setitem__(key, kernel), *rest)
+
+    def _compile(self) -> Any:
+        if self.fails:
+            raise ValueError("does not compile")
+        self.log.append(f"compile {self.name}")
+        kernel = self
+
+        class Compiled:
+            @property
+            def run(self) -> None:
+                kernel.log.append(f"load {kernel.name} for device {device.index}")
+
+        return Compiled()
+
+
+def submit_takes_cleanup() -> bool:
+    return triton.AsyncCompileMode.submit.__code__.co_argcount > 4
+
+
+device = threading.local()  # as torch keeps it
+device.index = 3
+
+
+@pytest.fixture(autouse=True)
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    monkeypatch.setattr(Kernel, "log", [], raising=False)
+    device.index = 3
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: setattr(device, "index", index))
+    stand_in = SimpleNamespace(
+        AsyncCompileMode=triton.AsyncCompileMode,
+        knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
+        runtime=SimpleNamespace(JITFunction=Kernel),
+    )
+    monkeypatch.setattr(_triton, "triton", stand_in)
+    run = Kernel.run
+    yield Kernel.log
+    assert Kernel.run is run and not compiling()
+
+
+def launch(kernel: Kernel, *args: Any) -> None:
+    kernel.run(*args, grid=(1,), warmup=False)
+
+
+def test_kernels_are_compiled_and_loaded_once_a_kind_when_all_are_known(log: list[str]) -> None:
+    a, b = Kernel("a"), Kernel("b")
+    half, single = torch.zeros(32, dtype=torch.float16), torch.zeros(32)
+    with compile_only():
+        assert compiling()
+        for _ in range(3):
+            launch(a, half, 1)
+            launch(b, half, 1)
+        launch(a, single, 1)
+        launch(a, single, True)  # equal to 1, and another kind
+        assert log == ["found a", "found b", "found a", "found a"]
+    expected = [line for name in "aaab" for line in (f"compile {name}", f"load {name} for device 3")]
+    assert sorted(log[4:]) == sorted(expected)
+    assert len(a.ready) == 3 and len(b.ready) == 1
+    del log[:]
+    launch(a, half, 1)
+    assert log == ["launch a"]
+
+
+def test_tensors_of_other_alignment_are_another_kind(log: list[str]) -> None:
+    a, x = Kernel("a"), torch.zeros(64, dtype=torch.float16)
+    with compile_only():
+        for first in (0, 8, 1, 16):
+            launch(a, x[first:])
+    assert log.count("found a") == 2
+
+
+def test_arguments_without_a_hash_are_never_taken_for_known(log: list[str]) -> None:
+    a = Kernel("a")
+    with compile_only():
+        launch(a, [1])
+        launch(a, [2])
+    assert log.count("found a") == 2
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_its_launch(log: list[str]) -> None:
+    bad, good = Kernel("bad", fails=True), Kernel("good")
+    with compile_only():
+        launch(bad, 1)
+        launch(good, 1)
+    assert not bad.ready and good.ready
+
+
+def test_an_error_within_is_raised_and_nothing_is_compiled(log: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), compile_only():
+        launch(Kernel("a"), 1)
+        raise ZeroDivisionError
+    assert log == ["found a"]
+
+
+def test_other_threads_launch_meanwhile(log: list[str]) -> None:
+    a = Kernel("a")
+
+    def other() -> None:
+        assert not compiling()
+        launch(a, 1)
+
+    with compile_only():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert log == ["launch a"]
+        launch(a, 1)
+    assert log[1:] == ["found a", "compile a", "load a for device 3"]
+
+
+def test_two_threads_compile_in_turn(log: list[str]) -> None:
+    def work(kernel: Kernel) -> None:
+        device.index = 3
+        for _ in range(20):
+            with compile_only():
+                launch(kernel, 1)
+
+    threads = [threading.Thread(target=work, args=(Kernel(name),)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not [line for line in log if line.startswith("launch")]
+    assert log.count("compile a") == log.count("compile b") == 20
