@@ -1,10 +1,10 @@
 """Times the linear layers of a decode step: ``python -m minivllm.bench.linear [--model qwen3] [--sweep | --chain]``.
 
 Each product runs in a CUDA graph over as many distinct weights as it takes to read them from memory and not from L2;
-the time is that of a replay divided by the weights. ``ours`` is the fused kernel (past 16 rows the cluster kernel,
-behind a norm kernel), ``library`` what does the same without it (norm kernel, cuBLAS, activation kernel). GB/s counts
-the weight once. ``--sweep`` tries kernel shapes of up to 16 rows and prints the best; ``--chain`` times a model's
-layers without their attention, with and without programmatic launch.
+the time is that of a replay divided by the weights. ``ours`` is the fused kernel (past 16 rows the cluster kernel:
+gate-up with the norm taken in, qkv behind a norm kernel), ``library`` what does the same without it (norm kernel,
+cuBLAS, activation kernel). GB/s counts the weight once. ``--sweep`` tries kernel shapes of up to 16 rows and prints
+the best; ``--chain`` times a model's layers without their attention, with and without programmatic launch.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Bench:
         per_weight: Callable[[torch.Tensor], torch.Tensor] = {
             "linear": lambda w: cluster_linear(x, w),
             "norm": lambda w: cluster_linear(norm_module.rms_norm(x, self.norm, EPS), w),
-            "gate_up": lambda w: cluster_gate_up(norm_module.rms_norm(x, self.norm, EPS), w),
+            "gate_up": lambda w: cluster_gate_up(x, w, EPS),
             "add": lambda w: cluster_linear_add(x, w, out),
         }[kind]
 
@@ -193,11 +193,13 @@ def programmatic_launch(on: bool) -> Iterator[None]:
     modules, usual = (skinny, cluster_module, norm_module), skinny.use_pdl
     for module in modules if not on else ():
         module.use_pdl = lambda device: False  # type: ignore[attr-defined]
+    cluster_module._plan.cache_clear()  # it has asked already
     try:
         yield
     finally:
         for module in modules:
             module.use_pdl = usual  # type: ignore[attr-defined]
+        cluster_module._plan.cache_clear()
 
 
 # --------------------------------------------------------------------------- ours against the library
@@ -217,9 +219,11 @@ def compare(model: Shape) -> None:
             except Exception as error:  # too much shared memory, say: a row of the table
                 cells.append(f"{type(error).__name__[:7]:>7}{library * 1e6:9.1f}{'':>5}")
                 continue
-            use = skinny.use_skinny if rows <= skinny.MAX_ROWS else use_cluster
-            chosen = "*" if use(rows, product.weight_rows, product.k, torch.bfloat16, bench.x.device) else " "
-            cells.append(f"{mine * 1e6:6.1f}{chosen}{library * 1e6:9.1f}{product.num_bytes / mine / 1e9:5.0f}")
+            what = (rows, product.weight_rows, product.k, torch.bfloat16, bench.x.device)
+            few = rows <= skinny.MAX_ROWS
+            chosen = skinny.use_skinny(*what) if few else use_cluster(*what, gated=product.kind == "gate_up")
+            mark = "*" if chosen else " "
+            cells.append(f"{mine * 1e6:6.1f}{mark}{library * 1e6:9.1f}{product.num_bytes / mine / 1e9:5.0f}")
         weight, floor = f"{product.weight_rows} x {product.k}", product.num_bytes / PEAK
         print(f"{product.name:<9}{weight:>14}{floor * 1e6:7.1f}" + "".join(f"{c:>21}" for c in cells), flush=True)
         del bench
@@ -297,7 +301,7 @@ def chain(model: Shape) -> None:
             h.copy_(start)
             for qkv, o, gate_up, down in weights:
                 skinny.linear_add(skinny.norm_linear(h, norm, EPS, qkv)[:, :width], o, None, h)
-                skinny.linear_add(skinny.norm_gate_up(h, norm, EPS, gate_up), down, None, h)
+                skinny.linear_add(skinny.norm_gate_up(h, norm, EPS, gate_up, folded=True), down, None, h)
 
         def separate(h: torch.Tensor = h, start: torch.Tensor = start) -> None:
             h.copy_(start)

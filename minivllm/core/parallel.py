@@ -40,6 +40,13 @@ class TensorParallel:
             return self.peer.add_to(residual, x)
         return residual.add_(self.all_reduce(x))
 
+    def start_all_reduce(self, x: torch.Tensor) -> Any:
+        """Begin to sum ``x`` over the ranks, in place, beside what this stream does next; ``wait`` of what it returns
+        makes the stream wait for it."""
+        import torch.distributed as dist
+
+        return dist.all_reduce(x, group=self.group, async_op=True)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate every rank's ``x``, (n, columns), along the last dimension. All ranks get the same bytes."""
         if self.size == 1:

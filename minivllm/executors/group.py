@@ -53,7 +53,10 @@ def join(device_type: str, device_index: int, rank: int, size: int, host: str, p
     if device_type == "cuda":
         torch.cuda.set_device(device_index)
         device = torch.device("cuda", device_index)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # sums find room beside products
+        dist.init_process_group(
+            "nccl", store=store, rank=rank, world_size=size, device_id=device, pg_options=options
+        )
     else:
         if host == "127.0.0.1" and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not whatever the machine's name resolves to

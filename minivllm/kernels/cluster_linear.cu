@@ -1,11 +1,13 @@
 // out[r, f] = sum_k x[r, k] * weight[f, k]  (+ out[r, f]),  bfloat16, sums in float32.
-// GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. See cluster_linear.py.
+// GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. HEAD: the features are heads of so many, of queries,
+// keys and values; queries and keys are normed and rotated, and keys and values go to the cache. See cluster_linear.py.
 //
-// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED) at a time, with `multiply` (wgmma.m64n{COLUMNS}k16) put in front.
-// A program has GROUPS warpgroups that multiply, each 64 lines of one operand with COLUMNS lines of the other, and a warp
-// that asks for tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and cluster are (feature tiles, row
-// tiles, splits of k). The programs of a cluster have one feature tile. Those of one split share the weight's tiles: each
-// loads its part and sends it to all of them. The splits send each other the sums of the rows that the other finishes.
+// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD) at a time, with `multiply` (wgmma.m64n{COLUMNS}k16) put in
+// front. A program has GROUPS warpgroups that multiply, each 64 lines of one operand with COLUMNS lines of the other, and
+// a warp that asks for tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and cluster are (feature tiles,
+// row tiles, splits of k). The programs of a cluster have one feature tile. Those of one split share the weight's tiles:
+// each loads its part and sends it to all of them. The splits send each other the sums of the rows that the other
+// finishes. GATED or HEAD may be launched with SQUARING threads more: x's rms divides each row (a norm in front).
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -15,16 +17,18 @@ struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
 constexpr int FEATURES = ROWS_FIRST ? COLUMNS : 64 * GROUPS;
 constexpr int ROWS = ROWS_FIRST ? 64 * GROUPS : COLUMNS;
-constexpr int THREADS = 128 * GROUPS;    // that multiply; 32 more load
+constexpr int THREADS = 128 * GROUPS;    // that multiply; SQUARING may square x, and 32 load
+constexpr int SQUARING = ROWS_FIRST ? ROWS : 128, SQUARERS = SQUARING / ROWS;  // in all, and of a row
 constexpr int LINE = 128;                // bytes of k a stage, 64 elements: what TMA swizzles
 constexpr int W_BYTES = FEATURES * LINE;
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MAX_STAGES = 16;
-constexpr int PITCH = FEATURES + (ROWS_FIRST ? 8 : 4);  // of the sums in shared memory, in floats: no bank conflicts
+constexpr int PITCH = FEATURES + (ROWS_FIRST ? 8 : 4);  // of the sums in shared memory, in floats: no bank conflicts,
+                                         // and the sum of x's squares behind a row's features
 constexpr int OUTPUTS = GATED ? FEATURES / 2 : FEATURES;  // a gated tile holds as many lines of gate as of up
 constexpr int WIDTH = OUTPUTS / 8;       // threads that finish a row, 8 outputs each
 constexpr int TURN = THREADS / WIDTH;    // rows that are finished at once
-constexpr int NEEDED = (ROWS + TURN - 1) / TURN, AT_ONCE = NEEDED < 4 ? NEEDED : 4;
+constexpr int NEEDED = (ROWS + TURN - 1) / TURN, AT_ONCE = HEAD ? 2 : NEEDED < 4 ? NEEDED : 4;
 constexpr int TURNS = (NEEDED + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -79,14 +83,37 @@ __device__ __forceinline__ void read4(float (&d)[4], u32 from) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32, MIN_PROGRAMS)
+__device__ __forceinline__ float read1(u32 from) {
+  float d;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(d) : "r"(from));
+  return d;
+}
+__device__ __forceinline__ float2 rounded(float a, float b) {
+  const u32 pair = pack(a, b);
+  return make_float2(low(pair), high(pair));
+}
+
+struct Heads {  // read if HEAD; strides in elements
+  const float* angles;                   // (positions, HEAD) cosines of half a head's dimensions, then sines
+  const long long *positions, *slots;    // (rows,)
+  u16 *keys, *values;                    // (blocks, block_size, key heads, HEAD)
+  const u16 *query_norm, *key_norm;      // (HEAD,), or null: not normed
+  long long angles_stride, block_stride, slot_stride, head_stride;
+  int queries, keys_each, block_size;    // heads of queries, and of keys
+  float eps;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32 + (GATED || HEAD ? SQUARING : 0), MIN_PROGRAMS)
 cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, u16* out, int rows,
-               int features, int steps_all, int tile_rows, int stages, int sharing, int splits, int add) {
+               int features, int steps_all, int tile_rows, int stages, int sharing, int splits, int add,
+               float inverse_k, float eps, const __grid_constant__ Heads heads) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * MAX_STAGES + 1];
-  asm volatile("griddepcontrol.launch_dependents;");
+  if (!HEAD) asm volatile("griddepcontrol.launch_dependents;");
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int workers = blockDim.x - 32;     // the last warp loads
+  const bool scaled = (GATED || HEAD) && workers != THREADS;  // rows are divided by the rms of x
   const int member = blockIdx.y % sharing, split = blockIdx.z;  // place in the cluster
   const u32 tiles = (shared_address(memory) + 1023) & ~1023u;
   const u32 full = shared_address(barriers), empty = full + 8 * MAX_STAGES, sent = empty + 8 * MAX_STAGES;
@@ -95,10 +122,10 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
   const int f0 = blockIdx.x * OUTPUTS, r0 = blockIdx.y * tile_rows;
   const bool alone = sharing * splits == 1;
 
-  if (threadIdx.x == THREADS) {
+  if (threadIdx.x == workers) {
     for (int s = 0; s < stages; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, sharing * GROUPS);
+      barrier_init(empty + 8 * s, sharing * (scaled ? GROUPS + SQUARING / 32 : GROUPS));
     }
     barrier_init(sent, 1);
     if (splits > 1) barrier_expect(sent, (splits - 1) * ((tile_rows + splits - 1) / splits) * PITCH * 4);
@@ -113,7 +140,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0.f;
 
-  if (warp == THREADS / 32) {  // loads
+  if (warp == workers / 32) {  // loads
     if (lane == 0) {
       const int part = OUTPUTS / sharing, f = f0 + member * part;
       const u32 w_to = tiles + member * part * LINE, x_to = tiles + W_BYTES;
@@ -129,6 +156,8 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
                     sharing, ranks);
       }
       asm volatile("griddepcontrol.wait;" ::: "memory");
+      // Late: decode attention reads what no kernel just before it wrote, ahead of its own wait.
+      if (HEAD) asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
       for (int i = 0; i < early; i++)
         load_tile(x_to + i * STAGE_BYTES, &x, (first + i) * 64, r0, full + 8 * i, 1, 0);
@@ -147,8 +176,67 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     }
     __syncwarp();
     asm volatile("griddepcontrol.wait;" ::: "memory");
+  } else if (warp >= THREADS / 32) {  // squares x
+    const int row = (threadIdx.x - THREADS) / SQUARERS, part = threadIdx.x % SQUARERS;
+    const u32 line = W_BYTES + row * LINE;
+    float squares[4] = {0.f, 0.f, 0.f, 0.f};
+    int stage = 0, round = 0;
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) {
+      barrier_wait(full + 8 * stage, round & 1);
+      const u32 at = tiles + stage * STAGE_BYTES + line;
+      float d[8 / SQUARERS][4];
+#pragma unroll
+      for (int j = 0; j < 8 / SQUARERS; j++)  // any order of the line's parts will do: one without bank conflicts
+        read4(d[j], at + ((j * SQUARERS + part + row * SQUARERS) & 7) * 16);
+#pragma unroll
+      for (int j = 0; j < 8 / SQUARERS; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const u32 pair = __float_as_uint(d[j][e]);
+          squares[e] += low(pair) * low(pair);
+          squares[e] += high(pair) * high(pair);
+        }
+      if (steps > stages) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) asm volatile("" : "+f"(squares[e])::"memory");  // what was read has arrived
+        __syncwarp();
+        if (lane < sharing) barrier_arrive(empty + 8 * stage, split * sharing + lane);
+      }
+      if (++stage == stages) { stage = 0; round++; }
+    }
+    float square = squares[0] + squares[1] + (squares[2] + squares[3]);
+#pragma unroll
+    for (int other = 1; other < SQUARERS; other *= 2) square += __shfl_xor_sync(~0u, square, other);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
+    if (!part) *(float*)(memory + (tiles - shared_address(memory)) + (row * PITCH + FEATURES) * 4) = square;
+    if (splits > 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
   } else {
     const int group = warp / 4, teller = threadIdx.x % 128;  // tells one of those that send here: fill a stage again
+    // This program finishes ``mine`` of the tile's rows from ``start`` on: this thread, 8 outputs of every TURN-th.
+    const int mine = (tile_rows + splits - 1) / splits, start = split * mine;
+    const int f = threadIdx.x % WIDTH * 8, row = threadIdx.x / WIDTH;
+    int stop = start + mine < tile_rows ? mine : tile_rows - start;
+    if (stop > rows - r0 - start) stop = rows - r0 - start;
+    if (f0 + f >= features || row >= TURN) stop = 0;
+    const int head = HEAD ? (f0 + f) / (HEAD + !HEAD) : 0, d0 = HEAD ? (f0 + f) % (HEAD + !HEAD) : 0;
+    const bool turned = head < heads.queries + heads.keys_each;  // a query or a key
+    const u16* norm = head < heads.queries ? heads.query_norm : turned ? heads.key_norm : nullptr;
+    int position[TURNS], slot[TURNS];
+    uint4 norms = make_uint4(0, 0, 0, 0);
+    if (HEAD) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll
+      for (int t = 0; t < TURNS; t++) {
+        const bool live = row + t * TURN < stop;
+        position[t] = live ? (int)heads.positions[r0 + start + row + t * TURN] : 0;
+        slot[t] = live ? (int)heads.slots[r0 + start + row + t * TURN] : 0;
+      }
+      if (norm) norms = *(const uint4*)(norm + d0);
+    }
+
     int stage = 0, round = 0;
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
@@ -171,7 +259,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
 #pragma unroll
     for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");  // every warp's products have read the tiles
+    asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");  // every warp has read the tiles
 
     // Sums to shared memory, [row][feature], over the tiles.
     float* partial = (float*)(memory + (tiles - shared_address(memory)));
@@ -194,11 +282,10 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       }
     }
 
-    // This program finishes some of the tile's rows, and sends the others' sums to the programs that finish them.
-    const int mine = (tile_rows + splits - 1) / splits, start = split * mine;
+    // The sums of the other rows go to the programs that finish them.
     const u32 part = mine * PITCH * 4;
     if (splits > 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+    asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
     if (threadIdx.x < splits && threadIdx.x != split) {
       const u32 slot = split - (split > threadIdx.x), there = threadIdx.x * sharing + member;
       asm volatile(
@@ -206,27 +293,32 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
           "r"(in_cluster(received + slot * part, there)), "r"(tiles + threadIdx.x * part), "r"(part),
           "r"(in_cluster(sent, there)) : "memory");
     }
-    const int f = threadIdx.x % WIDTH * 8, row = threadIdx.x / WIDTH;  // among mine
-    int stop = start + mine < tile_rows ? mine : tile_rows - start;
-    if (stop > rows - r0 - start) stop = rows - r0 - start;
-    if (f0 + f >= features || row >= TURN) stop = 0;
     u16* to = out + (u64)(r0 + start + row) * features + f0 + f;
     uint4 old[TURNS];
-    if (!GATED && add) {
+    if (!GATED && !HEAD && add) {
 #pragma unroll
       for (int t = 0; t < TURNS; t++)
         if (row + t * TURN < stop) old[t] = *(const uint4*)(to + (u64)(t * TURN) * features);
     }
-    if (splits > 1) barrier_wait(sent, 0);
     const u32 at = (row * PITCH + f) * 4;
 #pragma unroll
     for (int first_turn = 0; first_turn < TURNS; first_turn += AT_ONCE) {
-      float y[AT_ONCE][8], up[AT_ONCE][8];
+      if (first_turn * TURN >= mine) break;
+      float y[AT_ONCE][8], up[AT_ONCE][8], square[AT_ONCE];
+      float4 turns[AT_ONCE][4];  // cosines, then sines
 #pragma unroll
-      for (int t = 0; t < AT_ONCE; t++)
+      for (int t = 0; t < AT_ONCE; t++) {
+        square[t] = 0.f;
 #pragma unroll
         for (int e = 0; e < 8; e++) y[t][e] = up[t][e] = 0.f;
-      if (!GATED && add) {
+        if (HEAD) {
+          const float4* angles = (const float4*)(heads.angles + position[first_turn + t] * heads.angles_stride +
+                                                 d0 % (HEAD / 2 + !HEAD));
+#pragma unroll
+          for (int i = 0; i < 4; i++) turns[t][i] = angles[i / 2 * (HEAD / 8) + i % 2];
+        }
+      }
+      if (!GATED && !HEAD && add) {
 #pragma unroll
         for (int t = 0; t < AT_ONCE; t++) {
           const uint4 r = old[first_turn + t];
@@ -234,6 +326,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
           y[t][4] = low(r.z), y[t][5] = high(r.z), y[t][6] = low(r.w), y[t][7] = high(r.w);
         }
       }
+      if (splits > 1) barrier_wait(sent, 0);
 #pragma unroll 1
       for (int s = 0; s < splits; s++) {
         const u32 from = at + (s == split ? tiles + start * PITCH * 4 : received + (s - (s > split)) * part);
@@ -241,6 +334,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
         for (int t = 0; t < AT_ONCE; t++) {
           if (row + (first_turn + t) * TURN >= stop) continue;
           const u32 sums_of = from + (first_turn + t) * TURN * PITCH * 4;
+          if (scaled) square[t] += read1(sums_of + (FEATURES - f) * 4);
 #pragma unroll
           for (int e = 0; e < 8; e += 4) {
             float d[4];
@@ -257,13 +351,54 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       }
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++) {
-        if (row + (first_turn + t) * TURN >= stop) continue;
+        const int turn = first_turn + t;
+        const bool live = row + turn * TURN < stop;
+        if (!HEAD && !live) continue;  // heads are of several threads
+        if (scaled) {
+          const float scale = rsqrtf(square[t] * inverse_k + eps);
+#pragma unroll
+          for (int e = 0; e < 8; e++) y[t][e] *= scale, up[t][e] *= scale;
+        }
         if (GATED) {
 #pragma unroll
           for (int e = 0; e < 8; e++) y[t][e] = y[t][e] / (1.f + __expf(-y[t][e])) * up[t][e];
         }
-        *(uint4*)(to + (u64)((first_turn + t) * TURN) * features) = make_uint4(
-            pack(y[t][0], y[t][1]), pack(y[t][2], y[t][3]), pack(y[t][4], y[t][5]), pack(y[t][6], y[t][7]));
+        u16* end = to + (u64)(turn * TURN) * features;
+        if (HEAD) {
+          if (heads.query_norm || heads.key_norm) {
+            float sum = 0.f;
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum += y[t][e] * y[t][e];
+#pragma unroll
+            for (int other = 1; other < HEAD / 8; other *= 2) sum += __shfl_xor_sync(~0u, sum, other);
+            const float scale = rsqrtf(sum / (HEAD + !HEAD) + heads.eps);
+            const u32 weights[4] = {norms.x, norms.y, norms.z, norms.w};
+#pragma unroll
+            for (int e = 0; e < 8; e += 2) {
+              if (!norm) break;
+              float2 pair = rounded(y[t][e] * scale, y[t][e + 1] * scale);
+              pair = rounded(pair.x * low(weights[e / 2]), pair.y * high(weights[e / 2]));
+              y[t][e] = pair.x, y[t][e + 1] = pair.y;
+            }
+          }
+          const float* cosines = (const float*)turns[t];
+#pragma unroll
+          for (int e = 0; e < 8; e++) {
+            const float other = __shfl_xor_sync(~0u, y[t][e], HEAD / 16);
+            if (turned)
+              y[t][e] = y[t][e] * cosines[e] + (d0 < HEAD / 2 ? -other : other) * cosines[8 + e];
+          }
+          if (head < heads.queries) {
+            end = out + (u64)(r0 + start + row + turn * TURN) * (heads.queries * HEAD) + f0 + f;
+          } else {
+            end = (turned ? heads.keys : heads.values) + slot[turn] / heads.block_size * heads.block_stride +
+                  slot[turn] % heads.block_size * heads.slot_stride +
+                  (head - heads.queries - (turned ? 0 : heads.keys_each)) * heads.head_stride + d0;
+          }
+        }
+        if (live)
+          *(uint4*)end = make_uint4(pack(y[t][0], y[t][1]), pack(y[t][2], y[t][3]), pack(y[t][4], y[t][5]),
+                                    pack(y[t][6], y[t][7]));
       }
     }
   }

@@ -1,13 +1,15 @@
 """Linear layers over 17 to 256 rows, on Hopper: products whose weights are on their way before the input is there.
 
-With the residual addition behind, or SiLU(gate) * up.
+With the residual addition behind, SiLU(gate) * up, or all that stands between a projection and attention; the last two
+with the norm in front, if its weight is folded into theirs. Large weights are read so for fewer rows, too.
 
 The kernel is CUDA C++ (``cluster_linear.cu``): it needs programs that share their loads and add up through each other's
 shared memory (thread-block clusters), which Triton 3.6 has no words for. Tiles come by TMA; the tensor cores multiply
 (wgmma); sums are float32. Structure after CUTLASS's warp-specialized GEMMs (NVIDIA, 2023).
 
 Bytes moved: the weight, n * k elements; from L2 to a multiprocessor (features + rows) of a tile * k elements, at 64
-bytes a cycle, which bounds 128 rows and more. Qwen3-0.6B's four products a layer at 256 rows: 31 MB, 8 GFLOP, 11 µs.
+bytes a cycle, which bounds 128 rows and more (warps of their own have time to square x for the norm in front).
+Qwen3-0.6B's four products a layer at 256 rows: 31 MB, 8 GFLOP, 11 µs.
 What stands around it counts as much: a program's first tiles of weights, often all, are asked for before ``gdc_wait``
 (see pdl.py), so that behind a kernel of its own kind a product of 32 rows takes 3.7 µs, of which the launch is 1.3.
 """
@@ -15,172 +17,135 @@ What stands around it counts as much: a program's first tiles of weights, often 
 import ctypes
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv, num_sms
+from minivllm.kernels._triton import cdiv, compiling, num_sms
+from minivllm.kernels.cluster_config import (
+    HEADS_TILE,
+    LARGE_WEIGHT,
+    SHARED_BYTES,
+    STEP,
+    ClusterConfig,
+    Tile,
+    cluster_config,
+    received_bytes,
+    tile_rows,
+)
 from minivllm.kernels.pdl import use_pdl
 
 logger = logging.getLogger("minivllm")
 
 MIN_ROWS, MAX_ROWS = 17, 256
-_STEP = 64  # elements of k a stage: 128 bytes
-_MAX_STAGES = 16
-_SHARED_BYTES = 227 * 1024  # what a program may have on Hopper
-_FIXED_BYTES = 2048  # of them: barriers, and tiles start at a multiple of 1,024
-_COMMON_BYTES = 148 * 1024  # what a program takes, alone on a multiprocessor, to leave room for the next kernel's
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A compiled kernel: 64 * ``groups`` features and ``columns`` rows a program, or the other way round."""
-
-    groups: int
-    columns: int
-    rows_first: bool
-    programs: int  # at least so many fit a multiprocessor's registers
-    gated: bool = False  # half of the features are gate's, half up's
-
-    @property
-    def features(self) -> int:
-        return self.columns if self.rows_first else 64 * self.groups
-
-    @property
-    def outputs(self) -> int:
-        return self.features // 2 if self.gated else self.features
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.groups if self.rows_first else self.columns
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.features + self.rows) * 2 * _STEP
-
-    @property
-    def pitch_bytes(self) -> int:
-        """A row of float32 sums in shared memory."""
-        return 4 * (self.features + (8 if self.rows_first else 4))
-
-    @property
-    def source(self) -> str:
-        n = self.columns
-        sums = ", ".join(f"%{i}" for i in range(n // 2))
-        outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
-        return (
-            f"#define GROUPS {self.groups}\n#define COLUMNS {n}\n#define ROWS_FIRST {int(self.rows_first)}\n"
-            f"#define MIN_PROGRAMS {self.programs}\n#define GATED {int(self.gated)}\n"
-            f"__device__ __forceinline__ void multiply(float (&d)[{n // 2}], unsigned long long a,"
-            " unsigned long long b) {\n"
-            f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, %{n // 2},'
-            f' %{n // 2 + 1}, 1, 1, 1, 0, 0;" : {outputs} : "l"(a), "l"(b));\n}}\n'
-            + (Path(__file__).parent / "cluster_linear.cu").read_text()
-        )
-
-
-SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)
-WIDE = Tile(2, 96, True, 1)  # 128 rows, 96 features: even shares where n is large
-PLAIN_TILES = (SMALL, MEDIUM, LARGE, WIDE)
-TILES = PLAIN_TILES + tuple(replace(tile, gated=True) for tile in PLAIN_TILES)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterConfig:
-    tile: Tile
-    stages: int  # of k in shared memory
-    sharing: int = 1  # row tiles that load a feature tile's weights once: divides their number
-    splits: int = 1  # of k; with ``sharing`` at most 8 programs a cluster
-
-
-def use_cluster(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
+def use_cluster(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
+) -> bool:
     """Whether (rows, k) @ (n, k).T is faster here than in the library; the one place that knows."""
-    if not MIN_ROWS <= rows <= MAX_ROWS or dtype != torch.bfloat16 or n % 8 or k % 8:
+    if dtype != torch.bfloat16 or n % (16 if gated else 8) or k % 8 or not nvrtc.available(device):
         return False
-    small = n * k <= 6 << 20 and (rows <= 128 or min(n, k) <= 1024)
-    if not small and (rows > 64 or n * k > 1 << 26):  # there the library's larger tiles are better, or as good
+    if head_dim:
+        faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if n * k > LARGE_WEIGHT else 64)
+    elif n * k > LARGE_WEIGHT:
+        faster = rows <= 64 or (rows <= 128 and (gated or k > n))
+    else:
+        small = n * k <= 6 << 20 and (rows <= 128 or min(n, k) <= 1024)
+        faster = MIN_ROWS <= rows <= (MAX_ROWS if small else 64)  # beyond, the library's larger tiles are as good
+    if not faster:
         return False
-    return usable(device)
+    config = cluster_config(rows, n, k, num_sms(device), gated, head_dim)
+    return config is not None and _loads(config.tile, device)
 
 
 @cache
-def cluster_config(rows: int, n: int, k: int, sms: int = 132) -> ClusterConfig:
-    """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one.
-
-    n: lines of the weight, gate's and up's counted both.
-    """
-    steps = cdiv(k, _STEP)
-    tile = SMALL if rows <= 32 else MEDIUM
-    if rows > 64 and _programs(tile, rows, n) > sms:
-        tile = LARGE
-        if rows > 128 and _programs(tile, rows, n) > sms:
-            tile = WIDE
-    programs, row_tiles = _programs(tile, rows, n), cdiv(rows, tile.rows)
-    clustered = sms * 17 // 20  # more programs in clusters of three or four may find no room at once
-    wanted = max(cdiv(steps, _MAX_STAGES), cdiv(sms // 2 - 2, programs))
-    splits = max(1, min(4, steps, wanted, clustered // programs))
-    if splits == 1 and min(steps, wanted) > 1 and 2 * programs <= sms:
-        splits = 2
-    programs *= splits
-    sharing = 2 if row_tiles % 2 == 0 and programs <= (sms if splits == 1 else clustered) else 1
-    per_split, least = cdiv(steps, splits), cdiv((tile.rows + splits) * tile.pitch_bytes, tile.stage_bytes)
-
-    def room(shared_bytes: int) -> int:
-        return (shared_bytes - _FIXED_BYTES - _received_bytes(tile, rows, splits)) // tile.stage_bytes
-
-    stages = room(_COMMON_BYTES)
-    if programs > sms:  # two or three on a multiprocessor, if that leaves each a few stages
-        stages = max(room(_SHARED_BYTES // 2), 4) if programs <= 2 * sms else max(room(_SHARED_BYTES // 3), 4)
-    elif programs <= sms // 2 and per_split <= room(_SHARED_BYTES):
-        stages = per_split  # all at once: nothing waits for a stage to be free
-    # The sums take the place of the stages.
-    return ClusterConfig(tile, max(min(stages, per_split, _MAX_STAGES), least), sharing, splits)
-
-
-def _programs(tile: Tile, rows: int, n: int) -> int:
-    return cdiv(n, tile.features) * cdiv(rows, tile.rows)
-
-
-def _tile_rows(tile: Tile, rows: int) -> int:
-    """Rows of each tile, if they share evenly; TMA writes them in eights."""
-    return 8 * cdiv(cdiv(rows, cdiv(rows, tile.rows)), 8)
-
-
-def _received_bytes(tile: Tile, rows: int, splits: int) -> int:
-    return (splits - 1) * cdiv(_tile_rows(tile, rows), splits) * tile.pitch_bytes
+def _compiled(tile: Tile) -> Future[bytes]:
+    """Half a second each, the first time on a machine; side by side."""
+    return _pool().submit(nvrtc.compile_cubin, tile.source)
 
 
 @cache
-def usable(device: torch.device) -> bool:
-    """Whether all tiles compile and load here. Where one does not, a warning says why, once."""
-    if not nvrtc.available(device):
-        return False
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(8, "nvrtc")
+
+
+@cache
+def _kernel(tile: Tile, device: torch.device) -> Any:
+    return nvrtc.load(_compiled(tile).result(), "cluster_linear", device, SHARED_BYTES - 1024)
+
+
+def _loads(tile: Tile, device: torch.device) -> bool:
+    """Whether the tile compiles and loads here. If not, a warning says why, once; while kernels are only compiled,
+    nobody waits for the answer."""
+    if compiling():
+        _compiled(tile)
+        return True
+    return _loaded(tile, device)
+
+
+@cache
+def _loaded(tile: Tile, device: torch.device) -> bool:
     try:
-        for tile in TILES:
-            _kernel(tile, device)
+        _kernel(tile, device)
     except MinivllmError as error:
         logger.warning("products of some rows go to the library, more slowly: %s", error)
         return False
     return True
 
 
-@cache
-def _compiled() -> dict[Tile, Future[bytes]]:
-    """All tiles, compiled side by side when the first is needed: half a second each, the first time on a machine."""
-    pool = ThreadPoolExecutor(len(TILES))
-    futures = {tile: pool.submit(nvrtc.compile_cubin, tile.source) for tile in TILES}
-    pool.shutdown(wait=False)
-    return futures
+class Heads(NamedTuple):
+    """What stands between the projection to q, k and v and attention; see ``kernels/rotary.py``."""
+
+    q_weight: torch.Tensor | None  # (head_dim,), of the norm of queries
+    k_weight: torch.Tensor | None
+    eps: float
+    cos_sin: torch.Tensor  # (positions, head_dim) float32
+    positions: torch.Tensor  # (t,) int64
+    k_cache: torch.Tensor  # (blocks, block_size, kv heads, head_dim)
+    v_cache: torch.Tensor  # of the same strides
+    slot_mapping: torch.Tensor  # (t,) int64
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
-@cache
-def _kernel(tile: Tile, device: torch.device) -> Any:
-    return nvrtc.load(_compiled()[tile].result(), "cluster_linear", device, _SHARED_BYTES - 1024)
+_POINTERS = ("angles", "positions", "slots", "keys", "values", "query_norm", "key_norm")
+
+
+class _HeadsArgument(ctypes.Structure):
+    """``Heads`` of the kernel."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("angles", "block", "slot", "head")),
+        *((name, ctypes.c_int) for name in ("queries", "keys_each", "block_size")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+_NO_HEADS = _HeadsArgument()
+
+
+def _heads_argument(heads: Heads) -> _HeadsArgument:
+    assert heads.k_cache.stride() == heads.v_cache.stride() and heads.k_cache.stride(3) == 1
+    assert heads.positions.dtype == heads.slot_mapping.dtype == torch.int64
+    norms = [None if w is None else w.data_ptr() for w in (heads.q_weight, heads.k_weight)]
+    read = (heads.cos_sin, heads.positions, heads.slot_mapping, heads.k_cache, heads.v_cache)
+    return _HeadsArgument(
+        *(tensor.data_ptr() for tensor in read), *norms, heads.cos_sin.stride(0), *heads.k_cache.stride()[:3],
+        heads.num_heads, heads.num_kv_heads, heads.k_cache.shape[1], heads.eps,
+    )  # fmt: skip
+
+
+def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:
+    """Whether ``cluster_gate_up`` with the norm taken in is faster than behind the norm's kernel. Where many programs
+    square the same rows, or rows are many, its tensor cores wait for that."""
+    return rows <= 64 and n * k <= LARGE_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,29 +156,32 @@ class _Plan:
     shape: nvrtc.LaunchShape
     weight_lines: int  # of a TMA load, and rows of x
     x_rows: int
-    numbers: Any  # the kernel's integers, in an array that lives on
+    numbers: Any  # the kernel's, in arrays that live on
     addresses: list[int]  # of each
 
 
 @cache
 def _plan(
-    rows: int, lines: int, n: int, k: int, add: bool, gated: bool, config: ClusterConfig | None, device: torch.device
-) -> _Plan:
-    config = config or cluster_config(rows, lines, k, num_sms(device))
-    tile = replace(config.tile, gated=True) if gated else config.tile
-    tile_rows = _tile_rows(tile, rows)
-    assert cdiv(rows, tile_rows) % config.sharing == 0
+    rows: int, lines: int, n: int, k: int, add: bool, gated: bool, head_dim: int, eps: float | None,
+    config: ClusterConfig | None, device: torch.device,
+) -> _Plan:  # fmt: skip
+    config = config or cluster_config(rows, lines, k, num_sms(device), gated, head_dim)
+    assert config is not None
+    tile = config.tile
+    assert (tile.gated, tile.head_dim) == (gated, head_dim)
+    box_rows = tile_rows(tile, rows)
+    assert cdiv(rows, box_rows) % config.sharing == 0
     shape = nvrtc.LaunchShape(
-        (cdiv(n, tile.outputs), cdiv(rows, tile_rows), config.splits),
+        (cdiv(n, tile.outputs), cdiv(rows, box_rows), config.splits),
         (1, config.sharing, config.splits),
-        128 * tile.groups + 32,
-        config.stages * tile.stage_bytes + _received_bytes(tile, rows, config.splits) + 1024,
+        128 * tile.groups + (0 if eps is None else tile.squaring) + 32,
+        config.stages * tile.stage_bytes + received_bytes(tile, rows, config.splits) + 1024,
         use_pdl(device),
     )
-    values = (rows, n, cdiv(k, _STEP), tile_rows, config.stages, config.sharing, config.splits, int(add))
-    numbers = (ctypes.c_int * len(values))(*values)
-    addresses = [ctypes.addressof(numbers) + 4 * i for i in range(len(values))]
-    return _Plan(_kernel(tile, device), shape, tile.outputs // config.sharing, tile_rows, numbers, addresses)
+    values = (rows, n, cdiv(k, STEP), box_rows, config.stages, config.sharing, config.splits, int(add))
+    numbers = (ctypes.c_int * len(values))(*values), (ctypes.c_float * 2)(1 / k, eps or 0.0)
+    addresses = [ctypes.addressof(array) + 4 * i for array in numbers for i in range(len(array))]
+    return _Plan(_kernel(tile, device), shape, tile.outputs // config.sharing, box_rows, numbers, addresses)
 
 
 def _launch(
@@ -221,20 +189,26 @@ def _launch(
     weight: torch.Tensor,
     out: torch.Tensor,
     *,
+    features: int | None = None,
     add: bool = False,
     gated: bool = False,
+    eps: float | None = None,
+    heads: Heads | None = None,
     config: ClusterConfig | None = None,
 ) -> torch.Tensor:
-    """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous."""
+    """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous; ``features`` is n where out holds fewer of them."""
+    if compiling():
+        return out
     assert weight.is_contiguous() and out.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
     (rows, k), lines = x.shape, weight.shape[0]
-    plan = _plan(rows, lines, out.shape[1], k, add, gated, config, x.device)
-    weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, plan.weight_lines, _STEP)
-    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.x_rows, _STEP)
-    pointer = ctypes.c_void_p(out.data_ptr())
-    addresses = [weights.address, inputs.address, ctypes.addressof(pointer), *plan.addresses]
+    head_dim = 0 if heads is None else heads.head_dim
+    plan = _plan(rows, lines, features or out.shape[1], k, add, gated, head_dim, eps, config, x.device)
+    weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, plan.weight_lines, STEP)
+    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.x_rows, STEP)
+    pointer, behind = ctypes.c_void_p(out.data_ptr()), _NO_HEADS if heads is None else _heads_argument(heads)
+    addresses = [weights.address, inputs.address, ctypes.addressof(pointer), *plan.addresses, ctypes.addressof(behind)]
     nvrtc.launch(plan.kernel, plan.shape, addresses)
     return out
 
@@ -245,10 +219,13 @@ def cluster_linear(x: torch.Tensor, weight: torch.Tensor, config: ClusterConfig 
     return _launch(x, weight, out, config=config)
 
 
-def cluster_gate_up(x: torch.Tensor, weight: torch.Tensor, config: ClusterConfig | None = None) -> torch.Tensor:
-    """SiLU(gate) * up of ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n)."""
+def cluster_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, eps: float | None = None, config: ClusterConfig | None = None
+) -> torch.Tensor:
+    """SiLU(gate) * up of ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``eps``, of
+    the rows of x divided by their rms."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, gated=True, config=config)
+    return _launch(x, weight, out, gated=True, eps=eps, config=config)
 
 
 def cluster_linear_add(
@@ -256,3 +233,16 @@ def cluster_linear_add(
 ) -> torch.Tensor:
     """``residual`` (t, n) += x @ weight.T, in place and rounded once; returns it."""
     return _launch(x, weight, residual, add=True, config=config)
+
+
+def cluster_qkv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    heads: Heads,
+    eps: float | None = None,
+    config: ClusterConfig | None = None,
+) -> torch.Tensor:
+    """``qk_norm_rope_store`` of ``cluster_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t, heads,
+    head_dim). All of a head rotates; its dimension is 64 or 128. With ``eps`` as above."""
+    out = torch.empty((x.shape[0], heads.num_heads, heads.head_dim), dtype=x.dtype, device=x.device)
+    return _launch(x, weight, out, features=weight.shape[0], heads=heads, eps=eps, config=config)

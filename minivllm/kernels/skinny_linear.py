@@ -24,13 +24,21 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
-from minivllm.kernels.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
+from minivllm.kernels.cluster_linear import (
+    cluster_gate_up,
+    cluster_linear,
+    cluster_linear_add,
+    gate_up_takes_norm,
+    use_cluster,
+)
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale, rms_norm
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
-MAX_UNSCALED_ROWS = 1024
+# A row's rms may be left to what reads the product, which reads the row of x as well; some read it several times. With
+# more rows, or larger ones, that costs more than the norm's kernel does.
+MAX_UNSCALED_ROWS, MAX_UNSCALED_SIZE = 1024, 2048
 _LANES = 32
 _FEATURES = tl.constexpr(16)  # of a program of the matrix kernel: the tensor cores' M
 
@@ -333,7 +341,7 @@ def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
     if rows > MAX_ROWS or device.type != "cuda" or not rows or k % 8:
         return False
     if rows <= 2:
-        return rows == 1 or k <= 8192
+        return rows == 1 or (k <= 8192 and n * k <= 1 << 24)
     if rows > 4 and dtype != torch.bfloat16:
         return False
     return n * k <= 1 << 24 and (rows <= 8 or n <= 4096)  # larger ones hide the library's launches
@@ -347,8 +355,8 @@ def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, nu
         slice_ = 64 if gated else 128
         return SkinnyConfig(0, 4, min(cdiv(k, 4 * slice_), 4), slice=slice_)
     steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load a lane each
-    if steps > 16 and not gated:  # two features a warp, a few loads of each at a time
-        return SkinnyConfig(2, 4, next(d for d in range(5, 0, -1) if steps % d == 0))
+    if not gated and (steps > 16 or n * k > 12 << 20):  # two features a warp, a few loads of each at a time
+        return SkinnyConfig(2, 4, 5 if steps % 5 == 0 and 16 < steps < 32 else 4)
     per_warp = 1
     while (
         per_warp < 4
@@ -493,8 +501,8 @@ def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return use_skinny(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device)
 
 
-def _some_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return use_cluster(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device)
+def _some_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
+    return use_cluster(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device, gated=gated)
 
 
 def _many_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -525,7 +533,7 @@ def norm_linear_unscaled(
 ) -> tuple[torch.Tensor, RowScale | None]:
     """``norm_linear`` where norm_weight is folded into weight, and ones; and what its rows are still to be multiplied
     by. Many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
-    if MAX_ROWS < x.shape[0] <= MAX_UNSCALED_ROWS:
+    if MAX_ROWS < x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE:
         return _many_rows(x, weight), RowScale(x, eps)
     return norm_linear(x, norm_weight, eps, weight), None
 
@@ -542,8 +550,10 @@ def norm_gate_up(
     and there is no bias."""
     if _few_rows(x, weight):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
-    if bias is None and weight.shape[0] % 16 == 0 and _some_rows(x, weight):
-        return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)  # no kernel for SiLU, for one more for the norm
+    if bias is None and _some_rows(x, weight, gated=True):
+        if folded and gate_up_takes_norm(x.shape[0], weight.shape[0], weight.shape[1]):
+            return cluster_gate_up(x, weight, eps)
+        return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)
     if folded:
         return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
     return norm_gate_up_reference(x, norm_weight, eps, weight, bias)

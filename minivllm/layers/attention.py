@@ -1,4 +1,4 @@
-"""From one packed q, k, v projection to the attended heads: q/k-norm, rotary, cache write, then the backend."""
+"""From the residual stream to the attended heads: the packed projection, q/k-norm, rotary, cache write, the backend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 
 from minivllm.core.interfaces import AttentionBackend
+from minivllm.kernels.cluster_linear import Heads, cluster_qkv, use_cluster
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import qk_norm_rope, qk_norm_rope_store
+from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
 
@@ -20,8 +22,8 @@ class Attention:
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
     write in one kernel, k and v beside the cache for ``fresh_prompts`` only, in their places in qkv; where it has
-    ``fused_decode_rows``, a step of few decodes takes that kernel in with attention. One that overrides either is
-    handed q, k and v.
+    ``fused_decode_rows``, a step of few decodes takes that kernel in with attention; for some more rows, the
+    projection takes it in. A backend that overrides either is handed q, k and v.
     """
 
     def __init__(
@@ -58,6 +60,48 @@ class Attention:
         return self._path(qkv, positions, backend, scale)
 
     forward = __call__
+
+    def of_stream(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        projection: QKVParallelLinear,
+        positions: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        """``self(projection(norm(x)))``: x (t, hidden), positions (t,); returns (t, heads * head_dim)."""
+        if not self._takes_in(x, projection, backend):
+            qkv, scale = projection.unscaled(x, norm)
+            return self(qkv, positions, backend, scale)
+        batch = backend.batch
+        assert batch is not None
+        heads = Heads(
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            self.rotary.cos_sin,
+            positions,
+            backend.kv_cache[self.index, 0],
+            backend.kv_cache[self.index, 1],
+            batch.slot_mapping,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+        if projection.folded:
+            q = cluster_qkv(x, projection.weight, heads, norm.eps)
+        else:
+            q = cluster_qkv(norm(x), projection.weight, heads)
+        return backend.attend(q, self).view(-1, self.num_heads * self.head_dim)
+
+    def _takes_in(self, x: torch.Tensor, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
+        """Whether the projection's kernel norms, rotates and stores, too."""
+        usual = projection.bias is None and type(projection) is QKVParallelLinear and backend.keeps_cache_write()
+        whole = self.head_dim in (64, 128) and self.rotary.cos_sin.shape[1] == self.head_dim
+        if not usual or not whole or backend.fresh_prompts:
+            return False
+        n, k = projection.weight.shape
+        return use_cluster(x.shape[0], n, k, x.dtype, x.device, head_dim=self.head_dim)
 
     def _path_for(self, backend: AttentionBackend) -> _Path:
         if not backend.keeps_cache_write():

@@ -68,8 +68,7 @@ class SelfAttention(nn.Module):
         self, x: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         """x: (t, hidden), the residual stream; returns it."""
-        qkv, scale = self.qkv_proj.unscaled(x, norm)
-        return self.o_proj.add_to(x, self.attention(qkv, positions, attention, scale))
+        return self.o_proj.add_to(x, self.attention.of_stream(x, norm, self.qkv_proj, positions, attention))
 
 
 class DecoderLayer(nn.Module):

@@ -21,9 +21,10 @@ from minivllm.kernels.skinny_linear import linear, linear_add, norm_linear, norm
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 
-# Every program behind a folded product reads its token's whole row of x, at once. Some tokens have several programs: of
-# larger rows that costs more than the norm's kernel did.
-MAX_FOLDED_SIZE = 2048
+
+# So many tokens are summed over the ranks in halves, one beside the product of the other: a product of half of them is
+# still as fast a token, which one of a quarter is not.
+SUMMED_IN_HALVES = 4096
 
 
 class LinearBase(nn.Module):
@@ -64,9 +65,9 @@ class _StackedLinear(LinearBase):
 
     @property
     def foldable(self) -> bool:
-        """Whether to ``fold`` is sound and pays here. In float16 a product of what no norm has seen may overflow."""
+        """Whether to ``fold`` is sound and may pay. In float16 a product of what no norm has seen may overflow."""
         w = self.weight
-        fits = w.is_cuda and w.dtype in (torch.bfloat16, torch.float32) and w.shape[1] <= MAX_FOLDED_SIZE
+        fits = w.is_cuda and w.dtype in (torch.bfloat16, torch.float32)
         return fits and self.bias is None and type(self).after_norm is _StackedLinear.after_norm
 
     def fold(self, norm: RMSNorm) -> None:
@@ -165,7 +166,23 @@ class RowParallelLinear(LinearBase):
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        many = self.bias is None and x.shape[0] >= SUMMED_IN_HALVES
+        if many and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._add_halves(residual, x)
         return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
+
+    def _add_halves(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Where the residual is, so that nothing is added behind the sum: rank 0 brings it in, the others overwrite it."""
+        sums = []
+        for part, rows in zip(residual.chunk(2), x.chunk(2), strict=True):
+            if self.tp.rank == 0:
+                linear_add(rows, self.weight, None, part)
+            else:
+                torch.mm(rows, self.weight.t(), out=part)
+            sums.append(self.tp.start_all_reduce(part))
+        for half in sums:
+            half.wait()
+        return residual
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,17 @@ class Silent(TensorParallel):
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class Told(Silent):
+    """It keeps what it is asked to sum in the background."""
+
+    begun: list[torch.Tensor] = field(default_factory=list)
+
+    def start_all_reduce(self, x: torch.Tensor) -> Any:
+        self.begun.append(x)
+        return SimpleNamespace(wait=lambda: None)
 
 
 def load(layer: nn.Module, **tensors: dict[object, torch.Tensor]) -> None:
@@ -106,6 +119,25 @@ def test_a_norm_in_front_of_columns(x: torch.Tensor) -> None:
     expected = F.linear(F.rms_norm(x, (12,), norm.weight, 1e-5), layer.weight, layer.bias)
     torch.testing.assert_close(layer.after_norm(x, norm), expected)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 9])
+def test_many_tokens_are_summed_in_halves_and_the_residual_counts_once(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minivllm.layers.linear.SUMMED_IN_HALVES", 2)
+    x, weight, residual = torch.randn(tokens, 12), torch.randn(7, 12), torch.randn(tokens, 7)
+    total = torch.zeros(tokens, 7)
+    for rank in range(3):
+        tp = Told(rank, 3)
+        layer = RowParallelLinear(12, 7, tp)
+        load(layer, weight={None: weight})
+        mine = residual.clone()
+        assert layer.add_to(mine, x[:, 4 * rank : 4 * rank + 4].contiguous()) is mine
+        assert [len(part) for part in tp.begun] == [-(-tokens // 2), tokens // 2]
+        assert torch.equal(torch.cat(tp.begun), mine), "what is summed is not the residual itself"
+        total += mine
+    torch.testing.assert_close(total, residual + x @ weight.T, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 1024, 1025])

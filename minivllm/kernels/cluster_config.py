@@ -1,0 +1,177 @@
+"""How a product of ``cluster_linear`` is cut into programs: which tile, splits of k, stages in shared memory."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from minivllm.kernels._triton import cdiv
+
+STEP = 64  # elements of k a stage: 128 bytes
+SHARED_BYTES = 227 * 1024  # what a program may have on Hopper
+LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
+HEADS_TILE = 128  # features: one head, or two
+_MAX_STAGES = 16
+_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
+_COMMON_BYTES = 148 * 1024  # what a program takes, alone on a multiprocessor, to leave room for the next kernel's
+_HEADS_BYTES = 164 * 1024  # the same where attention is next
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A compiled kernel: 64 * ``groups`` features and ``columns`` rows a program, or the other way round."""
+
+    groups: int
+    columns: int
+    rows_first: bool
+    programs: int  # at least so many fit a multiprocessor's registers
+    gated: bool = False  # half of the features are gate's, half up's
+    head_dim: int = 0  # not 0: the features are heads of queries, keys and values
+
+    @property
+    def features(self) -> int:
+        return self.columns if self.rows_first else 64 * self.groups
+
+    @property
+    def outputs(self) -> int:
+        return self.features // 2 if self.gated else self.features
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups if self.rows_first else self.columns
+
+    @property
+    def squaring(self) -> int:
+        """Threads that square x, if the product takes the norm in."""
+        return self.rows if self.rows_first else 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.features + self.rows) * 2 * STEP
+
+    @property
+    def pitch_bytes(self) -> int:
+        """A row of float32 sums in shared memory."""
+        return 4 * (self.features + (8 if self.rows_first else 4))
+
+    @property
+    def source(self) -> str:
+        n = self.columns
+        sums = ", ".join(f"%{i}" for i in range(n // 2))
+        outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
+        return (
+            f"#define GROUPS {self.groups}\n#define COLUMNS {n}\n#define ROWS_FIRST {int(self.rows_first)}\n"
+            f"#define MIN_PROGRAMS {self.programs}\n#define GATED {int(self.gated)}\n#define HEAD {self.head_dim}\n"
+            f"__device__ __forceinline__ void multiply(float (&d)[{n // 2}], unsigned long long a,"
+            " unsigned long long b) {\n"
+            f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, %{n // 2},'
+            f' %{n // 2 + 1}, 1, 1, 1, 0, 0;" : {outputs} : "l"(a), "l"(b));\n}}\n'
+            + (Path(__file__).parent / "cluster_linear.cu").read_text()
+        )
+
+
+SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)
+WIDE = Tile(2, 96, True, 1)  # 128 rows, 96 features: even shares where n is large
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    tile: Tile
+    stages: int  # of k in shared memory
+    sharing: int = 1  # row tiles that load a feature tile's weights once: divides their number
+    splits: int = 1  # of k; with ``sharing`` at most 8 programs a cluster
+
+
+@cache
+def cluster_config(
+    rows: int, n: int, k: int, sms: int = 132, gated: bool = False, head_dim: int = 0
+) -> ClusterConfig | None:
+    """How to launch a product; None: no tile of ours gives the multiprocessors even shares of it.
+
+    n: lines of the weight, gate's and up's counted both.
+    """
+    if head_dim:
+        return _heads_config(rows, n, k, sms, head_dim)
+    return _even_config(rows, n, k, sms, gated) if n * k > LARGE_WEIGHT else _wave_config(rows, n, k, sms, gated)
+
+
+def _wave_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterConfig:
+    """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one."""
+    steps = cdiv(k, STEP)
+    tile = SMALL if rows <= 32 else MEDIUM
+    if rows > 64 and _programs(tile, rows, n) > sms:
+        tile = LARGE
+        if rows > 128 and _programs(tile, rows, n) > sms:
+            tile = WIDE
+    tile = replace(tile, gated=gated)
+    programs, row_tiles = _programs(tile, rows, n), cdiv(rows, tile.rows)
+    clustered = _clustered(sms)
+    wanted = max(cdiv(steps, _MAX_STAGES), cdiv(sms // 2 - 2, programs))
+    splits = max(1, min(4, steps, wanted, clustered // programs))
+    if splits == 1 and min(steps, wanted) > 1 and 2 * programs <= sms:
+        splits = 2
+    programs *= splits
+    sharing = 2 if row_tiles % 2 == 0 and programs <= (sms if splits == 1 else clustered) else 1
+    shared_bytes = _COMMON_BYTES
+    if programs > sms:  # two or three on a multiprocessor
+        shared_bytes = SHARED_BYTES // (2 if programs <= 2 * sms else 3)
+    elif programs <= sms // 2 and cdiv(steps, splits) <= _stages(tile, rows, steps, splits, SHARED_BYTES):
+        shared_bytes = SHARED_BYTES  # all at once: nothing waits for a stage to be free
+    return ClusterConfig(tile, _stages(tile, rows, steps, splits, shared_bytes), sharing, splits)
+
+
+def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterConfig | None:
+    """As many features a program as give each multiprocessor the same number of programs, all of them at once.
+
+    Memory serves multiprocessors alike, whatever they ask for: one with a program more than the others ends last.
+    """
+    steps, groups, unit = cdiv(k, STEP), 1 if rows <= 64 else 2, 16 if gated else 8
+
+    def tile(programs: int, splits: int) -> Tile:
+        return Tile(groups, unit * cdiv(n, unit * (programs * sms // splits)), True, programs, gated)
+
+    splits, choices = 1, [tile(w, 1) for w in ((2, 3, 1) if groups == 1 else (1,))]
+    if not gated and steps > 1 and tile(1, 2).features <= 176:
+        splits, choices = 2, [tile(1, 2)]
+    choices = [t for t in choices if t.features <= {1: 256, 2: 144, 3: 80}[t.programs] and t.outputs >= 8]
+    if not choices or rows > 64 * groups:
+        return None
+    best = max(choices, key=lambda t: round(20 * cdiv(n, t.features) / (t.programs * sms)))
+    shared_bytes = _COMMON_BYTES if groups == best.programs == 1 else SHARED_BYTES // best.programs
+    return ClusterConfig(best, _stages(best, rows, steps, splits, shared_bytes), 1, splits)
+
+
+def _heads_config(rows: int, n: int, k: int, sms: int, head_dim: int) -> ClusterConfig:
+    """A tile is of whole heads, which its program norms and rotates; splits of k as far as there is room."""
+    steps, tile = cdiv(k, STEP), Tile(1 if rows <= 64 else 2, HEADS_TILE, True, 1, head_dim=head_dim)
+    programs = _programs(tile, rows, n)
+    splits = next(s for s in (4, 2, 1) if s == 1 or (s <= steps and s * programs <= _clustered(sms)))
+    sharing = 2 if cdiv(rows, tile.rows) == 2 and programs * splits <= _clustered(sms) else 1
+    shared_bytes = _HEADS_BYTES if tile.groups == 1 else SHARED_BYTES
+    return ClusterConfig(tile, _stages(tile, rows, steps, splits, shared_bytes), sharing, splits)
+
+
+def _clustered(sms: int) -> int:
+    """Programs in clusters of three or four that surely find room at once."""
+    return sms * 17 // 20
+
+
+def _stages(tile: Tile, rows: int, steps: int, splits: int, shared_bytes: int) -> int:
+    """As many as fit, and as the sums need, which take their place; four if several programs share a multiprocessor."""
+    room = (shared_bytes - _FIXED_BYTES - received_bytes(tile, rows, splits)) // tile.stage_bytes
+    if shared_bytes < _COMMON_BYTES:
+        room = max(room, 4)
+    least = cdiv((tile.rows + splits) * tile.pitch_bytes, tile.stage_bytes)
+    return max(min(room, cdiv(steps, splits), _MAX_STAGES), least)
+
+
+def _programs(tile: Tile, rows: int, n: int) -> int:
+    return cdiv(n, tile.features) * cdiv(rows, tile.rows)
+
+
+def tile_rows(tile: Tile, rows: int) -> int:
+    """Rows of each tile, if they share evenly; TMA writes them in eights."""
+    return 8 * cdiv(cdiv(rows, cdiv(rows, tile.rows)), 8)
+
+
+def received_bytes(tile: Tile, rows: int, splits: int) -> int:
+    return (splits - 1) * cdiv(tile_rows(tile, rows), splits) * tile.pitch_bytes
