@@ -41,7 +41,9 @@ class Tile:
 
     @property
     def squaring(self) -> int:
-        """Threads that square x, if the product takes the norm in."""
+        """Threads that square x, if the product takes the norm in; 0: it cannot."""
+        if self.groups > 2:
+            return 0
         return self.rows if self.rows_first else 128
 
     @property

@@ -18,7 +18,8 @@ struct alignas(64) TensorMap { unsigned char bytes[128]; };
 constexpr int FEATURES = ROWS_FIRST ? COLUMNS : 64 * GROUPS;
 constexpr int ROWS = ROWS_FIRST ? 64 * GROUPS : COLUMNS;
 constexpr int THREADS = 128 * GROUPS;    // that multiply; SQUARING may square x, and 32 load
-constexpr int SQUARING = ROWS_FIRST ? ROWS : 128, SQUARERS = SQUARING / ROWS;  // in all, and of a row
+constexpr int SQUARING = GROUPS > 2 ? 0 : ROWS_FIRST ? ROWS : 128;
+constexpr int SQUARERS = SQUARING ? SQUARING / ROWS : 1;  // of a row
 constexpr int LINE = 128;                // bytes of k a stage, 64 elements: what TMA swizzles
 constexpr int W_BYTES = FEATURES * LINE;
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
@@ -176,7 +177,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     }
     __syncwarp();
     asm volatile("griddepcontrol.wait;" ::: "memory");
-  } else if (warp >= THREADS / 32) {  // squares x
+  } else if (SQUARING && warp >= THREADS / 32) {  // squares x
     const int row = (threadIdx.x - THREADS) / SQUARERS, part = threadIdx.x % SQUARERS;
     const u32 line = W_BYTES + row * LINE;
     float squares[4] = {0.f, 0.f, 0.f, 0.f};

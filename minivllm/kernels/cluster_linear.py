@@ -168,7 +168,7 @@ def _plan(
     config = config or cluster_config(rows, lines, k, num_sms(device), gated, head_dim)
     assert config is not None
     tile = config.tile
-    assert (tile.gated, tile.head_dim) == (gated, head_dim)
+    assert (tile.gated, tile.head_dim) == (gated, head_dim) and (eps is None or tile.squaring)
     box_rows = tile_rows(tile, rows)
     assert cdiv(rows, box_rows) % config.sharing == 0
     shape = nvrtc.LaunchShape(

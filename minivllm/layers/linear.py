@@ -21,7 +21,6 @@ from minivllm.kernels.skinny_linear import linear, linear_add, norm_linear, norm
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 
-
 # So many tokens are summed over the ranks in halves, one beside the product of the other: a product of half of them is
 # still as fast a token, which one of a quarter is not.
 SUMMED_IN_HALVES = 4096
@@ -172,7 +171,8 @@ class RowParallelLinear(LinearBase):
         return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
 
     def _add_halves(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Where the residual is, so that nothing is added behind the sum: rank 0 brings it in, the others overwrite it."""
+        """Summed where the residual stands, so that nothing is added behind: rank 0 brings it in, the others overwrite
+        theirs."""
         sums = []
         for part, rows in zip(residual.chunk(2), x.chunk(2), strict=True):
             if self.tp.rank == 0:

@@ -106,9 +106,10 @@ def test_neighbouring_positions_and_seeds_draw_independently(step: int) -> None:
         assert chi_square(counts, np.full(16, m / 16)) < 37.7  # p > 0.001 with 15 degrees of freedom
 
 
-def test_a_draw_is_a_function_of_logits_seed_and_position() -> None:
+@pytest.mark.parametrize("vocab", [300, 3000])
+def test_a_draw_is_a_function_of_logits_seed_and_position(vocab: int) -> None:
     """Alone, in any company and in any order: the same token. The company has filters, stops and log-probabilities."""
-    vocab, rng = 300, np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     rows = [
         encode(seed=5, temperature=0.8),
         encode(seed=5, temperature=0.8, top_k=20),

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from minivllm.kernels.sampling import gumbel_noise, sample_tokens_reference, sample_tokens_triton
+from minivllm.kernels.sampling import (
+    GROUP,
+    _weigh_groups_kernel,
+    gumbel_noise,
+    sample_tokens,
+    sample_tokens_reference,
+    sample_tokens_triton,
+)
 
 
 def world(device, dtype, rows, vocab, slots=None):
@@ -22,20 +29,32 @@ def world(device, dtype, rows, vocab, slots=None):
 
 
 def agree(tokens, logits, temperature, seeds, slots, positions):
-    """The same tokens, but for ties that the last bit of a logarithm breaks."""
+    """The same tokens, but for ties that the last bit of a logarithm breaks: of groups, or of tokens in their group."""
     expected = sample_tokens_reference(logits, temperature, seeds, slots, positions)
-    heat = temperature[slots][:, None]
-    noise = gumbel_noise(seeds[slots], positions, logits.shape[1])
-    scores = torch.where(heat > 0, logits.float() / heat.clamp_min(1e-9) + noise, logits.float())
     assert tokens.dtype == torch.int64 and tokens.shape == expected.shape
     greedy = temperature[slots] == 0
     assert torch.equal(tokens[greedy], expected[greedy])
-    behind = scores.gather(1, expected[:, None]) - scores.gather(1, tokens[:, None])
-    assert (behind.abs() < 1e-4).all(), "another token than the best was drawn"
     assert (tokens != expected).float().mean() <= 0.01
+    vocab = logits.shape[1]
+    for row in range(len(tokens)):
+        heat, seed, position = temperature[slots[row]], seeds[slots[row]][None], positions[row][None]
+        scores, groups = logits[row].double(), -(-vocab // GROUP)
+        noise = torch.zeros(vocab + groups, device=logits.device, dtype=torch.float64)
+        if heat > 0:
+            scores, noise = scores / heat, gumbel_noise(seed, position, vocab + groups)[0].double()
+        best = torch.stack([(g.logsumexp(0) if heat > 0 else g.max()) for g in scores.split(GROUP)]) + noise[vocab:]
+        scores = scores + noise[:vocab]
+        for token in (int(tokens[row]), int(expected[row])):
+            group = token // GROUP
+            assert best[group] > best.max() - 1e-4, "a group was drawn that is not the best"
+            there = scores[group * GROUP : (group + 1) * GROUP]
+            assert scores[token] > there.max() - 1e-4, "another token than the best of its group was drawn"
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (5, 7), (3, 4096), (4, 4097), (9, 10_000), (33, 100)])
+@pytest.mark.parametrize(
+    ("rows", "vocab"),
+    [(1, 1), (5, 7), (3, 4096), (4, 4097), (9, 10_000), (33, 100), (17, 1024), (20, 5000), (40, 1025)],
+)
 def test_sampling_equals_its_reference(where, rows, vocab):
     device, dtype = where
     args = world(device, dtype, rows, vocab, slots=rows + 5)
@@ -57,34 +76,102 @@ def test_no_rows_are_no_tokens(where):
     assert sample_tokens_triton(args[0][:0], args[1], args[2], none, none).shape == (0,)
 
 
-def test_ties_go_to_the_lowest_token_also_between_blocks(where):
+@pytest.mark.parametrize("rows", [3, 18])
+def test_ties_go_to_the_lowest_token_also_between_groups(where, rows):
     device, dtype = where
-    logits = torch.zeros(3, 9000, device=device, dtype=dtype)
+    logits = torch.zeros(rows, 9000, device=device, dtype=dtype)
     logits[0, [50, 4096, 8999]] = 2
-    logits[1, [4095, 4096]] = 2
-    zero = torch.zeros(3, device=device)
-    index = torch.arange(3, device=device)
+    logits[1, [1023, 1024]] = 2
+    logits[2, [4095, 4096]] = 2
+    zero = torch.zeros(rows, device=device)
+    index = torch.arange(rows, device=device)
     tokens = sample_tokens_triton(logits, zero, index, index, index)
-    assert tokens.tolist() == [50, 4095, 0]
+    assert tokens.tolist() == [50, 1023, 4095, *[0] * (rows - 3)]
     assert torch.equal(tokens, sample_tokens_reference(logits, zero, index, index, index))
 
 
-def test_tokens_that_are_ruled_out_are_never_drawn(where):
+@pytest.mark.parametrize("rows", [8, 18])
+def test_tokens_that_are_ruled_out_are_never_drawn(where, rows):
     device, dtype = where
-    logits, temperature, seeds, slots, _ = world(device, dtype, 8, 5000)
-    logits[:, :4998] = float("-inf")
-    for position in range(20):
-        tokens = sample_tokens_triton(logits, temperature, seeds, slots, torch.full_like(slots, position))
-        assert (tokens >= 4998).all()
+    logits, temperature, seeds, slots, _ = world(device, dtype, rows, 5000)
+    allowed = torch.zeros(5000, dtype=torch.bool, device=device)
+    allowed[[7, 1023, 4998, 4999]] = True  # none in the three groups between
+    logits[:, ~allowed] = float("-inf")
+    for position in range(4):
+        args = (logits, temperature, seeds, slots, torch.full_like(slots, position))
+        tokens = sample_tokens_triton(*args)
+        assert allowed[tokens].all()
+        agree(tokens, *args)
+
+
+@pytest.mark.parametrize("sample", [sample_tokens_triton, sample_tokens_reference])
+@pytest.mark.parametrize("rows", [6, 18])
+def test_infinite_logits_rule_out_everything_or_everything_else(where, rows, sample):
+    device, dtype = where
+    logits, *rest = world(device, dtype, rows, 3000)
+    logits[::2] = float("-inf")
+    logits[1::2, [2100, 2200]] = float("inf")
+    tokens = sample(logits, *rest).view(-1, 2)
+    assert (tokens[:, 0] == 0).all() and (tokens[:, 1] == 2100).all()
 
 
 def test_a_row_draws_the_same_in_any_company(where):
     device, dtype = where
-    logits, temperature, seeds, slots, positions = world(device, dtype, 12, 4500)
+    logits, temperature, seeds, slots, positions = world(device, dtype, 40, 4500)
     together = sample_tokens_triton(logits, temperature, seeds, slots, positions)
-    for some in ([3], [11, 0], [5, 1, 7, 2]):
+    for some in (*([i] for i in range(40)), [11, 0], [5, 1, 7, 2], list(range(39, 15, -1))):
         tokens = sample_tokens_triton(logits[some], temperature, seeds, slots[some], positions[some])
         assert torch.equal(tokens, together[some])
+
+
+def test_a_group_weighs_the_same_to_the_bit_whatever_kernel_weighs_it(where):
+    """Several groups a program or one, its warps, the width of a load, the logits' type and alignment."""
+    device, dtype = where
+    rows, vocab = 6, 4500
+    logits, temperature, _, slots, _ = world(device, dtype, rows, vocab)
+    groups, approx = -(-vocab // GROUP), logits.is_cuda and torch.version.cuda is not None
+    wide = torch.zeros(rows, vocab + 1, device=device)
+    wide[:, 1:] = logits
+    weighed = []
+    for x in (logits, logits.float(), wide[:, 1:]):
+        for each, warps in ((1, 4), (4, 1), (2, 2)):
+            totals = torch.empty(rows, groups, device=device)
+            _weigh_groups_kernel[(rows, -(-groups // each))](
+                x, temperature, slots, totals, x.stride(0), VOCAB=vocab, GROUPS=groups, EACH=each, APPROX=approx,
+                PDL=False, num_warps=warps,
+            )  # fmt: skip
+            assert totals.isfinite().all()
+            weighed.append(totals)
+    assert all(torch.equal(totals, weighed[0]) for totals in weighed)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("vocab", [100, 1024, 1030, 2500])
+def test_draws_follow_the_softmax_in_and_between_groups(where, vocab, temperature):
+    device, dtype = where
+    rows = 12_000
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(vocab, generator=generator) * temperature**0.5 * 1.5).to(device, dtype)
+    logits[3::7] = float("-inf")
+    logits[vocab - 1] = logits.max()  # much in a last group that is not full
+    logits[:3] = logits.max()  # the noise of groups 0, 1, 2 must not be that of these
+    heat, seed = torch.tensor([temperature], device=device), torch.tensor([1234], device=device)
+    slots, positions = torch.zeros(rows, dtype=torch.int64, device=device), torch.arange(rows, device=device)
+    tokens = torch.cat(
+        [sample_tokens(logits.expand(len(p), vocab), heat, seed, slots[p], p) for p in positions.split(2000)]
+    )
+    expected = (torch.softmax(logits.double() / temperature, 0) * rows).cpu()
+    # tokens that are rarely drawn count as one, of each group
+    token = torch.arange(vocab)
+    cell = torch.where(expected >= 8, token, vocab + token // GROUP)
+    drawn = torch.bincount(cell[tokens.cpu()], minlength=vocab + 3).double()
+    expected = torch.zeros(vocab + 3, dtype=torch.float64).scatter_add_(0, cell, expected)
+    assert drawn[expected == 0].sum() == 0
+    common = expected >= 1
+    assert drawn[~common].sum() < 12
+    chi_square = ((drawn - expected) ** 2 / expected)[common].sum()
+    freedom = int(common.sum()) - 1
+    assert freedom >= 3 and chi_square < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_noise_is_gumbel():
