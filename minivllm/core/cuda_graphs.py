@@ -115,7 +115,7 @@ class DecodeGraphs:
             self.seq_lens[:size], self.slot_mapping[:size], self.block_tables[:size], run.block_size, self.after[:size],
         )  # fmt: skip
         hidden = run.model.forward(self.input_ids[:size], self.positions[:size], run.attention)
-        tokens = run.sampler.sample(run.model.compute_logits(hidden), slots, self.after[:size])
+        tokens = run.sample(hidden, slots, self.after[:size])
         finish_decode(
             tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.tokens[:size], self.padding
         )

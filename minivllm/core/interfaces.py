@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.sequence import FinishReason, Sequence
+    from minivllm.kernels.sampling import Shard
     from minivllm.plugins.registry import Registry
 
 
@@ -316,6 +317,11 @@ def _importable(module: str) -> bool:
 # --------------------------------------------------------------------------- models and sampling
 
 
+def overrides_both(cls: type, usual: str, faster: str) -> bool:
+    """Whether the class that defines ``usual`` for ``cls`` defines ``faster`` too: then one stands for the other."""
+    return faster in vars(next(c for c in cls.__mro__ if usual in vars(c)))
+
+
 class Model(ABC):
     """A decoder. Subclass it together with ``torch.nn.Module``; it is built on the meta device."""
 
@@ -329,6 +335,11 @@ class Model(ABC):
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (n, hidden_size); returns (n, vocab_size)."""
+
+    def compute_logits_shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
+        """This rank's columns of ``compute_logits``, (n, columns), and which they are; None, on every rank: there are
+        none to be had. Not called of a class that overrides ``compute_logits`` alone."""
+        return None
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -380,6 +391,18 @@ class Sampler(ABC):
         logits (n, vocab) of any float dtype; slots (n,) int64; positions (n,) int64: where each sampled token will
         stand in its sequence. Returns (n,) int64.
         """
+
+    def samples_shards(self) -> bool:
+        """Whether there is a ``sample_shard``, and whoever overrides ``sample`` overrides both."""
+        return type(self).sample_shard is not Sampler.sample_shard and overrides_both(
+            type(self), "sample", "sample_shard"
+        )
+
+    def sample_shard(
+        self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """``sample`` on all ranks at once, each with its columns of the logits: the same tokens, nothing gathered."""
+        raise NotImplementedError
 
     def needs_refine(self, host_slots: np.ndarray) -> bool:
         """Whether any of these slots wants more than ``sample`` does."""

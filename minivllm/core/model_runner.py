@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
-from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult
+from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult, overrides_both
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, Sampler
     from minivllm.core.prompt_graphs import PromptGraphs
 
+_SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 _IN_FLIGHT = 4  # staging buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
 
@@ -85,6 +86,9 @@ class ModelRunner:
         self.model, self.attention, self.sampler = model, attention, sampler
         self.device, self.block_size, self.num_slots = device, block_size, num_slots
         self.hidden_size = hidden_size
+        self._sharded = sampler.samples_shards() and overrides_both(
+            type(model), "compute_logits", "compute_logits_shard"
+        )
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
@@ -146,8 +150,7 @@ class ModelRunner:
         if not len(sampled):
             return self.land(len(slots), sampled, torch.empty(0, dtype=torch.int64, device=self.device), None)
         sample_slots = sample_slots_.long()
-        logits = self.model.compute_logits(hidden[last_.long()])
-        tokens, logprobs = self._sample(logits, sample_slots, next_position_.long(), slots[sampled])
+        tokens, logprobs = self._sample(hidden[last_.long()], sample_slots, next_position_.long(), slots[sampled])
         self.last_token[sample_slots] = tokens
         return self.land(len(slots), sampled, tokens, logprobs)
 
@@ -173,12 +176,21 @@ class ModelRunner:
         return self.model.forward(input_ids, positions, self.attention)
 
     def _sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
-        tokens = self.sampler.sample(logits, slots, positions)
         if not self.sampler.needs_refine(host_slots):
-            return tokens, None
+            return self.sample(hidden, slots, positions), None
+        logits = self.model.compute_logits(hidden)
+        tokens = self.sampler.sample(logits, slots, positions)
         return self.sampler.refine(logits, slots, positions, tokens, host_slots)
+
+    def sample(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The capturable part of sampling: hidden (n, hidden_size), slots and positions (n,) int64; returns (n,)."""
+        if len(hidden) >= _SHARED_ROWS and self._sharded:
+            part = self.model.compute_logits_shard(hidden)
+            if part is not None:
+                return self.sampler.sample_shard(*part, slots, positions)
+        return self.sampler.sample(self.model.compute_logits(hidden), slots, positions)
 
     @torch.inference_mode()
     def dry_run(self, num_tokens: int, max_len: int) -> None:

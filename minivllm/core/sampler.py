@@ -15,7 +15,7 @@ from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
-from minivllm.kernels.sampling import sample_tokens
+from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
@@ -139,6 +139,11 @@ class DefaultSampler(Sampler):
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return sample_tokens(logits, self.temperature, self.seed, slots, positions)
+
+    def sample_shard(
+        self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return sample_tokens(logits, self.temperature, self.seed, slots, positions, shard)
 
     def needs_refine(self, host_slots: np.ndarray) -> bool:
         return bool(self._refine[host_slots].any())

@@ -2,8 +2,9 @@
 
 The all-gather behind the LM head gives every rank the same bytes of logits, and ``Sampler.sample`` is a function of
 logits, seed and position: every rank gets the same token, and ``last_token`` stays in step with no broadcast in the
-graph. ``refine`` may sum in an order that changes from run to run (a cumulative sum of one long row does, on a GPU),
-and a token at the border of top-p would differ between ranks; so there rank 0's choice counts.
+graph. ``sample_shard`` ends in a sum over the ranks, which is the same on all. ``refine`` may sum in an order that
+changes from run to run (a cumulative sum of one long row does, on a GPU), and a token at the border of top-p would
+differ between ranks; so there rank 0's choice counts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sequence import Sequence
+from minivllm.kernels.sampling import Shard
 
 
 class AgreedSampler(Sampler):
@@ -37,6 +39,14 @@ class AgreedSampler(Sampler):
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.inner.sample(logits, slots, positions)
+
+    def samples_shards(self) -> bool:
+        return self.inner.samples_shards()
+
+    def sample_shard(
+        self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        return self.inner.sample_shard(logits, shard, slots, positions)
 
     def needs_refine(self, host_slots: np.ndarray) -> bool:
         return self.inner.needs_refine(host_slots)

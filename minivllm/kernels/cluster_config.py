@@ -126,7 +126,7 @@ def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterCon
 
     Memory serves multiprocessors alike, whatever they ask for: one with a program more than the others ends last.
     """
-    steps, groups, unit = cdiv(k, STEP), 1 if rows <= 64 else 2, 16 if gated else 8
+    steps, groups, unit = cdiv(k, STEP), min(cdiv(rows, 64), 3), 16 if gated else 8
 
     def tile(programs: int, splits: int) -> Tile:
         return Tile(groups, unit * cdiv(n, unit * (programs * sms // splits)), True, programs, gated)
@@ -134,7 +134,8 @@ def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterCon
     splits, choices = 1, [tile(w, 1) for w in ((2, 3, 1) if groups == 1 else (1,))]
     if not gated and steps > 1 and tile(1, 2).features <= 176:
         splits, choices = 2, [tile(1, 2)]
-    choices = [t for t in choices if t.features <= {1: 256, 2: 144, 3: 80}[t.programs] and t.outputs >= 8]
+    most = {1: 256 if groups < 3 else 144, 2: 144, 3: 80}  # features for which there are registers
+    choices = [t for t in choices if t.features <= most[t.programs] and t.outputs >= 8]
     if not choices or rows > 64 * groups:
         return None
     best = max(choices, key=lambda t: round(20 * cdiv(n, t.features) / (t.programs * sms)))

@@ -12,13 +12,26 @@ logit of a sampled row takes 9 instructions, 12 µs there, one of them an expone
 for the groups and for the tokens of one group.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import pad
 
+from minivllm.core.parallel import TensorParallel
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
 
 GROUP = 1024  # tokens; part of what a seed means
+
+
+class Shard(NamedTuple):
+    """Which of the vocabulary's logits this rank holds. A row's draw is the same as from all of them in one place."""
+
+    first: int  # the token of the first column: a multiple of GROUP
+    vocab: int  # tokens in all; columns behind the last count for nothing
+    tp: TensorParallel
+
+
 _MASK = 0xFFFFFFFF
 _M1, _M2 = 0x7FEB352D, 0x846CA68B  # "lowbias32" (Wellons, hash-prospector)
 _GOLDEN = 0x9E3779B9
@@ -89,10 +102,10 @@ def _noise(index, key, key2, APPROX: tl.constexpr):
     return -_log2(wait, APPROX)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots", "positions"])
 def _draw_kernel(
-    logits, temperature, seeds, slots, positions, totals, out, stride, VOCAB: tl.constexpr, GROUPS: tl.constexpr,
-    PADDED: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, seeds, slots, positions, totals, out, stride, first, VOCAB: tl.constexpr,
+    HERE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,55 +120,72 @@ def _draw_kernel(
     total = tl.load(totals + row * GROUPS + i, mask=i < GROUPS, other=float("-inf"))
     if heat > 0:
         total += _noise(VOCAB + i, key, key2, APPROX)
-    first = tl.argmax(total, 0) * _G
-    token = first + tl.arange(0, _G)
-    score = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    start = tl.argmax(total, 0) * _G
+    token = start + tl.arange(0, _G)
+    here = (token >= first) & (token < first + HERE)
+    score = tl.load(logits + row * stride + token - first, mask=here, other=float("-inf")).to(tl.float32)
     if heat > 0:
         score = score * (_L1 / heat) + _noise(token, key, key2, APPROX)
-    tl.store(out + row, (first + tl.argmax(score, 0)).to(tl.int64))
+    drawn = tl.where((start >= first) & (start < first + HERE), start + tl.argmax(score, 0), 0)  # 0: another rank's
+    tl.store(out + row, drawn.to(tl.int64))
 
 
 def sample_tokens_triton(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    n, vocab = logits.shape
-    groups, pdl = cdiv(vocab, GROUP), use_pdl(logits.device)
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
+    positions: torch.Tensor, shard: Shard | None = None,
+) -> torch.Tensor:  # fmt: skip
+    n, columns = logits.shape
+    first, vocab = (0, columns) if shard is None else shard[:2]
+    here, groups, pdl = max(min(columns, vocab - first), 0), cdiv(columns, GROUP), use_pdl(logits.device)
     each, warps = (1, 4) if n < 16 else (4, 1)  # few rows: more threads, each sooner done; many: nothing between warps
     approx = logits.is_cuda and torch.version.cuda is not None  # whether there is PTX
     totals = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
-    if n:
-        _weigh_groups_kernel[(n, cdiv(groups, each))](
-            logits, temperature, slots, totals, logits.stride(0), VOCAB=vocab, GROUPS=groups, EACH=each, APPROX=approx,
-            PDL=pdl, num_warps=warps, launch_pdl=pdl,
-        )  # fmt: skip
-        _draw_kernel[(n,)](
-            logits, temperature, seeds, slots, positions, totals, out, logits.stride(0), VOCAB=vocab, GROUPS=groups,
-            PADDED=next_power_of_2(groups), APPROX=approx, PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
-    return out
+    if not n:
+        return out
+    _weigh_groups_kernel[(n, cdiv(groups, each))](
+        logits, temperature, slots, totals, logits.stride(0), VOCAB=here, GROUPS=groups, EACH=each, APPROX=approx,
+        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+    )  # fmt: skip
+    if shard is not None:
+        totals = shard.tp.all_gather(totals)
+    groups = totals.shape[1]
+    _draw_kernel[(n,)](
+        logits, temperature, seeds, slots, positions, totals, out, logits.stride(0), first, VOCAB=vocab, HERE=here,
+        GROUPS=groups, PADDED=next_power_of_2(groups), APPROX=approx, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out if shard is None else shard.tp.all_reduce(out)
 
 
 def sample_tokens_reference(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    n, vocab = logits.shape
-    groups, heat = cdiv(vocab, GROUP), temperature[slots][:, None]
-    scores = pad(logits.float(), (0, groups * GROUP - vocab), value=float("-inf")).view(n, groups, GROUP)
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
+    positions: torch.Tensor, shard: Shard | None = None,
+) -> torch.Tensor:  # fmt: skip
+    n, columns = logits.shape
+    first, vocab = (0, columns) if shard is None else shard[:2]
+    here, groups, heat = max(min(columns, vocab - first), 0), cdiv(columns, GROUP), temperature[slots][:, None]
+    scores = pad(logits[:, :here].float(), (0, groups * GROUP - here), value=float("-inf")).view(n, groups, GROUP)
     totals, seeds, drawn = scores.amax(dim=2), seeds[slots], heat > 0
     some, heat = bool(drawn.any()), torch.where(drawn, heat, 1.0)
     if some:
         base = torch.where(totals.isinf(), 0.0, totals)[:, :, None]
         weights = torch.exp2((scores - base) * (_LOG2E / heat[:, :, None]) + _BITS).round()
         whole = weights.sum(dim=2, dtype=torch.float64).clamp(min=2.0**_BITS).float()
-        noise = _gumbel(seeds, positions, vocab + torch.arange(groups, device=logits.device))
-        totals = torch.where(drawn, totals / heat + (whole / 2**_BITS).log() + noise, totals)
+        totals = torch.where(drawn, totals / heat + (whole / 2**_BITS).log(), totals)
+    if shard is not None:
+        totals = shard.tp.all_gather(totals)
+    if some:
+        noise = _gumbel(seeds, positions, vocab + torch.arange(totals.shape[1], device=logits.device))
+        totals = torch.where(drawn, totals + noise, totals)
     group = totals.argmax(dim=1)
-    scores = scores[torch.arange(n, device=logits.device), group]
+    local = group - first // GROUP
+    mine = (local >= 0) & (local * GROUP < here)
+    scores = scores[torch.arange(n, device=logits.device), torch.where(mine, local, 0)]
     if some:
         token = group[:, None] * GROUP + torch.arange(GROUP, device=logits.device)
         scores = torch.where(drawn, scores / heat + _gumbel(seeds, positions, token), scores)
-    return group * GROUP + scores.argmax(dim=1)
+    tokens = group * GROUP + scores.argmax(dim=1)
+    return tokens if shard is None else shard.tp.all_reduce(torch.where(mine, tokens, 0))
 
 
 def noise_bits(seeds: torch.Tensor, positions: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -193,12 +223,14 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def sample_tokens(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
+    positions: torch.Tensor, shard: Shard | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Draw one token a row.
 
     logits (n, vocab) any float; temperature (slots,) float32, 0 is greedy; seeds (slots,) int64; slots (n,) int64: each
-    row's index into both; positions (n,) int64. Returns (n,) int64. Ties go to the lowest token id.
+    row's index into both; positions (n,) int64. Returns (n,) int64. Ties go to the lowest token id. With a ``shard``,
+    logits are this rank's columns of them, as many on every rank, and all ranks draw together.
     """
     run = sample_tokens_triton if logits.is_cuda else sample_tokens_reference
-    return run(logits, temperature, seeds, slots, positions)
+    return run(logits, temperature, seeds, slots, positions, shard)

@@ -14,6 +14,7 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.sampling import Shard
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -150,6 +151,9 @@ class CausalLM(nn.Module, Model):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.lm_head(hidden)
+
+    def compute_logits_shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
+        return self.lm_head.shard(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         from minivllm.models.loader import load_weights

@@ -7,18 +7,24 @@ from torch import nn
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.embedding import embedding
+from minivllm.kernels.sampling import GROUP, Shard
 from minivllm.kernels.skinny_linear import linear
 from minivllm.layers.parameter import Piece, sharded_parameter
 
 
 class _VocabParallel(nn.Module):
-    """``weight`` holds rows [first, first + rows) of the vocabulary, padded with zero rows to a multiple of tp."""
+    """``weight`` holds rows [first, first + rows) of the vocabulary, padded with zero rows: to whole groups of tokens,
+    which a rank can weigh alone when it samples, or, of a small vocabulary, to a multiple of tp."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
         self.rows = -(-vocab_size // tp.size)
+        groups = -(-self.rows // GROUP)
+        self.whole_groups = tp.size > 1 and groups * GROUP * (tp.size - 1) < vocab_size  # something for the last rank
+        if self.whole_groups:
+            self.rows = groups * GROUP
         self.first = min(tp.rank * self.rows, vocab_size)
         held = min(self.rows, vocab_size - self.first)
         piece = Piece((vocab_size, hidden_size), 0, self.first, held)
@@ -51,6 +57,12 @@ class ParallelLMHead(_VocabParallel):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = linear(hidden, self.weight)  # (n, rows)
         return self.tp.all_gather(logits)[:, : self.vocab_size] if self.tp.size > 1 else logits
+
+    def shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
+        """This rank's columns of the logits, (n, rows), if they are whole groups."""
+        if not self.whole_groups:
+            return None
+        return linear(hidden, self.weight), Shard(self.first, self.vocab_size, self.tp)
 
     def tie(self, tokens: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""

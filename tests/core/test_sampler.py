@@ -14,6 +14,7 @@ from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
+from minivllm.kernels.sampling import Shard
 
 PROMPT_LEN = 5
 
@@ -354,3 +355,21 @@ def test_a_repetition_penalty_at_the_ends_of_float32(penalty: float) -> None:
     tokens, _ = world.draw(torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, 0.0, 0.0, -3.0]]), [0], PROMPT_LEN)
     assert (tokens == [1]) == (penalty < 1) or penalty == 1 + 1e-12
     assert 0 <= tokens[0] < 8
+
+
+def test_whoever_overrides_sample_alone_samples_whole_rows() -> None:
+    """With several ranks: ``sample_shard`` stands for the ``sample`` that it was written beside, and for no other."""
+
+    class Own(DefaultSampler):
+        def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return logits.argmin(dim=1)
+
+    class Both(Own):
+        def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return logits.argmax(dim=1)
+
+        def sample_shard(self, logits: torch.Tensor, shard: Shard, *rest: torch.Tensor) -> torch.Tensor:
+            return shard.tp.all_gather(logits).argmax(dim=1)
+
+    made = [kind(2, 8, torch.device("cpu")) for kind in (DefaultSampler, Own, Both)]
+    assert [sampler.samples_shards() for sampler in made] == [True, False, True]

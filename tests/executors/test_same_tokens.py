@@ -91,6 +91,22 @@ def test_two_engines_at_once_and_sampling_that_needs_agreement(
     assert said[0] == said[1] == said[2] == said[3]
 
 
+def test_ranks_that_sample_together_draw_what_one_draws(tiny_checkpoint: Checkpoints, forked_ranks: Zygote) -> None:
+    """A vocabulary of several groups of tokens, more rows than logits are gathered of, every kind of sampling."""
+    folder = str(tiny_checkpoint("qwen3", vocab_size=2500))
+    prompts = [[i + 1, 2 * i + 1] for i in range(24)]
+    params = [
+        SamplingParams(temperature=0.0 if i % 3 == 0 else 0.9, seed=i, max_tokens=6, ignore_eos=True) for i in range(23)
+    ]
+    params.append(SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=3, ignore_eos=True))
+    said = []
+    for tp in (1, 2):
+        with LLM(folder, device="cpu", tp=tp, max_num_seqs=32) as llm:
+            said.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+    assert said[0] == said[1]
+    assert len({token for tokens in said[0] for token in tokens if token >= 2048}) > 3, "the second rank never won"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would take two GPUs")
 def test_the_page_says_what_works(forked_ranks: Zygote, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()

@@ -1,10 +1,16 @@
 """Sampling: the launcher draws what the reference draws, for any shape, seed and company."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
+from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.sampling import (
     GROUP,
+    Shard,
     _weigh_groups_kernel,
     gumbel_noise,
     sample_tokens,
@@ -49,6 +55,61 @@ def agree(tokens, logits, temperature, seeds, slots, positions):
             assert best[group] > best.max() - 1e-4, "a group was drawn that is not the best"
             there = scores[group * GROUP : (group + 1) * GROUP]
             assert scores[token] > there.max() - 1e-4, "another token than the best of its group was drawn"
+
+
+@dataclass
+class Meeting:
+    """Where ranks that are threads bring what they have."""
+
+    size: int
+    brought: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.barrier = threading.Barrier(self.size, timeout=60)
+
+    def all_of(self, rank, x):
+        self.brought[rank] = x
+        self.barrier.wait()
+        found = [self.brought[r] for r in range(self.size)]
+        self.barrier.wait()
+        return found
+
+
+@dataclass(frozen=True)
+class Thread(TensorParallel):
+    meeting: Meeting | None = None
+
+    def all_gather(self, x):
+        return torch.cat(self.meeting.all_of(self.rank, x), 1)
+
+    def all_reduce(self, x):
+        return sum(self.meeting.all_of(self.rank, x))
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab", "columns"), [(2, 3000, 2048), (3, 5000, 2048), (2, 2048, 1024), (4, 3100, 1024)]
+)
+def test_ranks_that_hold_a_part_each_draw_what_one_draws_that_holds_all(where, size, vocab, columns):
+    device, dtype = where
+    logits, *args = world(device, dtype, 24, vocab)
+    args[0][args[2][3]] = 0.0
+    logits[1] = float("-inf")
+    logits[1, vocab - 1] = 0.0  # the last rank's last
+    logits[2, :columns] = float("-inf")  # nothing on the first
+    logits[3] = 1.0  # greedy: a tie across all ranks goes to the lowest
+    padded = torch.full((24, columns * size), 50.0, device=device, dtype=dtype)  # what stands behind the vocabulary
+    padded[:, :vocab] = logits
+    meeting = Meeting(size)
+
+    def rank(r):
+        mine = padded[:, r * columns : (r + 1) * columns].contiguous()
+        return sample_tokens(mine, *args, shard=Shard(r * columns, vocab, Thread(r, size, meeting=meeting)))
+
+    with ThreadPoolExecutor(size) as pool:
+        drawn = list(pool.map(rank, range(size)))
+    expected = sample_tokens(logits, *args)
+    assert all(torch.equal(tokens, expected) for tokens in drawn)
+    assert expected[1] == vocab - 1 and expected[2] >= columns and expected[3] == 0
 
 
 @pytest.mark.parametrize(
