@@ -19,7 +19,7 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -38,6 +38,7 @@ from minivllm.kernels.cluster_config import (
     tile_rows,
 )
 from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.rotary import Heads
 
 logger = logging.getLogger("minivllm")
 
@@ -96,22 +97,6 @@ def _loaded(tile: Tile, device: torch.device) -> bool:
         logger.warning("products of some rows go to the library, more slowly: %s", error)
         return False
     return True
-
-
-class Heads(NamedTuple):
-    """What stands between the projection to q, k and v and attention; see ``kernels/rotary.py``."""
-
-    q_weight: torch.Tensor | None  # (head_dim,), of the norm of queries
-    k_weight: torch.Tensor | None
-    eps: float
-    cos_sin: torch.Tensor  # (positions, head_dim) float32
-    positions: torch.Tensor  # (t,) int64
-    k_cache: torch.Tensor  # (blocks, block_size, kv heads, head_dim)
-    v_cache: torch.Tensor  # of the same strides
-    slot_mapping: torch.Tensor  # (t,) int64
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 _POINTERS = ("angles", "positions", "slots", "keys", "values", "query_norm", "key_norm")

@@ -6,12 +6,30 @@ Bytes moved: 2 * t * (heads + 2 * kv heads) * head_dim elements. 8192 tokens of 
 it reads the token's whole row of x, too, and multiplies q, k and v before anything else.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.cache_write import write_cache_reference
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale, inverse_rms, rms_norm_reference
+
+
+class Heads(NamedTuple):
+    """What ``qk_norm_rope_store`` takes but for the projection."""
+
+    q_weight: torch.Tensor | None  # (head_dim,), of the norm of queries
+    k_weight: torch.Tensor | None
+    eps: float
+    cos_sin: torch.Tensor  # (positions, head_dim) float32
+    positions: torch.Tensor  # (t,) int64
+    k_cache: torch.Tensor  # (blocks, block_size, kv heads, head_dim)
+    v_cache: torch.Tensor  # of the same strides
+    slot_mapping: torch.Tensor  # (t,) int64
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @triton.jit

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from minivllm.core.interfaces import AttentionBackend
-from minivllm.kernels.cluster_linear import Heads, cluster_qkv, use_cluster
+from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
 from minivllm.kernels.rms_norm import RowScale
-from minivllm.kernels.rotary import qk_norm_rope, qk_norm_rope_store
+from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
@@ -73,21 +73,7 @@ class Attention:
         if not self._takes_in(x, projection, backend):
             qkv, scale = projection.unscaled(x, norm)
             return self(qkv, positions, backend, scale)
-        batch = backend.batch
-        assert batch is not None
-        heads = Heads(
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            self.rotary.cos_sin,
-            positions,
-            backend.kv_cache[self.index, 0],
-            backend.kv_cache[self.index, 1],
-            batch.slot_mapping,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-        )
+        heads = self._heads(positions, backend)
         if projection.folded:
             q = cluster_qkv(x, projection.weight, heads, norm.eps)
         else:
@@ -102,6 +88,22 @@ class Attention:
             return False
         n, k = projection.weight.shape
         return use_cluster(x.shape[0], n, k, x.dtype, x.device, head_dim=self.head_dim)
+
+    def _heads(self, positions: torch.Tensor, backend: AttentionBackend) -> Heads:
+        assert backend.batch is not None
+        return Heads(
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.eps,
+            self.rotary.cos_sin,
+            positions,
+            backend.kv_cache[self.index, 0],
+            backend.kv_cache[self.index, 1],
+            backend.batch.slot_mapping,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+        )
 
     def _path_for(self, backend: AttentionBackend) -> _Path:
         if not backend.keeps_cache_write():
@@ -130,24 +132,8 @@ class Attention:
     def _fused(
         self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None
     ) -> torch.Tensor:
-        batch, fresh = backend.batch, backend.fresh_prompts
-        assert batch is not None
-        q = qk_norm_rope_store(
-            qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            self.rotary.cos_sin,
-            positions,
-            backend.kv_cache[self.index, 0],
-            backend.kv_cache[self.index, 1],
-            batch.slot_mapping,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            scale,
-            fresh,
-        )
+        fresh = backend.fresh_prompts
+        q = qk_norm_rope_store(qkv, *self._heads(positions, backend), scale, fresh)
         if fresh:
             heads = qkv.view(q.shape[0], -1, self.head_dim)
             _, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)

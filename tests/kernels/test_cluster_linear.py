@@ -22,9 +22,9 @@ from minivllm.kernels.cluster_config import (
     received_bytes,
     tile_rows,
 )
-from minivllm.kernels.cluster_linear import Heads, cluster_qkv
+from minivllm.kernels.cluster_linear import cluster_qkv
 from minivllm.kernels.rms_norm import rms_norm
-from minivllm.kernels.rotary import qk_norm_rope_store_reference
+from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
 
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3584, 5120), (272, 72), (8, 8)]
