@@ -138,46 +138,56 @@ def test_what_does_not_compile_says_where(compiled):
     assert not list(compiled.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("rows", "gated", "add", "eps"), [(24, False, True, None), (100, True, False, 0.5), (256, False, False, None)]
-)
-def test_the_driver_is_told_the_launch(monkeypatch, rows, gated, add, eps):
-    """The driver's own structures, filled, without a GPU; the kernel's arguments read back from their addresses."""
+@pytest.fixture
+def told(monkeypatch):
+    """The driver's own structures, filled, without a GPU: (config, kernel, the arguments' addresses) of each launch."""
     driver = pytest.importorskip("cuda.bindings.driver")
-    seen, maps = [], []
+    launches = SimpleNamespace(seen=[], maps=[], driver=driver)
     stream = SimpleNamespace(cuda_stream=77)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(cluster, "use_pdl", lambda device: True)
     monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
     monkeypatch.setattr(cluster, "_kernel", lambda tile, device: f"kernel {tile.features} {tile.gated}")
-    monkeypatch.setattr(cluster.nvrtc, "tensor_map", lambda *args: maps.append(args) or SimpleNamespace(address=5))
+    monkeypatch.setattr(
+        cluster.nvrtc, "tensor_map", lambda *args: launches.maps.append(args) or SimpleNamespace(address=5)
+    )
 
     def launched(config, function, addresses, extra):
         pointers = ctypes.cast(addresses, ctypes.POINTER(ctypes.c_void_p))
-        ints = [ctypes.c_int.from_address(pointers[i]).value for i in range(3, 11)]
-        ints += [ctypes.c_float.from_address(pointers[i]).value for i in (11, 12)]
-        seen.append(
-            (config, function, [pointers[0], pointers[1]], ctypes.c_void_p.from_address(pointers[2]).value, ints)
-        )
+        values = [ctypes.c_int.from_address(pointers[i]).value for i in range(3, 11)]
+        values += [ctypes.c_float.from_address(pointers[i]).value for i in (11, 12)]
+        heads = cluster._HeadsArgument.from_buffer_copy(cluster._HeadsArgument.from_address(pointers[13]))
+        out = ctypes.c_void_p.from_address(pointers[2]).value
+        launches.seen.append((config, function, [pointers[0], pointers[1]], out, values, heads))
         return (0,)
 
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
     cluster._plan.cache_clear()
-    n, k = 1024, 2048
+    yield launches
+    cluster._plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rows", "gated", "add", "eps"), [(24, False, True, None), (100, True, False, 0.5), (256, False, False, None)]
+)
+def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
+    """The kernel's arguments, read back from their addresses."""
+    driver, n, k = told.driver, 1024, 2048
     lines = 2 * n if gated else n
     x, weight = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(lines, k, dtype=torch.bfloat16)
     out = torch.zeros(rows, n, dtype=torch.bfloat16)
     for _ in range(2):  # made, then kept
         cluster._launch(x, weight, out, add=add, gated=gated, eps=eps)
-    cluster._plan.cache_clear()
     chosen = cluster_config(rows, lines, k, 132, gated)
     assert chosen.splits > 1 or chosen.sharing > 1, "no cluster: a case that tells too little"
     tile, in_tile = chosen.tile, tile_rows(chosen.tile, rows)
-    for config, function, tensors, to, ints in seen:
+    assert len(told.seen) == 2
+    for config, function, tensors, to, values, heads in told.seen:
         assert function == f"kernel {tile.features} {gated}"
         assert tensors == [5, 5] and to == out.data_ptr()
         sizes = [rows, n, k // 64, in_tile, chosen.stages, chosen.sharing, chosen.splits, int(add)]
-        assert ints == [*sizes, 1 / k, eps or 0]
+        assert values == [*sizes, 1 / k, eps or 0]
+        assert not any(bytes(heads))
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         assert grid == (cdiv(lines, tile.features), cdiv(rows, in_tile), chosen.splits)
         assert config.blockDimX == 128 * tile.groups + 32 + (128 if eps else 0) and int(config.hStream) == 77
@@ -188,7 +198,31 @@ def test_the_driver_is_told_the_launch(monkeypatch, rows, gated, add, eps):
             size = sizes[driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
             assert (size.x, size.y, size.z) == (1, chosen.sharing, chosen.splits)
     boxes = tile.features // (2 if gated else 1) // chosen.sharing
-    assert maps[:2] == [(weight.data_ptr(), lines, k, k, boxes, 64), (x.data_ptr(), rows, k, k, in_tile, 64)]
+    assert told.maps[:2] == [(weight.data_ptr(), lines, k, k, boxes, 64), (x.data_ptr(), rows, k, k, in_tile, 64)]
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_kernel_is_told_where_heads_go(told, normed):
+    rows, hidden, heads, kv_heads, dim = 40, 1024, 6, 2, 64
+    cache = torch.zeros(3, 2, 9, 16, kv_heads, dim, dtype=torch.bfloat16)  # as an engine's, of three layers
+    x = torch.zeros(rows, hidden, dtype=torch.bfloat16)
+    weight = torch.zeros((heads + 2 * kv_heads) * dim, hidden, dtype=torch.bfloat16)
+    norms = torch.ones(2, dim, dtype=torch.bfloat16)
+    q_weight, k_weight = norms if normed else (None, None)
+    angles, positions, slots = torch.zeros(50, dim), torch.arange(rows), torch.arange(rows)
+    q = cluster_qkv(
+        x, weight, Heads(q_weight, k_weight, 0.25, angles, positions, *cache[1], slots, heads, kv_heads, dim), 0.5
+    )
+    assert q.shape == (rows, heads, dim)
+    ((config, _, _, to, values, sent),) = told.seen
+    assert to == q.data_ptr() and values[:2] == [rows, len(weight)] and values[-2:] == [1 / hidden, 0.5]
+    assert config.blockDimX == 128 + 64 + 32, "threads that square x are missing"
+    read = (angles, positions, slots, *cache[1])
+    assert [sent.angles, sent.positions, sent.slots, sent.keys, sent.values] == [t.data_ptr() for t in read]
+    assert [sent.query_norm, sent.key_norm] == ([w.data_ptr() for w in norms] if normed else [None, None])
+    strides = [sent.angles_stride, sent.block_stride, sent.slot_stride, sent.head_stride]
+    assert strides == [dim, *cache[1, 0].stride()[:3]]
+    assert [sent.queries, sent.keys_each, sent.block_size, sent.eps] == [heads, kv_heads, 16, 0.25]
 
 
 @pytest.fixture
