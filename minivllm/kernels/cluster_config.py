@@ -10,6 +10,7 @@ STEP = 64  # elements of k a stage: 128 bytes
 SHARED_BYTES = 227 * 1024  # what a program may have on Hopper
 LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
 HEADS_TILE = 128  # features: one head, or two
+MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
 _MAX_STAGES = 16
 _FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 _COMMON_BYTES = 148 * 1024  # what a program takes, alone on a multiprocessor, to leave room for the next kernel's
@@ -134,8 +135,7 @@ def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterCon
     splits, choices = 1, [tile(w, 1) for w in ((2, 3, 1) if groups == 1 else (1,))]
     if not gated and steps > 1 and tile(1, 2).features <= 176:
         splits, choices = 2, [tile(1, 2)]
-    most = {1: 256 if groups < 3 else 144, 2: 144, 3: 80}  # features for which there are registers
-    choices = [t for t in choices if t.features <= most[t.programs] and t.outputs >= 8]
+    choices = [t for t in choices if t.features <= MOST_FEATURES[groups, t.programs] and t.outputs >= 8]
     if not choices or rows > 64 * groups:
         return None
     best = max(choices, key=lambda t: round(20 * cdiv(n, t.features) / (t.programs * sms)))

@@ -14,6 +14,7 @@ from minivllm.kernels import cluster_linear as cluster
 from minivllm.kernels.cluster_config import (
     LARGE,
     MEDIUM,
+    MOST_FEATURES,
     SMALL,
     WIDE,
     ClusterConfig,
@@ -117,7 +118,8 @@ def compiled(tmp_path, monkeypatch):
 
 
 def test_every_tile_compiles_and_is_kept(compiled):
-    tiles = [*TILES, replace(SMALL, gated=True), replace(WIDE, gated=True), Tile(2, 128, True, 1, head_dim=128)]
+    widest = [Tile(groups, most, True, programs, True) for (groups, programs), most in MOST_FEATURES.items()]
+    tiles = [*TILES, *widest, replace(SMALL, gated=True), replace(WIDE, gated=True), Tile(2, 128, True, 1, head_dim=64)]
     for i, tile in enumerate(tiles, 1):
         cubin = cluster.nvrtc.compile_cubin(tile.source)
         assert b"cluster_linear" in cubin
