@@ -163,8 +163,9 @@ def sample_tokens_reference(
 ) -> torch.Tensor:  # fmt: skip
     n, columns = logits.shape
     first, vocab = (0, columns) if shard is None else shard[:2]
-    here, groups, heat = max(min(columns, vocab - first), 0), cdiv(columns, GROUP), temperature[slots][:, None]
-    scores = pad(logits[:, :here].float(), (0, groups * GROUP - here), value=float("-inf")).view(n, groups, GROUP)
+    here, heat = max(min(columns, vocab - first), 0), temperature[slots][:, None]
+    groups, width = cdiv(columns, GROUP), min(columns, GROUP)
+    scores = pad(logits[:, :here].float(), (0, groups * width - here), value=float("-inf")).view(n, groups, width)
     totals, seeds, drawn = scores.amax(dim=2), seeds[slots], heat > 0
     some, heat = bool(drawn.any()), torch.where(drawn, heat, 1.0)
     if some:
@@ -182,7 +183,7 @@ def sample_tokens_reference(
     mine = (local >= 0) & (local * GROUP < here)
     scores = scores[torch.arange(n, device=logits.device), torch.where(mine, local, 0)]
     if some:
-        token = group[:, None] * GROUP + torch.arange(GROUP, device=logits.device)
+        token = group[:, None] * GROUP + torch.arange(width, device=logits.device)
         scores = torch.where(drawn, scores / heat + _gumbel(seeds, positions, token), scores)
     tokens = group * GROUP + scores.argmax(dim=1)
     return tokens if shard is None else shard.tp.all_reduce(torch.where(mine, tokens, 0))
