@@ -82,9 +82,9 @@ class Attention:
 
     def _takes_in(self, x: torch.Tensor, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel norms, rotates and stores, too."""
-        usual = projection.bias is None and type(projection) is QKVParallelLinear and backend.keeps_cache_write()
+        usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
         whole = self.head_dim in (64, 128) and self.rotary.cos_sin.shape[1] == self.head_dim
-        if not usual or not whole or backend.fresh_prompts:
+        if not usual or not whole or not backend.keeps_cache_write() or backend.fresh_prompts:
             return False
         n, k = projection.weight.shape
         return use_cluster(x.shape[0], n, k, x.dtype, x.device, head_dim=self.head_dim)

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from minivllm.core.interfaces import AttentionBackend, Model
+from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.sampling import Shard
@@ -153,6 +153,8 @@ class CausalLM(nn.Module, Model):
         return self.lm_head(hidden)
 
     def compute_logits_shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
+        if not overrides_both(type(self.lm_head), "forward", "shard"):  # a subclass's own head
+            return None
         return self.lm_head.shard(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
+from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
     ColumnParallelLinear,
@@ -25,6 +28,8 @@ from minivllm.layers.linear import (
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import pieces_of
 from minivllm.layers.rotary import RotaryTable
+from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.loader import read_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,67 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros(vocab: int, size
         )
     torch.testing.assert_close(embedded, weight)
     torch.testing.assert_close(torch.cat(logits, 1)[:, :vocab], hidden @ weight.T)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "size", "rows"), [(3000, 2, 2048), (2049, 2, 2048), (5000, 3, 2048), (2048, 2, 1024), (2000, 3, 667)]
+)
+def test_a_large_vocabulary_is_cut_between_groups_of_tokens(vocab: int, size: int, rows: int) -> None:
+    """With something for each rank; else evenly, and no rank samples its part alone."""
+    hidden, weight, logits = torch.randn(2, 6), torch.randn(vocab, 6), []
+    for rank in range(size):
+        head = ParallelLMHead(vocab, 6, Silent(rank, size))
+        load(head, weight={None: weight})
+        assert head.rows == rows and head.first == rank * rows < vocab
+        part = head.shard(hidden)
+        assert (part is None) == bool(rows % 1024)
+        if part is not None:
+            assert part[1][:2] == (head.first, vocab)
+            logits.append(part[0])
+    if logits:
+        torch.testing.assert_close(torch.cat(logits, 1)[:, :vocab], hidden @ weight.T)
+
+
+class Capped(ParallelLMHead):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).tanh()
+
+
+def test_a_head_of_ones_own_is_not_passed_over(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Ranks sample from parts of the logits only where the usual head makes them."""
+    config = read_model_config(tiny_checkpoint("llama", vocab_size=3000))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, Silent(1, 2))
+        assert model.compute_logits_shard(torch.empty(2, 64)) is not None
+        for head in (Capped(3000, 64, Silent(1, 2)), nn.Linear(64, 3000)):
+            model.lm_head = head
+            assert model.compute_logits_shard(torch.empty(2, 64)) is None
+
+
+class Own(Attention):
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return super().__call__(*args)
+
+
+def test_the_projection_takes_in_what_nobody_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minivllm.layers.attention.use_cluster", lambda *args, **kind: kind == {"head_dim": 64})
+    rotary = SimpleNamespace(cos_sin=torch.zeros(9, 64))
+    backend = SimpleNamespace(keeps_cache_write=lambda: True, fresh_prompts=False)
+    usual = QKVParallelLinear(12, 2, 2, 64, TensorParallel())
+    biased = QKVParallelLinear(12, 2, 2, 64, TensorParallel(), bias=True)
+    x = torch.zeros(20, 12)
+    attention = Attention(0, 2, 2, 64, rotary)  # type: ignore[arg-type]
+
+    def takes_in(attention: Attention = attention, projection: QKVParallelLinear = usual, **changed: object) -> bool:
+        return attention._takes_in(x, projection, SimpleNamespace(**vars(backend) | changed))  # type: ignore[arg-type]
+
+    assert takes_in()
+    assert not takes_in(Own(0, 2, 2, 64, rotary))  # type: ignore[arg-type]
+    assert not takes_in(projection=biased)
+    assert not takes_in(fresh_prompts=True)
+    assert not takes_in(keeps_cache_write=lambda: False)
+    half = SimpleNamespace(cos_sin=torch.zeros(9, 32))
+    assert not takes_in(Attention(0, 2, 2, 64, half))  # type: ignore[arg-type]
 
 
 def test_a_tensor_of_another_shape_is_not_sliced() -> None:
