@@ -394,9 +394,7 @@ class Sampler(ABC):
 
     def samples_shards(self) -> bool:
         """Whether there is a ``sample_shard``, and whoever overrides ``sample`` overrides both."""
-        return type(self).sample_shard is not Sampler.sample_shard and overrides_both(
-            type(self), "sample", "sample_shard"
-        )
+        return overrides_both(type(self), "sample", "sample_shard")
 
     def sample_shard(
         self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor

@@ -90,7 +90,8 @@ class PromptGraphs:
     @torch.inference_mode()
     def launch_all_kinds(self) -> None:
         """The smallest and the largest step, for ``compile_only``."""
-        for key in [*self._plans][:1] + [*self._plans][-1:]:
+        keys = [*self._plans]
+        for key in dict.fromkeys(keys[:1] + keys[-1:]):
             self._rehearse(*key)
             self._forward(key[0])
 

@@ -22,16 +22,6 @@ from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
 
 GROUP = 1024  # tokens; part of what a seed means
-
-
-class Shard(NamedTuple):
-    """Which of the vocabulary's logits this rank holds. A row's draw is the same as from all of them in one place."""
-
-    first: int  # the token of the first column: a multiple of GROUP
-    vocab: int  # tokens in all; columns behind the last count for nothing
-    tp: TensorParallel
-
-
 _MASK = 0xFFFFFFFF
 _M1, _M2 = 0x7FEB352D, 0x846CA68B  # "lowbias32" (Wellons, hash-prospector)
 _GOLDEN = 0x9E3779B9
@@ -43,6 +33,14 @@ _C1, _C2, _CG = tl.constexpr(_M1), tl.constexpr(_M2), tl.constexpr(_GOLDEN)
 _CU, _CH, _CT = tl.constexpr(_UNIT), tl.constexpr(_HALF), tl.constexpr(_SERIES)
 _L1, _L2, _L3 = (tl.constexpr(_LOG2E / n) for n in (1, 2, 3))
 _G, _CB, _CW, _CR = tl.constexpr(GROUP), tl.constexpr(float(_BITS)), tl.constexpr(2.0**-_BITS), tl.constexpr(2.0**23)
+
+
+class Shard(NamedTuple):
+    """Which of the vocabulary's logits this rank holds. A row's draw is the same as from all of them in one place."""
+
+    first: int  # the token of the first column: a multiple of GROUP
+    vocab: int  # tokens in all; columns behind the last count for nothing
+    tp: TensorParallel
 
 
 @triton.jit

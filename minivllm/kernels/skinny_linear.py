@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
+from minivllm.kernels.cluster_config import LARGE_WEIGHT
 from minivllm.kernels.cluster_linear import (
     cluster_gate_up,
     cluster_linear,
@@ -341,10 +342,10 @@ def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
     if rows > MAX_ROWS or device.type != "cuda" or not rows or k % 8:
         return False
     if rows <= 2:
-        return rows == 1 or (k <= 8192 and n * k <= 1 << 24)
+        return rows == 1 or (k <= 8192 and n * k <= LARGE_WEIGHT)
     if rows > 4 and dtype != torch.bfloat16:
         return False
-    return n * k <= 1 << 24 and (rows <= 8 or n <= 4096)  # larger ones hide the library's launches
+    return n * k <= LARGE_WEIGHT and (rows <= 8 or n <= 4096)  # larger ones hide the library's launches
 
 
 @cache
