@@ -105,13 +105,15 @@ class PagedRun:
         seq_lens = [self.computed[row] + n for row, n in zip(rows, lens, strict=True)]
         device = self.backend.spec.device
         batch = attention_batch(lens, seq_lens, [self.tables[r] for r in rows], self.size, num_decodes, device)
+        last = batch.query_start[1:].long() - 1
+        batch.last_tokens = last if sum(lens) > len(rows) else None  # as the runner
         self.backend.plan(batch)
         ids = torch.tensor([t for tokens in new for t in tokens], device=device)
         places = [p for n, s in zip(lens, seq_lens, strict=True) for p in range(s - n, s)]
         hidden = self.model.forward(ids, torch.tensor(places, device=device), self.backend)
         for row, seq_len in zip(rows, seq_lens, strict=True):
             self.computed[row] = seq_len
-        return self.model.compute_logits(hidden[batch.query_start[1:].long() - 1])
+        return self.model.compute_logits(hidden if len(hidden) == len(rows) else hidden[last])
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int, chunk: int) -> list[list[int]]:
         """Prefill in chunks, in steps that mix them with the decodes of sequences further on."""

@@ -330,7 +330,10 @@ class Model(ABC):
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """input_ids, positions: (t,) int64; returns the final, normed hidden states (t, hidden_size)."""
+        """input_ids, positions: (t,) int64; returns the final, normed hidden states (t, hidden_size).
+
+        Where ``attention.batch.last_tokens`` is given, (r,), it may return these tokens' alone, (r, hidden_size).
+        """
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -122,11 +122,11 @@ class ModelRunner:
         block = self.host_tables[slots[row], position // self.block_size]
         sampled = np.nonzero(batch.samples)[0]
         (
-            slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sample_slots_, next_position_,
+            slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_, next_position_,
             block_slots, block_indices, block_ids, admitted, params, known,
         ) = self.staging.send(
             slots, seq_lens, start, position, block * self.block_size + position % self.block_size, batch.token_ids,
-            start[1:][sampled] - 1, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
+            start[1:] - 1, sampled, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
             batch.block_ids, batch.admitted_slots, batch.admitted_params, batch.known_ids,
         )  # fmt: skip
         if len(block_slots):
@@ -139,24 +139,28 @@ class ModelRunner:
             self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
         slots64 = slots_.long()
         input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
-        positions, mapping = position_.long(), mapping_.long()
+        positions, mapping, last = position_.long(), mapping_.long(), last_.long()
         graphs = self.prompt_graphs
         if graphs is not None and (size := graphs.size_for(batch)):
             hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
         else:
-            plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64)
+            plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last)
             hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()
         if not len(sampled):
             return self.land(len(slots), sampled, torch.empty(0, dtype=torch.int64, device=self.device), None)
+        if len(hidden) > len(slots):  # all tokens': a step too small to pick from, or a model that does not
+            hidden = hidden[last]
+        if len(sampled) < len(slots):
+            hidden = hidden[sampled_.long()]
         sample_slots = sample_slots_.long()
-        tokens, logprobs = self._sample(hidden[last_.long()], sample_slots, next_position_.long(), slots[sampled])
+        tokens, logprobs = self._sample(hidden, sample_slots, next_position_.long(), slots[sampled])
         self.last_token[sample_slots] = tokens
         return self.land(len(slots), sampled, tokens, logprobs)
 
     def _plan(
         self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        slot_mapping: torch.Tensor, slots: torch.Tensor,
+        slot_mapping: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor,
     ) -> AttentionBatch:  # fmt: skip
         width = -(-int(host_seq_lens.max()) // self.block_size)
         return AttentionBatch(
@@ -168,6 +172,7 @@ class ModelRunner:
             host_query_lens=batch.num_new,
             host_seq_lens=host_seq_lens,
             host_block_tables=self.host_tables[batch.slots, :width],
+            last_tokens=last_tokens if batch.num_tokens > len(slots) else None,
         )
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:

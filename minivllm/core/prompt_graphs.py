@@ -7,7 +7,7 @@ for prompts that all start in it, where the backend has a faster way for those.
 
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
 # input_ids, positions, slot_mapping (T,) int64
-# query_start (R + 1,) int32   seq_lens (R,) int32   block_tables (R, max_blocks) int32
+# query_start (R + 1,) int32   seq_lens (R,) int32   block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
 All rows go to the backend as prompt rows, decodes too. The row behind the last holds the tokens of the padding: its
 context is one key long, so that they see nothing; they write into block 0, which nobody owns.
 """
@@ -34,6 +34,7 @@ _FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts t
 _WASTE = 0.25  # of _FLOP: padding allowed
 _FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
+_PICKED_FROM = 256  # tokens: up to here a product takes as long as reading its weights, however few rows it has
 
 
 def prompt_sizes(most: int, full: int = 0) -> list[int]:
@@ -65,6 +66,7 @@ class PromptGraphs:
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
         keys = [(size, False) for size in self.sizes] + ([(self.full, True)] if self.full else [])
@@ -72,6 +74,7 @@ class PromptGraphs:
 
     def _plan(self, size: int, whole: bool) -> AttentionBatch:
         rows = len(self.seq_lens)
+        picks = size > _PICKED_FROM and size >= 2 * len(self.last_tokens)
         return AttentionBatch(
             num_decodes=0,
             query_start=self.query_start,
@@ -83,6 +86,7 @@ class PromptGraphs:
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
             graph_size=size,
             graph_whole=whole,
+            last_tokens=self.last_tokens if picks else None,
         )
 
     # ------------------------------------------------------------------ capture
@@ -124,6 +128,8 @@ class PromptGraphs:
         self.runner.attention.plan(plan)
 
     def _forward(self, size: int) -> torch.Tensor:
+        if self._plans[size, False].last_tokens is not None:  # where no sequence is, that of the padding
+            torch.sub(self.query_start[1:-1], 1, out=self.last_tokens)
         return self.runner.model.forward(self.input_ids[:size], self.positions[:size], self.runner.attention)
 
     # ------------------------------------------------------------------ replay
@@ -143,7 +149,8 @@ class PromptGraphs:
         self, size: int, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
         query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Arguments as the eager step has them, on the device; returns hidden states (tokens, hidden_size)."""
+        """Arguments as the eager step has them, on the device; returns hidden states, of all tokens (t, hidden_size) or
+        of each row's last (n, hidden_size)."""
         t, n = len(input_ids), len(batch.slots)
         self.input_ids[:t], self.positions[:t], self.slot_mapping[:t] = input_ids, positions, slot_mapping
         self.query_start[: n + 1], self.seq_lens[:n] = query_start, seq_lens
@@ -163,4 +170,5 @@ class PromptGraphs:
             key = (size, False)
         self._hand_over(key, query_lens, lens)
         self._graphs[key].replay()
-        return self._hidden[key][:t]
+        hidden = self._hidden[key]
+        return hidden[:t] if len(hidden) == size else hidden[:n]

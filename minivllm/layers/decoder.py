@@ -5,7 +5,7 @@ A model file subclasses ``DecoderLayer`` for what is special about it and names 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
 from minivllm.layers.rotary import RotaryTable
+
+_Pick = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], tuple[torch.Tensor, torch.Tensor]]
 
 
 class LayerFactory(Protocol):
@@ -64,12 +66,26 @@ class SelfAttention(nn.Module):
             q_norm=self.q_norm,
             k_norm=self.k_norm,
         )
+        self._pick: _Pick = _all_tokens
 
     def forward(
         self, x: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """x: (t, hidden), the residual stream; returns it."""
-        return self.o_proj.add_to(x, self.attention.of_stream(x, norm, self.qkv_proj, positions, attention))
+        """x: (t, hidden), the residual stream; returns it, or, of those tokens alone that the last layer picks, a new
+        one."""
+        heads = self.attention.of_stream(x, norm, self.qkv_proj, positions, attention)
+        return self.o_proj.add_to(*self._pick(x, heads, attention))
+
+
+def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
+    return x, heads
+
+
+def _last_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (t, hidden), heads (t, width): the rows of ``last_tokens`` in tensors of their own, or all if there is none."""
+    assert backend.batch is not None
+    last = backend.batch.last_tokens
+    return (x, heads) if last is None else (x.index_select(0, last), heads.index_select(0, last))
 
 
 class DecoderLayer(nn.Module):
@@ -102,6 +118,17 @@ class DecoderLayer(nn.Module):
         if isinstance(mlp, GatedMLP) and type(mlp).forward is GatedMLP.forward:
             pairs.append((self.post_attention_layernorm, mlp.gate_up_proj))
         return pairs
+
+    def pick_last_tokens(self) -> None:
+        """Called of the last layer: behind attention nobody reads any but ``AttentionBatch.last_tokens``.
+
+        A ``forward`` of one's own, here or in the attention, may need all: it is left alone unless this is overridden.
+        """
+        if type(self).forward is not DecoderLayer.forward:
+            return
+        attention = self.self_attn
+        if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
+            attention._pick = _last_tokens
 
 
 class Decoder(nn.Module):
@@ -145,6 +172,9 @@ class CausalLM(nn.Module, Model):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp)
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
+        last = self.model.layers[-1]
+        if type(self).forward is CausalLM.forward and isinstance(last, DecoderLayer):
+            last.pick_last_tokens()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         return self.model(input_ids, positions, attention)

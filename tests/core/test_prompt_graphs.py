@@ -1,15 +1,23 @@
-"""Which steps with prompts are replayed as a graph: judged on the host, without a GPU. Replays: ``tests/gpu``."""
+"""Which steps with prompts are replayed as a graph, and what a replay gives: on the host, with a stand-in for the
+graphs. On a GPU: ``tests/gpu``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from minivllm import LLM, SamplingParams
+from minivllm.backends.torch import TorchBackend
+from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch
+from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
+from minivllm.layers.decoder import _all_tokens
 
 
 def batch(decodes: list[int], prompts: list[int]) -> Batch:
@@ -84,3 +92,91 @@ def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
 def test_no_sizes_no_graph(graphs: PromptGraphs) -> None:
     graphs.sizes = []
     assert graphs.size_for(batch([], [3])) is None
+
+
+# --------------------------------------------------------------------------- replays
+
+
+class Recorded:
+    """Replays by running the step."""
+
+    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, log: list[tuple[int, int]]) -> None:
+        self.run, self.result, self.log = run, result, log
+
+    def replay(self) -> None:
+        self.log.append((self.run.args[0], len(self.result)))  # type: ignore[attr-defined]
+        self.result.copy_(self.run())
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    options = ["scheduler.max_num_batched_tokens=512", "cache.enable_prefix_caching=false"]
+    with LLM("demo", device="cpu", attention="torch", max_num_seqs=4, overrides=options) as llm:
+        yield llm
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The tokens of each replayed graph, and the rows of its result."""
+    said: list[tuple[int, int]] = []
+
+    def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
+        result = torch.full_like(run(), float("nan"))
+        return Recorded(run, result, said), result
+
+    plan = TorchBackend._plan_chunk  # of rows that there are: it knows of no others
+
+    def plan_chunk(self: TorchBackend, batch: Any, i: int, start: int, count: int) -> list[Any]:
+        return plan(self, batch, i, start, count) if count else []
+
+    monkeypatch.setattr(TorchBackend, "_plan_chunk", plan_chunk)
+    monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return said
+
+
+@pytest.mark.parametrize(("slots", "picks"), [(4, [512, 1024]), (256, [512, 1024]), (257, [1024]), (600, [])])
+def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: list[int]) -> None:
+    layer = torch.nn.Parameter(torch.empty(10**9, 1, device="meta"))
+    runner = SimpleNamespace(
+        device=torch.device("cpu"), num_slots=slots, block_table=torch.empty(slots + 1, 512), block_size=16,
+        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]),
+    )  # fmt: skip
+    graphs = PromptGraphs(runner, 1024, TensorParallel())  # type: ignore[arg-type]
+    assert graphs.sizes == [32, 64, 128, 256, 512, 1024]
+    asked = {size: plan.last_tokens for (size, _), plan in graphs._plans.items()}
+    assert [size for size, last in asked.items() if last is not None] == picks
+    assert all(last is None or len(last) == slots for last in asked.values())
+
+
+@pytest.mark.parametrize("picks", [True, False])
+def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]], picks: bool) -> None:
+    """Full and padded graphs, of all rows and of the last ones; and of a model that returns all though few are asked
+    for."""
+    rng = np.random.default_rng(0)
+    runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    # a step of 512 tokens, with a chunk that does not sample; decodes beside the rest; few rows after many
+    lens = [300, 150, 40, 60, 290, 20]
+    prompts = [rng.integers(5, 1000, n).tolist() for n in lens]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True, logprobs=1 if i % 2 else None)
+        for i in range(len(prompts))
+    ]
+
+    def say() -> list[Any]:
+        outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+        return [(o.token_ids, [next(iter(at.values())).logprob for at in o.logprobs or []]) for o in outputs]
+
+    if not picks:
+        runner.model.model.layers[-1].self_attn._pick = _all_tokens
+    eager = say()
+    graphs = PromptGraphs(runner, 512, TensorParallel())
+    graphs.capture()
+    runner.prompt_graphs = graphs
+    replayed = say()
+    assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager]
+    for (_, got), (_, expected) in zip(replayed, eager, strict=True):
+        assert got == pytest.approx(expected, abs=1e-4)
+    assert {rows for size, rows in log if size == 512} == {4 if picks else 512}
+    smaller = [(size, rows) for size, rows in log if size < 512]
+    assert smaller and all(size == rows for size, rows in smaller)
