@@ -109,7 +109,7 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
         self._check_priority(priority)
-        text, ids = self._tokens(prompt)
+        text, ids, tokens = self._tokens(prompt)
         if isinstance(prompt, dict):
             cache_salt = prompt.get("cache_salt", cache_salt)
         request = Request(request_id, text, ids, params)
@@ -120,7 +120,7 @@ class LLMEngine:
             for index in range(params.n):
                 name = request_id if params.n == 1 else f"{index}_{request_id}"
                 seq = Sequence(
-                    name, ids, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority
+                    name, tokens, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority
                 )
                 base = params.seed if params.seed is not None else self._seed_of(self._arrivals)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
@@ -261,7 +261,8 @@ class LLMEngine:
 
     # ------------------------------------------------------------------ what a prompt is
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int], np.ndarray]:
+        """The text if there is one, the token ids, and these as an array (t,), of whatever kind of whole numbers."""
         text: str | None = None
         ids: Any = prompt
         if isinstance(prompt, dict):
@@ -289,7 +290,7 @@ class LLMEngine:
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
-        return text, ids if isinstance(ids, list) else tokens.tolist()
+        return text, ids if isinstance(ids, list) else tokens.tolist(), tokens
 
     def _check_priority(self, priority: Any) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):

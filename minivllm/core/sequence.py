@@ -62,7 +62,7 @@ class Sequence:
         priority: int = 0,
     ) -> None:
         self.request_id = request_id
-        self.known = np.asarray(prompt_token_ids, dtype=np.int32)
+        self.known = np.array(prompt_token_ids, dtype=np.int32)  # a copy: the caller may reuse theirs
         self.prompt_len = len(self.known)
         self.params = params
         self.max_len = max_len
