@@ -59,8 +59,11 @@ class PagedBlockManager(BlockManager):
             return []
         whole = (len(seq.known) - 1) // self.block_size  # the last token is always computed: its logits are needed
         found: list[int] = []
+        hashes = seq.block_hashes
         for i in range(whole):
-            block = self._cached.get(self._hash(seq, seq.known, i))
+            if i == len(hashes):  # not all at once: most prompts share few blocks or none
+                self._hash(seq, seq.known, min(2 * i + 1, whole))
+            block = self._cached.get(hashes[i])
             if block is None:
                 break
             found.append(block)
@@ -108,14 +111,16 @@ class PagedBlockManager(BlockManager):
         """Offer the slot's whole blocks among its first ``num_tokens`` tokens (computed, or about to be) for reuse."""
         if not self.prefix_caching:
             return
-        whole = num_tokens // self.block_size
-        for i in range(self._offered[slot], whole):
-            digest = self._hash(seq, tokens, i)
-            if digest not in self._cached:  # else an equal block is known already: this one stays private
-                block = int(self.tables[slot, i])
-                self._cached[digest] = block
-                self._hash_of[block] = digest
-        self._offered[slot] = max(whole, self._offered[slot])
+        first, whole = self._offered[slot], num_tokens // self.block_size
+        if whole <= first:
+            return
+        self._hash(seq, tokens, whole)
+        cached, hash_of = self._cached, self._hash_of
+        for digest, block in zip(seq.block_hashes[first:whole], self.tables[slot, first:whole].tolist(), strict=True):
+            if digest not in cached:  # else an equal block is known already: this one stays private
+                cached[digest] = block
+                hash_of[block] = digest
+        self._offered[slot] = whole
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
@@ -150,14 +155,17 @@ class PagedBlockManager(BlockManager):
         self._ref[blocks] = 1
         return blocks
 
-    def _hash(self, seq: Sequence, tokens: np.ndarray, i: int) -> bytes:
-        """The chained hash of block i; those before it are computed too, once a sequence."""
+    def _hash(self, seq: Sequence, tokens: np.ndarray, count: int) -> None:
+        """Chained hashes of at least the first ``count`` blocks, each once a sequence."""
         hashes, size = seq.block_hashes, self.block_size
-        while len(hashes) <= i:
-            parent = hashes[-1] if hashes else xxhash.xxh3_128_digest((seq.cache_salt or "").encode())
-            block = tokens[len(hashes) * size : (len(hashes) + 1) * size]
-            hashes.append(xxhash.xxh3_128_digest(parent + block.tobytes()))
-        return hashes[i]
+        if len(hashes) >= count:
+            return
+        digest = hashes[-1] if hashes else xxhash.xxh3_128_digest((seq.cache_salt or "").encode())
+        data = tokens[len(hashes) * size : count * size].tobytes()  # bytes take less to slice than an array
+        step = size * tokens.itemsize
+        for at in range(0, len(data), step):
+            digest = xxhash.xxh3_128_digest(digest + data[at : at + step])
+            hashes.append(digest)
 
     # ------------------------------------------------------------------ proving
 

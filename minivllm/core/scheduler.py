@@ -12,7 +12,7 @@ A sequence decodes once computed >= known_len. Its newest token may be in flight
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect
+from bisect import bisect, insort
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -263,9 +263,8 @@ class SlotScheduler(Scheduler):
         at = len(self.running)
         while at and self._place_of(int(self.running[at - 1])) > seq.place:
             at -= 1
-        self.running = np.insert(self.running, at, slot).astype(np.int32)
-        self._partial.append(slot)
-        self._partial.sort(key=self._place_of)
+        self.running = np.concatenate([self.running[:at], np.array([slot], dtype=np.int32), self.running[at:]])
+        insort(self._partial, slot, key=self._place_of)
         self._admitted.append(seq)
 
     def _place_of(self, slot: int) -> tuple[int, ...]:
