@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from minivllm.kernels._triton import cdiv
+from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
 
-STEP = 64  # elements of k a stage: 128 bytes
-SHARED_BYTES = 227 * 1024  # what a program may have on Hopper
 LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
 HEADS_TILE = 128  # features: one head, or two
 MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
@@ -56,20 +54,12 @@ class Tile:
         """A row of float32 sums in shared memory."""
         return 4 * (self.features + (8 if self.rows_first else 4))
 
-    @property
-    def source(self) -> str:
-        n = self.columns
-        sums = ", ".join(f"%{i}" for i in range(n // 2))
-        outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
-        return (
-            f"#define GROUPS {self.groups}\n#define COLUMNS {n}\n#define ROWS_FIRST {int(self.rows_first)}\n"
-            f"#define MIN_PROGRAMS {self.programs}\n#define GATED {int(self.gated)}\n#define HEAD {self.head_dim}\n"
-            f"__device__ __forceinline__ void multiply(float (&d)[{n // 2}], unsigned long long a,"
-            " unsigned long long b) {\n"
-            f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, %{n // 2},'
-            f' %{n // 2 + 1}, 1, 1, 1, 0, 0;" : {outputs} : "l"(a), "l"(b));\n}}\n'
-            + (Path(__file__).parent / "cluster_linear.cu").read_text()
-        )
+
+@cache
+def tile_kernel(tile: Tile) -> Kernel:
+    macros = {"GROUPS": tile.groups, "COLUMNS": tile.columns, "ROWS_FIRST": int(tile.rows_first),
+              "MIN_PROGRAMS": tile.programs, "GATED": int(tile.gated), "HEAD": tile.head_dim}  # fmt: skip
+    return Kernel("cluster_linear", tile.columns, tuple(macros.items()))
 
 
 SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)

@@ -15,32 +15,26 @@ What stands around it counts as much: a program's first tiles of weights, often 
 """
 
 import ctypes
-import logging
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from minivllm.errors import MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
 from minivllm.kernels.cluster_config import (
     HEADS_TILE,
     LARGE_WEIGHT,
-    SHARED_BYTES,
-    STEP,
     ClusterConfig,
-    Tile,
     cluster_config,
     received_bytes,
+    tile_kernel,
     tile_rows,
 )
+from minivllm.kernels.hopper import STEP, heads_argument, load, loads
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
-
-logger = logging.getLogger("minivllm")
 
 MIN_ROWS, MAX_ROWS = 17, 256
 
@@ -61,70 +55,7 @@ def use_cluster(
     if not faster:
         return False
     config = cluster_config(rows, n, k, num_sms(device), gated, head_dim)
-    return config is not None and _loads(config.tile, device)
-
-
-@cache
-def _compiled(tile: Tile) -> Future[bytes]:
-    """Half a second each, the first time on a machine; side by side."""
-    return _pool().submit(nvrtc.compile_cubin, tile.source)
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(8, "nvrtc")
-
-
-@cache
-def _kernel(tile: Tile, device: torch.device) -> Any:
-    return nvrtc.load(_compiled(tile).result(), "cluster_linear", device, SHARED_BYTES - 1024)
-
-
-def _loads(tile: Tile, device: torch.device) -> bool:
-    """Whether the tile compiles and loads here. If not, a warning says why, once; while kernels are only compiled,
-    nobody waits for the answer."""
-    if compiling():
-        _compiled(tile)
-        return True
-    return _loaded(tile, device)
-
-
-@cache
-def _loaded(tile: Tile, device: torch.device) -> bool:
-    try:
-        _kernel(tile, device)
-    except MinivllmError as error:
-        logger.warning("products of some rows go to the library, more slowly: %s", error)
-        return False
-    return True
-
-
-_POINTERS = ("angles", "positions", "slots", "keys", "values", "query_norm", "key_norm")
-
-
-class _HeadsArgument(ctypes.Structure):
-    """``Heads`` of the kernel."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((f"{name}_stride", ctypes.c_longlong) for name in ("angles", "block", "slot", "head")),
-        *((name, ctypes.c_int) for name in ("queries", "keys_each", "block_size")),
-        ("eps", ctypes.c_float),
-    ]
-
-
-_NO_HEADS = _HeadsArgument()
-
-
-def _heads_argument(heads: Heads) -> _HeadsArgument:
-    assert heads.k_cache.stride() == heads.v_cache.stride() and heads.k_cache.stride(3) == 1
-    assert heads.positions.dtype == heads.slot_mapping.dtype == torch.int64
-    norms = [None if w is None else w.data_ptr() for w in (heads.q_weight, heads.k_weight)]
-    read = (heads.cos_sin, heads.positions, heads.slot_mapping, heads.k_cache, heads.v_cache)
-    return _HeadsArgument(
-        *(tensor.data_ptr() for tensor in read), *norms, heads.cos_sin.stride(0), *heads.k_cache.stride()[:3],
-        heads.num_heads, heads.num_kv_heads, heads.k_cache.shape[1], heads.eps,
-    )  # fmt: skip
+    return config is not None and loads(tile_kernel(config.tile), device)
 
 
 def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:
@@ -166,7 +97,7 @@ def _plan(
     values = (rows, n, cdiv(k, STEP), box_rows, config.stages, config.sharing, config.splits, int(add))
     numbers = (ctypes.c_int * len(values))(*values), (ctypes.c_float * 2)(1 / k, eps or 0.0)
     addresses = [ctypes.addressof(array) + 4 * i for array in numbers for i in range(len(array))]
-    return _Plan(_kernel(tile, device), shape, tile.outputs // config.sharing, box_rows, numbers, addresses)
+    return _Plan(load(tile_kernel(tile), device), shape, tile.outputs // config.sharing, box_rows, numbers, addresses)
 
 
 def _launch(
@@ -192,7 +123,7 @@ def _launch(
     plan = _plan(rows, lines, features or out.shape[1], k, add, gated, head_dim, eps, config, x.device)
     weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, plan.weight_lines, STEP)
     inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.x_rows, STEP)
-    pointer, behind = ctypes.c_void_p(out.data_ptr()), _NO_HEADS if heads is None else _heads_argument(heads)
+    pointer, behind = ctypes.c_void_p(out.data_ptr()), heads_argument(heads)
     addresses = [weights.address, inputs.address, ctypes.addressof(pointer), *plan.addresses, ctypes.addressof(behind)]
     nvrtc.launch(plan.kernel, plan.shape, addresses)
     return out

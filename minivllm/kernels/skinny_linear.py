@@ -33,7 +33,8 @@ from minivllm.kernels.cluster_linear import (
     use_cluster,
 )
 from minivllm.kernels.pdl import use_pdl
-from minivllm.kernels.rms_norm import RowScale, rms_norm
+from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
+from minivllm.kernels.rms_norm import RowScale, rms_norm, row_factors
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
@@ -555,6 +556,10 @@ def norm_gate_up(
         if folded and gate_up_takes_norm(x.shape[0], weight.shape[0], weight.shape[1]):
             return cluster_gate_up(x, weight, eps)
         return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)
+    if bias is None and use_persistent(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device, gated=True):
+        if folded:
+            return persistent_gate_up(x, weight, row_factors(x, eps))
+        return persistent_gate_up(rms_norm(x, norm_weight, eps), weight)
     if folded:
         return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
     return norm_gate_up_reference(x, norm_weight, eps, weight, bias)

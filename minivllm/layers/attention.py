@@ -8,7 +8,8 @@ import torch
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
-from minivllm.kernels.rms_norm import RowScale
+from minivllm.kernels.persistent_linear import persistent_qkv, use_persistent
+from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
@@ -70,24 +71,41 @@ class Attention:
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """``self(projection(norm(x)))``: x (t, hidden), positions (t,); returns (t, heads * head_dim)."""
-        if not self._takes_in(x, projection, backend):
-            qkv, scale = projection.unscaled(x, norm)
-            return self(qkv, positions, backend, scale)
-        heads = self._heads(positions, backend)
-        if projection.folded:
-            q = cluster_qkv(x, projection.weight, heads, norm.eps)
+        if not self._usual(projection, backend):
+            return self._apart(x, norm, projection, positions, backend)
+        (rows, k), n, fresh = x.shape, projection.weight.shape[0], backend.fresh_prompts
+        if not fresh and use_cluster(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
+            heads = self._heads(positions, backend)
+            if projection.folded:
+                q = cluster_qkv(x, projection.weight, heads, norm.eps)
+            else:
+                q = cluster_qkv(norm(x), projection.weight, heads)
+            out = backend.attend(q, self)
+        elif use_persistent(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
+            heads = self._heads(positions, backend)
+            normed, factors = (x, row_factors(x, norm.eps)) if projection.folded else (norm(x), None)
+            q, new_k, new_v = persistent_qkv(normed, projection.weight, heads, factors, keep=fresh)
+            out = backend.attend(q, self, new_k, new_v)
         else:
-            q = cluster_qkv(norm(x), projection.weight, heads)
-        return backend.attend(q, self).view(-1, self.num_heads * self.head_dim)
+            return self._apart(x, norm, projection, positions, backend)
+        return out.view(-1, self.num_heads * self.head_dim)
 
-    def _takes_in(self, x: torch.Tensor, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
-        """Whether the projection's kernel norms, rotates and stores, too."""
+    def _apart(
+        self,
+        x: torch.Tensor,
+        norm: RMSNorm,
+        projection: QKVParallelLinear,
+        positions: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        qkv, scale = projection.unscaled(x, norm)
+        return self(qkv, positions, backend, scale)
+
+    def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
+        """Whether the projection's kernel may norm, rotate and store, too."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
         whole = self.head_dim in (64, 128) and self.rotary.cos_sin.shape[1] == self.head_dim
-        if not usual or not whole or not backend.keeps_cache_write() or backend.fresh_prompts:
-            return False
-        n, k = projection.weight.shape
-        return use_cluster(x.shape[0], n, k, x.dtype, x.device, head_dim=self.head_dim)
+        return usual and whole and backend.keeps_cache_write()
 
     def _heads(self, positions: torch.Tensor, backend: AttentionBackend) -> Heads:
         assert backend.batch is not None

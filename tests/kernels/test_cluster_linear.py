@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import cluster_linear as cluster
+from minivllm.kernels import hopper
 from minivllm.kernels.cluster_config import (
     LARGE,
     MEDIUM,
@@ -21,6 +22,7 @@ from minivllm.kernels.cluster_config import (
     Tile,
     cluster_config,
     received_bytes,
+    tile_kernel,
     tile_rows,
 )
 from minivllm.kernels.cluster_linear import cluster_qkv
@@ -80,18 +82,18 @@ def test_few_and_many_rows_other_dtypes_and_devices_are_left_to_others():
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_product_to_the_library(monkeypatch, caplog):
-    def broken(tile, device):
+    def broken(kernel, device):
         raise MinivllmError("a kernel does not compile: no reason")
 
     monkeypatch.setattr(cluster.nvrtc, "available", lambda device: True)
-    monkeypatch.setattr(cluster, "_kernel", broken)
+    monkeypatch.setattr(hopper, "load", broken)
     monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
-    cluster._loaded.cache_clear()
+    hopper._loaded.cache_clear()
     try:
         assert not cluster.use_cluster(64, 1024, 1024, torch.bfloat16, torch.device("cuda"))
         assert not cluster.use_cluster(60, 1024, 1024, torch.bfloat16, torch.device("cuda"))
     finally:
-        cluster._loaded.cache_clear()
+        hopper._loaded.cache_clear()
     assert caplog.text.count("no reason") == 1
 
 
@@ -99,10 +101,11 @@ def test_while_kernels_are_only_compiled_none_is_waited_for_or_launched(monkeypa
     asked = []
     monkeypatch.setattr(cluster.nvrtc, "available", lambda device: True)
     monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
-    monkeypatch.setattr(cluster, "compiling", lambda: True)
-    monkeypatch.setattr(cluster, "_compiled", asked.append)
+    for module in (cluster, hopper):
+        monkeypatch.setattr(module, "compiling", lambda: True)
+    monkeypatch.setattr(hopper, "_compiled", asked.append)
     assert cluster.use_cluster(64, 1024, 1024, torch.bfloat16, torch.device("cuda"))
-    assert asked == [cluster_config(64, 1024, 1024).tile]
+    assert asked == [tile_kernel(cluster_config(64, 1024, 1024).tile)]
     x, residual = torch.zeros(64, 1024, dtype=torch.bfloat16), torch.ones(64, 1024, dtype=torch.bfloat16)
     assert cluster.cluster_linear_add(x, x, residual) is residual
     assert (residual == 1).all()
@@ -121,10 +124,10 @@ def test_every_tile_compiles_and_is_kept(compiled):
     widest = [Tile(groups, most, True, programs, True) for (groups, programs), most in MOST_FEATURES.items()]
     tiles = [*TILES, *widest, replace(SMALL, gated=True), replace(WIDE, gated=True), Tile(2, 128, True, 1, head_dim=64)]
     for i, tile in enumerate(tiles, 1):
-        cubin = cluster.nvrtc.compile_cubin(tile.source)
+        cubin = cluster.nvrtc.compile_cubin(tile_kernel(tile).source)
         assert b"cluster_linear" in cubin
         assert len(list(compiled.iterdir())) == i
-        assert cluster.nvrtc.compile_cubin(tile.source) == cubin
+        assert cluster.nvrtc.compile_cubin(tile_kernel(tile).source) == cubin
         assert len(list(compiled.iterdir())) == i, "compiled again"
 
 
@@ -149,7 +152,7 @@ def told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(cluster, "use_pdl", lambda device: True)
     monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
-    monkeypatch.setattr(cluster, "_kernel", lambda tile, device: f"kernel {tile.features} {tile.gated}")
+    monkeypatch.setattr(cluster, "load", lambda kernel, device: kernel)
     monkeypatch.setattr(
         cluster.nvrtc, "tensor_map", lambda *args: launches.maps.append(args) or SimpleNamespace(address=5)
     )
@@ -158,7 +161,7 @@ def told(monkeypatch):
         pointers = ctypes.cast(addresses, ctypes.POINTER(ctypes.c_void_p))
         values = [ctypes.c_int.from_address(pointers[i]).value for i in range(3, 11)]
         values += [ctypes.c_float.from_address(pointers[i]).value for i in (11, 12)]
-        heads = cluster._HeadsArgument.from_buffer_copy(cluster._HeadsArgument.from_address(pointers[13]))
+        heads = hopper.HeadsArgument.from_buffer_copy(hopper.HeadsArgument.from_address(pointers[13]))
         out = ctypes.c_void_p.from_address(pointers[2]).value
         launches.seen.append((config, function, [pointers[0], pointers[1]], out, values, heads))
         return (0,)
@@ -185,7 +188,7 @@ def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
     tile, in_tile = chosen.tile, tile_rows(chosen.tile, rows)
     assert len(told.seen) == 2
     for config, function, tensors, to, values, heads in told.seen:
-        assert function == f"kernel {tile.features} {gated}"
+        assert function == tile_kernel(tile)
         assert tensors == [5, 5] and to == out.data_ptr()
         sizes = [rows, n, k // 64, in_tile, chosen.stages, chosen.sharing, chosen.splits, int(add)]
         assert values == [*sizes, 1 / k, eps or 0]

@@ -1,0 +1,83 @@
+// What the kernels for Hopper in this folder share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for
+// wgmma, bfloat16 pairs, and what stands behind a projection of heads. Put in front of a kernel's source.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+
+constexpr int LINE = 128;  // bytes of k a stage, 64 elements: what TMA swizzles
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni out;\nbra.uni again;\nout:\n}" ::"r"(bar), "r"(parity) : "memory");
+}
+__device__ __forceinline__ u32 in_cluster(u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ void barrier_arrive(u32 bar, u32 rank) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_cluster(bar, rank)) : "memory");
+}
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, int row, u32 bar, int sharing,
+                                          u16 ranks) {
+  if (sharing == 1)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+        "r"(to), "l"(map), "r"(bar), "r"(k), "r"(row) : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"(ranks) : "memory");
+}
+// A tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another.
+__device__ __forceinline__ u64 matrix(u32 address) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+__device__ __forceinline__ u32 pack(float a, float b) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+
+__device__ __forceinline__ void read4(float (&d)[4], u32 from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from));
+}
+
+__device__ __forceinline__ float read1(u32 from) {
+  float d;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(d) : "r"(from));
+  return d;
+}
+__device__ __forceinline__ float2 rounded(float a, float b) {
+  const u32 pair = pack(a, b);
+  return make_float2(low(pair), high(pair));
+}
+
+struct Heads {  // what stands behind a projection of heads; strides in elements
+  const float* angles;                   // (positions, HEAD) cosines of half a head's dimensions, then sines
+  const long long *positions, *slots;    // (rows,)
+  u16 *keys, *values;                    // (blocks, block_size, key heads, HEAD)
+  const u16 *query_norm, *key_norm;      // (HEAD,), or null: not normed
+  u16* kept;                             // (rows, 2 * key heads, HEAD): keys and values once more, or null
+  long long angles_stride, block_stride, slot_stride, head_stride;
+  int queries, keys_each, block_size;    // heads of queries, and of keys
+  float eps;
+};

@@ -1,0 +1,113 @@
+"""What the CUDA C++ kernels for Hopper share: how one is put together, compiled and loaded, and what stands behind a
+projection of heads."""
+
+import ctypes
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minivllm.errors import MinivllmError
+from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import compiling
+from minivllm.kernels.rotary import Heads
+
+logger = logging.getLogger("minivllm")
+
+STEP = 64  # elements of k a stage: 128 bytes, what TMA swizzles
+SHARED_BYTES = 227 * 1024  # what a program may have
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """``name``.cu of this folder behind hopper.cuh, ``macros`` and ``multiply``, a product of 64 by ``columns``."""
+
+    name: str
+    columns: int
+    macros: tuple[tuple[str, int], ...]
+
+    @property
+    def source(self) -> str:
+        folder = Path(__file__).parent
+        macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
+        texts = [(folder / file).read_text() for file in ("hopper.cuh", f"{self.name}.cu")]
+        return macros + texts[0] + _multiply(self.columns) + texts[1]
+
+
+def _multiply(n: int) -> str:
+    sums = ", ".join(f"%{i}" for i in range(n // 2))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
+    return (
+        f"__device__ __forceinline__ void multiply(float (&d)[{n // 2}], u64 a, u64 b) {{\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, %{n // 2},'
+        f' %{n // 2 + 1}, 1, 1, 1, 0, 0;" : {outputs} : "l"(a), "l"(b));\n}}\n'
+    )
+
+
+@cache
+def _compiled(kernel: Kernel) -> Future[bytes]:
+    """Half a second each, the first time on a machine; side by side."""
+    return _pool().submit(nvrtc.compile_cubin, kernel.source)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(8, "nvrtc")
+
+
+@cache
+def load(kernel: Kernel, device: torch.device) -> Any:
+    """The driver's function. Raises MinivllmError if it does not compile."""
+    return nvrtc.load(_compiled(kernel).result(), kernel.name, device, SHARED_BYTES - 1024)
+
+
+def loads(kernel: Kernel, device: torch.device) -> bool:
+    """Whether it compiles and loads here. If not, a warning says why, once; while kernels are only compiled, nobody
+    waits for the answer."""
+    if compiling():
+        _compiled(kernel)
+        return True
+    return _loaded(kernel, device)
+
+
+@cache
+def _loaded(kernel: Kernel, device: torch.device) -> bool:
+    try:
+        load(kernel, device)
+    except MinivllmError as error:
+        logger.warning("products of some rows go to the library, more slowly: %s", error)
+        return False
+    return True
+
+
+_POINTERS = ("angles", "positions", "slots", "keys", "values", "query_norm", "key_norm", "kept")
+
+
+class HeadsArgument(ctypes.Structure):
+    """``Heads`` of hopper.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((f"{name}_stride", ctypes.c_longlong) for name in ("angles", "block", "slot", "head")),
+        *((name, ctypes.c_int) for name in ("queries", "keys_each", "block_size")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> HeadsArgument:
+    """``kept`` (t, 2 * kv heads, head_dim) takes keys and values, too."""
+    if heads is None:
+        return HeadsArgument()
+    assert heads.k_cache.stride() == heads.v_cache.stride() and heads.k_cache.stride(3) == 1
+    assert heads.positions.dtype == heads.slot_mapping.dtype == torch.int64
+    read = (heads.cos_sin, heads.positions, heads.slot_mapping, heads.k_cache, heads.v_cache)
+    perhaps = (heads.q_weight, heads.k_weight, kept)
+    return HeadsArgument(
+        *(tensor.data_ptr() for tensor in read), *(None if t is None else t.data_ptr() for t in perhaps),
+        heads.cos_sin.stride(0), *heads.k_cache.stride()[:3],
+        heads.num_heads, heads.num_kv_heads, heads.k_cache.shape[1], heads.eps,
+    )  # fmt: skip
