@@ -10,6 +10,7 @@ from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
 from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
+from minivllm.kernels.stream_decode import StreamWorkspace, schedule_stream, stream_decode, use_stream
 
 
 class TritonBackend(AttentionBackend):
@@ -28,6 +29,7 @@ class TritonBackend(AttentionBackend):
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))
         self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
         self._workspace: DecodeWorkspace | None = None
+        self._stream: StreamWorkspace | None = None  # where its kernel runs: for more rows than are fused
         self._scheduled = False
         self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
         self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
@@ -59,6 +61,9 @@ class TritonBackend(AttentionBackend):
                 s.sliding_window,
                 max_len=s.max_model_len,
             )
+            shape = (s.num_heads, s.num_kv_heads, s.head_dim)
+            if use_stream(*shape, s.block_size, kv_cache.dtype, kv_cache.device, s.sliding_window, self.max_rows):
+                self._stream = StreamWorkspace(self.max_rows, *shape, kv_cache.device)
 
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
@@ -98,10 +103,18 @@ class TritonBackend(AttentionBackend):
         batch, workspace = self.batch, self._workspace
         assert batch is not None and workspace is not None
         first = layer.index == 0 or not self._scheduled  # a graph is captured after an eager step of the same plan
+        self._scheduled = True
+        rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
+        if new is None and self._stream is not None and self._stream.suits(rows):
+            if first:
+                schedule_stream(self._stream, batch.seq_lens, rows)
+            stream_decode(
+                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, self._stream,
+                early=not first,
+            )  # fmt: skip
+            return
         if first:
-            schedule_decode(workspace, batch.seq_lens, q.shape[0])
-            self._scheduled = True
-        k_cache, v_cache = self.kv_cache[layer.index]
+            schedule_decode(workspace, batch.seq_lens, rows)
         paged_decode_triton(
             q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace, new,
             early=not first,

@@ -24,7 +24,8 @@ SHARED_BYTES = 227 * 1024  # what a program may have
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``name``.cu of this folder behind hopper.cuh, ``macros`` and ``multiply``, a product of 64 by ``columns``."""
+    """``name``.cu of this folder behind ``macros``, hopper.cuh and, if ``columns`` is not 0, ``multiply``, a product of
+    64 lines by so many."""
 
     name: str
     columns: int
@@ -35,7 +36,7 @@ class Kernel:
         folder = Path(__file__).parent
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         texts = [(folder / file).read_text() for file in ("hopper.cuh", f"{self.name}.cu")]
-        return macros + texts[0] + _multiply(self.columns) + texts[1]
+        return macros + texts[0] + (_multiply(self.columns) if self.columns else "") + texts[1]
 
 
 def _multiply(n: int) -> str:
@@ -66,8 +67,8 @@ def load(kernel: Kernel, device: torch.device) -> Any:
 
 
 def loads(kernel: Kernel, device: torch.device) -> bool:
-    """Whether it compiles and loads here. If not, a warning says why, once; while kernels are only compiled, nobody
-    waits for the answer."""
+    """Whether it compiles and loads here. If not, a warning says why, once, and another kernel is to be taken; while
+    kernels are only compiled, nobody waits for the answer."""
     if compiling():
         _compiled(kernel)
         return True
@@ -79,7 +80,7 @@ def _loaded(kernel: Kernel, device: torch.device) -> bool:
     try:
         load(kernel, device)
     except MinivllmError as error:
-        logger.warning("products of some rows go to the library, more slowly: %s", error)
+        logger.warning("%s is done without, more slowly: %s", kernel.name, error)
         return False
     return True
 

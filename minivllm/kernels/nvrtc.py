@@ -98,17 +98,29 @@ def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int
     ``pointer`` in bytes and ``stride`` in elements must be multiples of 16 bytes. Shape alone decides, so that a map
     may be kept after its tensor is gone.
     """
+    return _encoded(pointer, (columns, rows), (stride,), (box_columns, box_rows))
+
+
+@lru_cache(maxsize=8192)
+def page_map(pointer: int, pages: int, size: int, width: int) -> TensorMap:
+    """The same for whole pages of ``size`` lines of ``width`` elements, one after another. In shared memory each 64
+    columns of a page stand together, ``size`` lines of 128 bytes."""
+    return _encoded(pointer, (64, size, width // 64, pages), (width, 64, size * width), (64, size, width // 64, 1))
+
+
+def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
+    """Dimensions from the innermost on, which is contiguous; ``strides``, of the others, in elements."""
     from cuda.bindings import driver
 
     made = _checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            2,
+            len(sizes),
             pointer,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(2 * stride)],
-            [driver.cuuint32_t(box_columns), driver.cuuint32_t(box_rows)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(2 * stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -1,0 +1,253 @@
+// Attention of one new token a sequence over a paged cache, its pages of 16 keys as one stream; see stream_decode.py.
+//
+// Compiled for one (KV, G, D), behind hopper.cuh: key heads, query heads of each, and their dimension. The pages of all
+// sequences, one after another, are cut into equal shares, one a program. A warp asks for pages, keys and values of all
+// heads by TMA, as far ahead as there is room, from one sequence to the next. Eight warps take them: WARPS / KV a head,
+// each all its scores and so many of its output's dimensions. Scores are made transposed, keys by query heads: S' = K q'
+// and out' = V' P', so that eight columns of a tensor-core tile hold the query heads of a key head.
+// A sequence in several shares: each leaves its part, and who comes last puts them together, for each warp by itself.
+// A program takes the sequences at the ends of its share first, so that this is over before its last pages come.
+
+constexpr int PAGE = 16, WARPS = 8, LEAST = 2;  // keys; pages a program has at least, where there are programs enough
+constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
+constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
+constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
+constexpr int PIECE = (4 * TILES + 4) * 32;     // floats that a warp leaves of a sequence: outputs, maxima, sums
+
+__device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, %4}], [%2];" ::
+      "r"(to), "l"(map), "r"(bar), "r"(0), "r"(page) : "memory");
+}
+__device__ __forceinline__ void here_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+               " {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 transposed(u32 pair) {  // of an 8 x 8 matrix, a pair a lane
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
+  return d;
+}
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float column_max(float x) {  // over the lanes that hold a column
+#pragma unroll
+  for (int other = 4; other < 32; other *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+  return x;
+}
+__device__ __forceinline__ float column_sum(float x) {
+#pragma unroll
+  for (int other = 4; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+
+struct State {  // of a warp and a sequence; each lane has two columns, query heads 2 * (lane % 4) and the next
+  float out[TILES][4], top[2], sum[2];  // not divided by the sum yet; maxima in base 2
+
+  __device__ void scale(float first, float second) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) out[t][0] *= first, out[t][1] *= second, out[t][2] *= first, out[t][3] *= second;
+    sum[0] *= first, sum[1] *= second;
+  }
+  // Makes the maxima at least these.
+  __device__ void raise(float first, float second) {
+    first = fmaxf(first, top[0]), second = fmaxf(second, top[1]);
+    scale(exp2_of(top[0] - first), exp2_of(top[1] - second));
+    top[0] = first, top[1] = second;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
+stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
+              const int* tables, const int* lengths, const int* starts_of, float* partial, int* arrived,
+              long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[2 * MAX_STAGES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 pages_at = (shared_address(memory) + 1023) & ~1023u;
+  const u32 full = shared_address(barriers), empty = full + 8 * MAX_STAGES;
+  int* starts = (int*)(memory + (pages_at - shared_address(memory)) + stages * STAGE_BYTES);  // (rows + 1,) pages
+
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&keys) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&values) : "memory");
+  }
+  if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int i = threadIdx.x; i <= rows; i += blockDim.x) starts[i] = starts_of[i];
+  __syncthreads();
+
+  const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
+  const int program = blockIdx.x;
+  const int first = program < programs ? program * all / programs : all;
+  const int last = program < programs ? (program + 1) * all / programs : all;
+  int first_row = 0, last_row = 0;
+  for (int i = lane; i < rows; i += 32) first_row += starts[i + 1] <= first, last_row += starts[i + 1] < last;
+  first_row = __reduce_add_sync(~0u, first_row), last_row = __reduce_add_sync(~0u, last_row);
+  const int sequences = first < last ? last_row - first_row + 1 : 0;
+  int stage = 0, round = 0;
+
+  if (warp == WARPS) {  // asks for pages
+    bool waited = !early;
+    for (int n = 0; n < sequences; n++) {
+      const int row = n ? first_row + n - 1 : last_row;
+      const int begin = starts[row], end = starts[row + 1], stop = min(end, last);
+      int page = max(begin, first);
+      while (page < stop) {
+        const int some = min(stop - page, 32);
+        const int block = lane < some ? tables[row * table_stride + page - begin + lane] : 0;
+        for (int i = 0; i < some; i++, page++) {
+          const int its = __shfl_sync(~0u, block, i);
+          if (!waited && page == end - 1) {  // it holds the new token, which the kernel before writes
+            asm volatile("griddepcontrol.wait;" ::: "memory");
+            waited = true;
+          }
+          if (lane == 0) {
+            const u32 bar = full + 8 * stage, to = pages_at + stage * STAGE_BYTES;
+            barrier_wait(empty + 8 * stage, round & 1 ^ 1);
+            barrier_expect(bar, STAGE_BYTES);
+            load_page(to, &keys, its, bar);
+            load_page(to + PART_BYTES, &values, its, bar);
+          }
+          if (++stage == stages) stage = 0, round++;
+        }
+      }
+    }
+    __syncwarp();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    return;
+  }
+
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");  // late: what comes next may read ahead of its wait
+  const int head = warp / PER_HEAD, part = warp % PER_HEAD, group = lane / 4, pair = lane % 4 * 2;
+  const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
+  for (int n = 0; n < sequences; n++) {
+    const int row = n ? first_row + n - 1 : last_row;
+    const int begin = starts[row], end = starts[row + 1], stop = min(end, last), length = lengths[row];
+    int page = max(begin, first);
+    u32 query[STEPS][2];
+    const u16* its = q + (long long)row * q_stride + (head * G + group) * D + pair;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) query[s][i] = group < G ? *(const u32*)(its + 16 * s + 8 * i) : 0;
+    State state;
+#pragma unroll
+    for (int t = 0; t < TILES; t++) state.out[t][0] = state.out[t][1] = state.out[t][2] = state.out[t][3] = 0.f;
+    state.top[0] = state.top[1] = -1e30f, state.sum[0] = state.sum[1] = 0.f;
+
+#pragma unroll 1
+    for (; page < stop; page++) {
+      barrier_wait(full + 8 * stage, round & 1);
+      const u32 at = pages_at + stage * STAGE_BYTES;
+      const bool ends = page == end - 1;
+      const int left = length - (page - begin) * PAGE;  // keys of this page
+      float scores[2][4] = {};
+#pragma unroll
+      for (int s = 0; s < STEPS; s++) {
+        u32 a[4];
+        load_matrices(a, at + (head * (D / 64) + s / 4) * PAGE * LINE + key_line +
+                             ((s % 4 * 2 + lane / 16) ^ (lane & 7)) * 16);
+        multiply(scores[s % 2], a, query[s][0], query[s][1]);
+      }
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        p[i] = (scores[0][i] + scores[1][i]) * scale;
+        if (ends && group + i / 2 * 8 >= left) p[i] = -1e38f;
+      }
+      const float top[2] = {column_max(fmaxf(p[0], p[2])), column_max(fmaxf(p[1], p[3]))};
+      state.raise(top[0], top[1]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) p[i] = exp2_of(p[i] - state.top[i % 2]), state.sum[i % 2] += p[i];
+      const u32 b0 = transposed(pack(p[0], p[1])), b1 = transposed(pack(p[2], p[3]));
+      // A key that does not exist has no weight, but what lies there may not be a number.
+      const u32 there[2] = {(pair < left ? 0xFFFFu : 0) | (pair + 1 < left ? 0xFFFF0000u : 0),
+                            (pair + 8 < left ? 0xFFFFu : 0) | (pair + 9 < left ? 0xFFFF0000u : 0)};
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const int d = part * TILES + t;
+        u32 a[4];
+        load_transposed(a, at + PART_BYTES + (head * (D / 64) + d / 4) * PAGE * LINE + value_line +
+                               ((d % 4 * 2 + lane / 8 % 2) ^ (lane & 7)) * 16);
+        if (ends) a[0] &= there[0], a[1] &= there[0], a[2] &= there[1], a[3] &= there[1];
+        multiply(state.out[t], a, b0, b1);
+      }
+      __syncwarp();
+      if (lane == 0) here_arrive(empty + 8 * stage);
+      if (++stage == stages) stage = 0, round++;
+    }
+    state.sum[0] = column_sum(state.sum[0]), state.sum[1] = column_sum(state.sum[1]);
+
+    if (begin < first || end > last) {  // a part
+      const int from = ((begin + 1) * programs - 1) / all, to = (end * programs - 1) / all;  // programs that have some
+      const int at = lane % 4 * 8 + group;
+      const bool holds = pair < G;
+      float* mine = partial + ((long long)(program * 2 + (end > last)) * WARPS + warp) * PIECE + at;
+      if (holds) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) mine[(4 * t + i) * 32] = state.out[t][i];
+#pragma unroll
+        for (int i = 0; i < 2; i++) mine[(4 * TILES + i) * 32] = state.top[i], mine[(4 * TILES + 2 + i) * 32] = state.sum[i];
+      }
+      __threadfence();
+      __syncwarp();
+      int before = 0;
+      if (lane == 0) before = atomicAdd(arrived + row * WARPS + warp, 1);
+      if (__shfl_sync(~0u, before, 0) != to - from) continue;
+      __threadfence();
+      if (lane == 0) arrived[row * WARPS + warp] = 0;
+      for (int p = from; p <= to; p++) {
+        if (p == program || !holds) continue;
+        const float* its_part = partial + ((long long)(p * 2 + (p != to)) * WARPS + warp) * PIECE + at;
+        State other;
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) other.out[t][i] = __ldcg(its_part + (4 * t + i) * 32);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          other.top[i] = __ldcg(its_part + (4 * TILES + i) * 32);
+          other.sum[i] = __ldcg(its_part + (4 * TILES + 2 + i) * 32);
+        }
+        state.raise(other.top[0], other.top[1]);
+        other.raise(state.top[0], state.top[1]);
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) state.out[t][i] += other.out[t][i];
+        state.sum[0] += other.sum[0], state.sum[1] += other.sum[1];
+      }
+      __syncwarp();
+    }
+    state.scale(state.sum[0] > 0.f ? 1.f / state.sum[0] : 0.f, state.sum[1] > 0.f ? 1.f / state.sum[1] : 0.f);
+    u16* to = out + (long long)row * out_stride + (head * G + group) * D + part * DIMS + pair;
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 two = transposed(pack(state.out[t][2 * i], state.out[t][2 * i + 1]));
+        if (group < G) *(u32*)(to + 16 * t + 8 * i) = two;
+      }
+  }
+}

@@ -1,0 +1,150 @@
+"""Paged decode attention on Hopper with the pages of all sequences as one stream: equal shares, no gaps between them.
+
+Bytes moved: the context's keys and values, once, as in ``paged_decode``. There each program reads a part of a sequence
+and one head of it, and a multiprocessor that has room for few programs reads nothing while one ends and the next begins. Here one
+program a multiprocessor goes through whole pages, all heads, and its loads (TMA, 64 KiB a page of 8 heads of 128) run
+ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py).
+
+Once a step ``schedule_stream`` adds up where each sequence's pages start; programs find their shares themselves. The
+kernel is CUDA C++ (``stream_decode.cu``). Shares after Stream-K (Osama et al., 2023), parts put together as in
+flash-decoding (Dao et al., 2023).
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import compiling, next_power_of_2, num_sms, tl, triton
+from minivllm.kernels.hopper import SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.paged_prefill import LOG2E
+from minivllm.kernels.pdl import use_pdl
+
+_PAGE, _WARPS, _MAX_STAGES = 16, 8, 24
+_MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
+_FEW_HEADS, _FEW_ROWS = 2, 192  # of so few query heads a key head ``paged_decode`` is as fast for more rows
+MAX_ROWS = 1024
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["seq_lens"])
+def _starts_kernel(
+    seq_lens,  # (rows,) int32
+    starts,  # (rows + 1,) int32, written
+    rows,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.arange(0, BLOCK)
+    pages = (tl.load(seq_lens + row, mask=row < rows, other=0) + PAGE - 1) // PAGE
+    tl.store(starts + 1 + row, tl.cumsum(tl.maximum(pages, 1), 0), mask=row < rows)
+    tl.store(starts + row, tl.zeros([BLOCK], tl.int32), mask=row == 0)
+
+
+def use_stream(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None,
+    max_rows: int,
+) -> bool:
+    """Whether the kernel can run such attention here."""
+    fits = num_kv_heads in (2, 4, 8) and head_dim in (64, 128) and num_kv_heads * head_dim >= 128
+    group = num_heads // num_kv_heads
+    if not fits or group > _MAX_GROUP or block_size != _PAGE or dtype != torch.bfloat16 or window is not None:
+        return False
+    if max_rows > MAX_ROWS or not nvrtc.available(device):
+        return False
+    return loads(_kernel(num_kv_heads, group, head_dim), device)
+
+
+@cache
+def _kernel(num_kv_heads: int, group: int, head_dim: int) -> Kernel:
+    macros = (("KV", num_kv_heads), ("G", group), ("D", head_dim), ("MAX_STAGES", _MAX_STAGES))
+    return Kernel("stream_decode", 0, macros)
+
+
+class StreamWorkspace:
+    """The static buffers of ``stream_decode`` for at most ``max_rows`` rows: allocated once, shared by all layers.
+
+    starts (max_rows + 1,) int32, pages before each sequence's; partial: parts of sequences that programs share; arrived
+    (max_rows, warps) int32, zero between launches.
+    """
+
+    def __init__(
+        self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
+    ) -> None:
+        device = torch.device(device)
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.programs = num_sms(device)
+        self.block = max(next_power_of_2(max_rows), 16)
+        tiles = head_dim * num_kv_heads // _WARPS // 16
+        self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.partial = torch.zeros((self.programs, 2, _WARPS, 4 * tiles + 4, 32), dtype=torch.float32, device=device)
+        self.arrived = torch.zeros((max_rows, _WARPS), dtype=torch.int32, device=device)
+        self.pdl = use_pdl(device)
+        page_bytes = 2 * _PAGE * num_kv_heads * head_dim * 2
+        starts_bytes = 4 * (max_rows + 1)
+        self.stages = min((SHARED_BYTES - 2048 - starts_bytes) // page_bytes, _MAX_STAGES)
+        self.shape = nvrtc.LaunchShape(
+            (self.programs, 1, 1),
+            (1, 1, 1),
+            32 * (_WARPS + 1),
+            self.stages * page_bytes + 1024 + starts_bytes,
+            self.pdl,
+        )
+
+    def suits(self, rows: int) -> bool:
+        """Whether this is the faster kernel for so many rows."""
+        return rows <= _FEW_ROWS or self.num_heads > _FEW_HEADS * self.num_kv_heads
+
+
+def schedule_stream(workspace: StreamWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
+    """Where the pages of the first ``rows`` contexts start. Once a step (inside the graph): all layers share it."""
+    _starts_kernel[(1,)](
+        seq_lens, workspace.starts, rows, PAGE=_PAGE, BLOCK=workspace.block, PDL=workspace.pdl,
+        num_warps=4, launch_pdl=workspace.pdl,
+    )  # fmt: skip
+
+
+def stream_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    workspace: StreamWorkspace,
+    early: bool = False,
+) -> None:
+    """After ``schedule_stream`` with the same seq_lens. q, out: (rows, heads, head_dim); caches (blocks, 16, kv heads,
+    head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in ``paged_decode``."""
+    if compiling():
+        return
+    rows, _, dim = out.shape
+    blocks, size, kv_heads = k_cache.shape[:3]
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
+    assert q.stride(2) == 1 and q.stride(1) == dim and out.stride(1) == dim
+    function = load(_kernel(kv_heads, workspace.num_heads // kv_heads, dim), q.device)
+    maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
+    tensors = (q, out, block_tables, seq_lens, workspace.starts, workspace.partial, workspace.arrived)
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    stride = ctypes.c_longlong(block_tables.stride(0))
+    numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, workspace.stages, int(early))
+    factor = ctypes.c_float(scale * LOG2E)
+    addresses = [
+        *(one.address for one in maps),
+        *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
+        ctypes.addressof(stride),
+        *(ctypes.addressof(numbers) + 4 * i for i in range(5)),
+        ctypes.addressof(factor),
+    ]
+    nvrtc.launch(function, workspace.shape, addresses)
