@@ -1,9 +1,9 @@
 """Paged decode attention on Hopper with the pages of all sequences as one stream: equal shares, no gaps between them.
 
 Bytes moved: the context's keys and values, once, as in ``paged_decode``. There each program reads a part of a sequence
-and one head of it, and a multiprocessor that has room for few programs reads nothing while one ends and the next begins. Here one
-program a multiprocessor goes through whole pages, all heads, and its loads (TMA, 64 KiB a page of 8 heads of 128) run
-ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py).
+and one head of it, and a multiprocessor that has room for few programs reads nothing while one ends and the next
+begins. Here one program a multiprocessor goes through whole pages, all heads, and its loads (TMA, 64 KiB a page of 8
+heads of 128) run ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py).
 
 Once a step ``schedule_stream`` adds up where each sequence's pages start; programs find their shares themselves. The
 kernel is CUDA C++ (``stream_decode.cu``). Shares after Stream-K (Osama et al., 2023), parts put together as in
