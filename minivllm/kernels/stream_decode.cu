@@ -60,6 +60,11 @@ __device__ __forceinline__ float column_sum(float x) {
 struct State {  // of a warp and a sequence; each lane has two columns, query heads 2 * (lane % 4) and the next
   float out[TILES][4], top[2], sum[2];  // not divided by the sum yet; maxima in base 2
 
+  __device__ void clear() {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) out[t][0] = out[t][1] = out[t][2] = out[t][3] = 0.f;
+    top[0] = top[1] = -1e30f, sum[0] = sum[1] = 0.f;
+  }
   __device__ void scale(float first, float second) {
 #pragma unroll
     for (int t = 0; t < TILES; t++) out[t][0] *= first, out[t][1] *= second, out[t][2] *= first, out[t][3] *= second;
@@ -150,9 +155,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
 #pragma unroll
       for (int i = 0; i < 2; i++) query[s][i] = group < G ? *(const u32*)(its + 16 * s + 8 * i) : 0;
     State state;
-#pragma unroll
-    for (int t = 0; t < TILES; t++) state.out[t][0] = state.out[t][1] = state.out[t][2] = state.out[t][3] = 0.f;
-    state.top[0] = state.top[1] = -1e30f, state.sum[0] = state.sum[1] = 0.f;
+    state.clear();
 
 #pragma unroll 1
     for (; page < stop; page++) {
@@ -217,8 +220,8 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       if (__shfl_sync(~0u, before, 0) != to - from) continue;
       __threadfence();
       if (lane == 0) arrived[row * WARPS + warp] = 0;
-      for (int p = from; p <= to; p++) {
-        if (p == program || !holds) continue;
+      state.clear();
+      for (int p = from; p <= to && holds; p++) {  // in this order, its own as well: who is last makes no difference
         const float* its_part = partial + ((long long)(p * 2 + (p != to)) * WARPS + warp) * PIECE + at;
         State other;
 #pragma unroll

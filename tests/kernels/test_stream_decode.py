@@ -1,0 +1,229 @@
+"""Decode attention on a stream of pages: what the driver is told, without a GPU; on Hopper, the results against the
+reference, with garbage wherever nothing was stored."""
+
+import ctypes
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minivllm.kernels import nvrtc
+from minivllm.kernels import stream_decode as stream
+from minivllm.kernels.paged_decode import paged_decode_reference
+from minivllm.kernels.stream_decode import StreamWorkspace, schedule_stream, stream_decode, use_stream
+
+BF16 = torch.bfloat16
+SHAPES = [(16, 8, 128), (40, 8, 128), (20, 4, 128), (16, 2, 128), (32, 8, 64)]  # heads, kv heads, head_dim
+
+
+# --------------------------------------------------------------------------- which attention
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As if every CUDA device were one; which kernels were asked for."""
+    asked = []
+    monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
+    monkeypatch.setattr(stream, "loads", lambda kernel, device: asked.append(kernel) or True)
+    return asked
+
+
+def wanted(heads=16, kv_heads=8, dim=128, block_size=16, dtype=BF16, device="cuda", window=None, rows=256):
+    return use_stream(heads, kv_heads, dim, block_size, dtype, torch.device(device), window, rows)
+
+
+def test_attention_of_few_key_heads_is_taken_if_its_kernel_loads(on_hopper, monkeypatch):
+    assert wanted() and wanted(64, 8) and wanted(20, 4) and wanted(8, 2, 64)
+    assert [dict(kernel.macros)["KV"] for kernel in on_hopper] == [8, 8, 4, 2]
+    monkeypatch.setattr(stream, "loads", lambda kernel, device: False)
+    assert not wanted()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"kv_heads": 1},  # pages too small to keep eight warps busy
+        {"heads": 64, "kv_heads": 16},
+        {"heads": 72},
+        {"dim": 96},
+        {"block_size": 32},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"device": "cpu"},
+        {"window": 512},
+        {"rows": stream.MAX_ROWS + 1},
+    ],
+    ids=str,
+)
+def test_other_attention_is_left_to_the_other_kernel(on_hopper, what):
+    assert not wanted(**what) and not on_hopper
+
+
+def test_rows_that_have_room_elsewhere_are_left_there(on_hopper, monkeypatch):
+    monkeypatch.setattr(stream, "num_sms", lambda device: 132)
+    few, many = (StreamWorkspace(256, heads, 8, 128, "cpu") for heads in (16, 32))
+    assert few.suits(192) and not few.suits(193)
+    assert many.suits(256)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_every_kind_compiles(compiled, heads, kv_heads, dim):
+    kernel = stream._kernel(kv_heads, heads // kv_heads, dim)
+    assert b"stream_decode" in nvrtc.compile_cubin(kernel.source)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_the_stages_fit_a_multiprocessor_and_parts_their_buffer(monkeypatch, heads, kv_heads, dim):
+    monkeypatch.setattr(stream, "num_sms", lambda device: 132)
+    workspace = StreamWorkspace(stream.MAX_ROWS, heads, kv_heads, dim, "cpu")
+    page = 4 * 16 * kv_heads * dim
+    static = 2 * 8 * 24  # barriers
+    assert 2 <= workspace.stages <= 24 and workspace.shape.shared_bytes >= workspace.stages * page + 4 * 1025
+    assert workspace.shape.shared_bytes + static <= 227 * 1024
+    tiles = dim * kv_heads // 8 // 16  # of 16 dimensions that one of eight warps has
+    assert workspace.partial[0, 0, 0].numel() == 32 * (4 * tiles + 4)
+    assert not workspace.arrived.any()
+
+
+def test_the_driver_is_told_the_launch(monkeypatch):
+    """The kernel's arguments, read back from their addresses."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    seen, maps = [], []
+    kinds = [ctypes.c_void_p] * 7 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float]
+
+    def launched(config, kernel, addresses, extra):
+        at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
+        values = [kind.from_address(at[2 + i]).value for i, kind in enumerate(kinds)]
+        seen.append((config, kernel, [*at[:2], *values]))
+        return (0,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(stream, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(stream, "num_sms", lambda device: 132)
+    monkeypatch.setattr(nvrtc, "page_map", lambda *args: maps.append(args) or SimpleNamespace(address=5))
+    workspace = StreamWorkspace(64, 20, 4, 128, "cpu")
+    q, out = torch.zeros(2, 40, 20, 128, dtype=BF16)
+    k_cache, v_cache = torch.zeros(2, 9, 16, 4, 128, dtype=BF16)
+    tables, lens = torch.zeros(40, 33, dtype=torch.int32)[:, :7], torch.ones(40, dtype=torch.int32)
+    stream_decode(q, k_cache, v_cache, tables, lens, 0.5, out, workspace, early=True)
+    ((config, kernel, values),) = seen
+    assert kernel == stream._kernel(4, 5, 128)
+    tensors = (q, out, tables, lens, workspace.starts, workspace.partial, workspace.arrived)
+    numbers = [33, 20 * 128, 20 * 128, 40, workspace.stages, 1]
+    assert values[:-1] == [5, 5, *(t.data_ptr() for t in tensors), *numbers]
+    assert values[-1] == pytest.approx(0.5 * 1.4426950408889634)
+    assert (config.gridDimX, config.gridDimY, config.blockDimX, int(config.hStream)) == (132, 1, 288, 77)
+    assert maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
+
+
+def test_pages_are_counted(where):
+    device, _ = where
+    lens = [1, 16, 17, 0, 300, 32]
+    workspace = StreamWorkspace(8, 16, 8, 128, device)
+    schedule_stream(workspace, torch.tensor(lens, dtype=torch.int32, device=device), len(lens))
+    assert workspace.starts[:7].tolist() == [0, 1, 2, 4, 5, 24, 26]  # of an empty sequence one is read, and not heeded
+
+
+# --------------------------------------------------------------------------- on Hopper
+
+_draw = random.Random(0)
+LENGTHS = {
+    "one key": [1],
+    "ends of pages": [5, 15, 16, 17, 31, 32, 33],
+    "some": [_draw.randint(1, 300) for _ in range(40)],
+    "long and short": [3000, 1, 2, 5000, 16, 700] + [40] * 12,
+    "many": [_draw.randint(1, 900) for _ in range(200)],
+    "one a row": [1] * 300,
+    "few and long": [6000] * 3,
+}
+
+
+class Case:
+    """Rows of such lengths; pages drawn from all over the cache, and NaN where no key was stored."""
+
+    def __init__(self, lens, heads, kv_heads, dim, device):
+        pages = [-(-max(n, 1) // 16) for n in lens]
+        blocks = 1 + torch.randperm(sum(pages), device=device).int()
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(len(lens), max(pages) + 3, dtype=torch.int32, device=device)
+        self.cache = torch.full((2, sum(pages) + 1, 16, kv_heads, dim), float("nan"), dtype=BF16, device=device)
+        for row, (n, some) in enumerate(zip(lens, blocks.split(pages), strict=True)):
+            self.tables[row, : len(some)] = some
+            keys = torch.randn(2, len(some) * 16, kv_heads, dim, device=device, dtype=BF16)
+            keys[:, n:] = float("nan")
+            self.cache[:, some.long()] = keys.unflatten(1, (-1, 16))
+        self.q = torch.randn(len(lens), heads, dim, device=device, dtype=BF16)
+        self.workspace = StreamWorkspace(max(len(lens), 16), heads, kv_heads, dim, device)
+        assert use_stream(heads, kv_heads, dim, 16, BF16, self.q.device, None, len(lens))
+
+    def run(self, out=None, schedule=True, early=False):
+        out = torch.full_like(self.q, float("nan")) if out is None else out
+        if schedule:
+            schedule_stream(self.workspace, self.lens, len(self.lens))
+        scale = self.q.shape[-1] ** -0.5
+        stream_decode(self.q, *self.cache, self.tables, self.lens, scale, out, self.workspace, early)
+        return out
+
+    def expected(self):
+        k, v = torch.nan_to_num(self.cache).float().cpu()
+        scale = self.q.shape[-1] ** -0.5
+        return paged_decode_reference(self.q.float().cpu(), k, v, self.tables.cpu(), self.lens.cpu(), scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lens", LENGTHS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_it_attends_as_the_reference_does(gpu, close, lens, heads, kv_heads, dim):
+    case = Case(LENGTHS[lens], heads, kv_heads, dim, gpu)
+    expected = case.expected()
+    torch.cuda.synchronize()
+    first = case.run()
+    close(first, expected)
+    for _ in range(5):  # what it leaves in its workspace is what it found, and parts are put together in one order
+        assert torch.equal(case.run(), first)
+    assert not case.workspace.arrived.any()
+
+
+@pytest.mark.gpu
+def test_a_sequence_without_keys_gives_zeros(gpu):
+    case = Case([0, 20, 0], 16, 8, 128, gpu)
+    torch.cuda.synchronize()
+    out = case.run()
+    assert not out[0].any() and not out[2].any() and out[1].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, close):
+    """In a graph, each behind a kernel that writes the newest keys and starts the next one late (the rotary kernel)."""
+    from minivllm.kernels.rotary import qk_norm_rope_store
+
+    lens = [_draw.randint(1, 700) for _ in range(60)]
+    cases = [Case(lens, 16, 8, 128, gpu) for _ in range(3)]
+    qkv = [torch.randn(len(lens), 32 * 128, device=gpu, dtype=BF16) for _ in cases]
+    cos_sin = torch.cat([torch.ones(1000, 64, device=gpu), torch.zeros(1000, 64, device=gpu)], 1)  # no turn
+    positions = cases[0].lens.long() - 1
+    slots = [c.tables.gather(1, positions[:, None] // 16)[:, 0].long() * 16 + positions % 16 for c in cases]
+    outs = [torch.empty_like(case.q) for case in cases]
+
+    def step():
+        for i, (case, out) in enumerate(zip(cases, outs, strict=True)):
+            args = (None, None, 1e-6, cos_sin, positions, *case.cache, slots[i], 16, 8, 128)
+            case.q = qk_norm_rope_store(qkv[i], *args)
+            case.run(out, schedule=True, early=False) if not i else case.run(out, schedule=False, early=True)
+
+    for case in cases[1:]:
+        case.workspace = cases[0].workspace
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(4):
+        for case, packed, slot in zip(cases, qkv, slots, strict=True):
+            packed.normal_()
+            case.cache.flatten(1, 2)[:, slot] = float("nan")  # the newest: what is read too early shows
+        graph.replay()
+        for case, out in zip(cases, outs, strict=True):
+            close(out, case.expected())
