@@ -130,7 +130,7 @@ class Worker:
                     decodes.launch_all_kinds()
                 if prompts is not None:
                     prompts.launch_all_kinds()
-                for tokens in (512, 1025):  # some, and many but not so that our own products have even shares of them
+                for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
                     self.runner.dry_run(min(self.spec.max_num_batched_tokens, tokens), self.max_model_len)
         self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))

@@ -2,12 +2,13 @@
 // GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. HEAD: the features are heads of so many, of queries,
 // keys and values; queries and keys are normed and rotated, and keys and values go to the cache. See cluster_linear.py.
 //
-// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD) at a time, with `multiply` (wgmma.m64n{COLUMNS}k16) put in
-// front. A program has GROUPS warpgroups that multiply, each 64 lines of one operand with COLUMNS lines of the other, and
-// a warp that asks for tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and cluster are (feature tiles,
-// row tiles, splits of k). The programs of a cluster have one feature tile. Those of one split share the weight's tiles:
-// each loads its part and sends it to all of them. The splits send each other the sums of the rows that the other
-// finishes. GATED or HEAD may be launched with SQUARING threads more: x's rms divides each row (a norm in front).
+// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD) at a time, behind hopper.cuh and `multiply`
+// (wgmma.m64n{COLUMNS}k16). A program has GROUPS warpgroups that multiply, each 64 lines of one operand with COLUMNS
+// lines of the other, and a warp that asks for tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and
+// cluster are (feature tiles, row tiles, splits of k). The programs of a cluster have one feature tile. Those of one
+// split share the weight's tiles: each loads its part and sends it to all of them. The splits send each other the sums
+// of the rows that the other finishes. GATED or HEAD may be launched with SQUARING threads more: x's rms divides each
+// row (a norm in front).
 
 constexpr int FEATURES = ROWS_FIRST ? COLUMNS : 64 * GROUPS;
 constexpr int ROWS = ROWS_FIRST ? 64 * GROUPS : COLUMNS;
@@ -24,6 +25,16 @@ constexpr int WIDTH = OUTPUTS / 8;       // threads that finish a row, 8 outputs
 constexpr int TURN = THREADS / WIDTH;    // rows that are finished at once
 constexpr int NEEDED = (ROWS + TURN - 1) / TURN, AT_ONCE = HEAD ? 2 : NEEDED < 4 ? NEEDED : 4;
 constexpr int TURNS = (NEEDED + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+
+__device__ __forceinline__ float read1(u32 from) {
+  float d;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(d) : "r"(from));
+  return d;
+}
+__device__ __forceinline__ float2 rounded(float a, float b) {
+  const u32 pair = pack(a, b);
+  return make_float2(low(pair), high(pair));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32 + (GATED || HEAD ? SQUARING : 0), MIN_PROGRAMS)
 cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, u16* out, int rows,

@@ -14,10 +14,7 @@ What stands around it counts as much: a program's first tiles of weights, often 
 (see pdl.py), so that behind a kernel of its own kind a product of 32 rows takes 3.7 µs, of which the launch is 1.3.
 """
 
-import ctypes
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -32,7 +29,7 @@ from minivllm.kernels.cluster_config import (
     tile_kernel,
     tile_rows,
 )
-from minivllm.kernels.hopper import STEP, heads_argument, load, loads
+from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
@@ -64,23 +61,11 @@ def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:
     return rows <= 64 and n * k <= LARGE_WEIGHT
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """All of a launch that tensors of one shape share."""
-
-    kernel: Any
-    shape: nvrtc.LaunchShape
-    weight_lines: int  # of a TMA load, and rows of x
-    x_rows: int
-    numbers: Any  # the kernel's, in arrays that live on
-    addresses: list[int]  # of each
-
-
 @cache
 def _plan(
     rows: int, lines: int, n: int, k: int, add: bool, gated: bool, head_dim: int, eps: float | None,
     config: ClusterConfig | None, device: torch.device,
-) -> _Plan:  # fmt: skip
+) -> Plan:  # fmt: skip
     config = config or cluster_config(rows, lines, k, num_sms(device), gated, head_dim)
     assert config is not None
     tile = config.tile
@@ -94,10 +79,9 @@ def _plan(
         config.stages * tile.stage_bytes + received_bytes(tile, rows, config.splits) + 1024,
         use_pdl(device),
     )
-    values = (rows, n, cdiv(k, STEP), box_rows, config.stages, config.sharing, config.splits, int(add))
-    numbers = (ctypes.c_int * len(values))(*values), (ctypes.c_float * 2)(1 / k, eps or 0.0)
-    addresses = [ctypes.addressof(array) + 4 * i for array in numbers for i in range(len(array))]
-    return _Plan(load(tile_kernel(tile), device), shape, tile.outputs // config.sharing, box_rows, numbers, addresses)
+    ints = (rows, n, cdiv(k, STEP), box_rows, config.stages, config.sharing, config.splits, int(add))
+    boxes = (tile.outputs // config.sharing, box_rows)
+    return plan_of(tile_kernel(tile), device, shape, boxes, ints, (1 / k, eps or 0.0))
 
 
 def _launch(
@@ -115,17 +99,10 @@ def _launch(
     """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous; ``features`` is n where out holds fewer of them."""
     if compiling():
         return out
-    assert weight.is_contiguous() and out.is_contiguous()
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
-        x = x.contiguous()
-    (rows, k), lines = x.shape, weight.shape[0]
-    head_dim = 0 if heads is None else heads.head_dim
-    plan = _plan(rows, lines, features or out.shape[1], k, add, gated, head_dim, eps, config, x.device)
-    weights = nvrtc.tensor_map(weight.data_ptr(), lines, k, k, plan.weight_lines, STEP)
-    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.x_rows, STEP)
-    pointer, behind = ctypes.c_void_p(out.data_ptr()), heads_argument(heads)
-    addresses = [weights.address, inputs.address, ctypes.addressof(pointer), *plan.addresses, ctypes.addressof(behind)]
-    nvrtc.launch(plan.kernel, plan.shape, addresses)
+    assert out.is_contiguous()
+    (rows, k), n, head_dim = x.shape, features or out.shape[1], 0 if heads is None else heads.head_dim
+    plan = _plan(rows, weight.shape[0], n, k, add, gated, head_dim, eps, config, x.device)
+    launch(plan, x, weight, [out], heads_argument(heads))
     return out
 
 

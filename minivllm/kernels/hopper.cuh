@@ -1,5 +1,5 @@
-// What the kernels for Hopper in this folder share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for
-// wgmma, bfloat16 pairs, and what stands behind a projection of heads. Put in front of a kernel's source.
+// What the kernels for Hopper here share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for wgmma,
+// pairs of bfloat16, and what stands behind a projection of heads. hopper.py puts it in front of each.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, i
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"(ranks) : "memory");
 }
-// A tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another.
+// The descriptor of a tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another.
 __device__ __forceinline__ u64 matrix(u32 address) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -56,19 +56,8 @@ __device__ __forceinline__ u32 pack(float a, float b) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
   return pair;
 }
-
 __device__ __forceinline__ void read4(float (&d)[4], u32 from) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from));
-}
-
-__device__ __forceinline__ float read1(u32 from) {
-  float d;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(d) : "r"(from));
-  return d;
-}
-__device__ __forceinline__ float2 rounded(float a, float b) {
-  const u32 pair = pack(a, b);
-  return make_float2(low(pair), high(pair));
 }
 
 struct Heads {  // what stands behind a projection of heads; strides in elements

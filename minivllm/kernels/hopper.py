@@ -1,8 +1,9 @@
-"""What the CUDA C++ kernels for Hopper share: how one is put together, compiled and loaded, and what stands behind a
-projection of heads."""
+"""What the kernels in CUDA C++ for Hopper share: how one is put together, compiled and loaded, how products are launched,
+and what stands behind a projection of heads."""
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -85,6 +86,9 @@ def _loaded(kernel: Kernel, device: torch.device) -> bool:
     return True
 
 
+# --------------------------------------------------------------------------- heads
+
+
 _POINTERS = ("angles", "positions", "slots", "keys", "values", "query_norm", "key_norm", "kept")
 
 
@@ -112,3 +116,48 @@ def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> Hea
         heads.cos_sin.stride(0), *heads.k_cache.stride()[:3],
         heads.num_heads, heads.num_kv_heads, heads.k_cache.shape[1], heads.eps,
     )  # fmt: skip
+
+
+# --------------------------------------------------------------------------- launching
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of a launch that tensors of one shape share."""
+
+    kernel: Any
+    shape: nvrtc.LaunchShape
+    boxes: tuple[int, int]  # lines of the weight, and rows of x, of a TMA load
+    numbers: Any  # the kernel's, in arrays that live on
+    addresses: list[int]  # of each
+
+
+def plan_of(
+    kernel: Kernel,
+    device: torch.device,
+    shape: nvrtc.LaunchShape,
+    boxes: tuple[int, int],
+    ints: Sequence[int],
+    floats: Sequence[float] = (),
+) -> Plan:
+    numbers = (ctypes.c_int * len(ints))(*ints), (ctypes.c_float * len(floats))(*floats)
+    addresses = [ctypes.addressof(array) + 4 * i for array in numbers for i in range(len(array))]
+    return Plan(load(kernel, device), shape, boxes, numbers, addresses)
+
+
+def launch(
+    plan: Plan, x: torch.Tensor, weight: torch.Tensor, tensors: Sequence[torch.Tensor | None], behind: HeadsArgument
+) -> None:
+    """x (t, k), weight (n, k). A kernel's arguments are their tensor maps, the weight's first, then pointers to
+    ``tensors``, the plan's numbers, and ``behind``."""
+    assert weight.is_contiguous()
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
+        x = x.contiguous()
+    (rows, k), n = x.shape, weight.shape[0]
+    weights = nvrtc.tensor_map(weight.data_ptr(), n, k, k, plan.boxes[0], STEP)
+    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.boxes[1], STEP)
+    pointers = (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
+    at = ctypes.addressof(pointers)
+    to_pointers = range(at, at + ctypes.sizeof(pointers), 8)
+    addresses = [weights.address, inputs.address, *to_pointers, *plan.addresses, ctypes.addressof(behind)]
+    nvrtc.launch(plan.kernel, plan.shape, addresses)

@@ -1,25 +1,25 @@
-// out[r, f] = sum_k x[r, k] * weight[f, k], bfloat16, sums in float32, and what stands behind, for many rows; see
-// persistent_linear.py. GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. HEAD: the features are heads of
-// so many, of queries, keys and values; queries and keys are normed and rotated, and keys and values go to the cache.
-// ``factors``, if there are any, multiply the rows first.
+// y[r, f] = factors[r] * sum_k x[r, k] * weight[f, k], without factors if there are none, bfloat16, sums in float32,
+// for many rows, and what stands behind. GATED: out = silu(gate) * up, y's two halves. HEAD: y's features are heads of
+// so many, of queries, keys and values; queries and keys are normed and rotated, queries go to out, keys and values to
+// the cache. See persistent_linear.py.
 //
-// Compiled for GATED or one HEAD at a time, behind hopper.cuh and `multiply` (wgmma.m64n256k16). Programs in clusters of
-// two go through the tiles: two tiles of 128 rows, one a program, with the same 256 lines of the weight, of which each
-// program loads half and sends it to both. A program has two warpgroups that multiply 64 rows each and leave the sums in
-// shared memory, in bfloat16, a warp that loads, and three that finish the sums while the next tile is multiplied.
+// Compiled for GATED or one HEAD at a time, behind hopper.cuh and `multiply` (wgmma.m64n256k16). Clusters of two
+// programs go through pairs of tiles: 128 rows for each program, and the same 256 lines of the weight, of which each
+// loads half and sends it to both. A program has two warpgroups that multiply 64 rows each and leave the sums in shared
+// memory, rounded to bfloat16, a warp that loads, and three that finish the sums while the next tile is multiplied.
 
 constexpr int ROWS = 128, LINES = 256, STAGES = 3;
 constexpr int OUTPUTS = GATED ? LINES / 2 : LINES;
 constexpr int X_BYTES = ROWS * LINE, HALF_BYTES = LINES / 2 * LINE, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
-constexpr int PITCH = LINES * 2;      // bytes of a row of sums; of its 16-byte parts, part p of row r lies at p ^ (r % 8)
-constexpr int PART = GATED ? 16 : HEAD / 16;  // from a part to the one that it is finished with: gate and up, or the
-                                      // halves of a head, which turn together
-constexpr int FINISHING = 96;         // threads; 16 a row, so that TURN rows are finished beside each other
-constexpr int TURN = FINISHING / 16, AT_ONCE = 2;  // and so many by the same thread, lest it wait for itself
-constexpr int WIDE = 8;               // feature tiles that take turns before the next rows: what they read stays in L2
+constexpr int PITCH = LINES * 2;  // bytes of a row of sums, in parts of 16; part p of row r lies at p ^ (r % 8)
+// From a part to the one that it is finished with: gate and up, or the halves of a head, which turn together.
+constexpr int PART = GATED ? 16 : HEAD / 16;
+constexpr int FINISHING = 96;  // threads; 16 a row, so that TURN rows are finished side by side
+constexpr int TURN = FINISHING / 16, AT_ONCE = 2;  // rows that a thread has in hand: one's loads beside another's sums
+constexpr int WIDE = 8;  // feature tiles that take turns before the next rows: what they read stays in L2
 
-struct Tiles {  // in the order in which they are computed
-  int columns, block;  // tiles of features; pairs of tiles of rows times WIDE
+struct Tiles {  // pairs of them, in the order in which they are computed
+  int columns, block;  // tiles of features; pairs of tiles in WIDE of those
   __device__ Tiles(int rows, int features)
       : columns((features + OUTPUTS - 1) / OUTPUTS), block((rows + 2 * ROWS - 1) / (2 * ROWS) * WIDE) {}
   __device__ int all() const { return block / WIDE * columns; }
@@ -76,7 +76,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
   __shared__ u64 barriers[2 * STAGES + 4];
   const int lane = threadIdx.x % 32, member = blockIdx.x % 2;
   const u32 tiles = (shared_address(memory) + 1023) & ~1023u, sums_at = tiles + STAGES * STAGE_BYTES;
-  // Of a tile's rows: where they go in the cache, where their angles are, and their factors.
+  // Of a tile's rows: where their keys and values go in the cache, where their angles are, and their factors.
   long long* places = (long long*)(memory + (sums_at - shared_address(memory)) + ROWS * PITCH);
   int* turns = (int*)(places + ROWS);
   float* scales = (float*)(turns + ROWS);
@@ -105,7 +105,8 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
   if (threadIdx.x < 32) {  // loads
     if (lane == 0) {
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      asm volatile("griddepcontrol.launch_dependents;");  // late: see decode attention, which reads ahead of its wait
+      // Late, as in cluster_linear.cu: attention reads what no kernel just before it wrote, ahead of its own wait.
+      asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
       for (int tile = blockIdx.x / 2; tile < all; tile += gridDim.x / 2) {
         order.at(tile, member, r0, f0);
@@ -124,7 +125,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
     __syncwarp();
   } else if (threadIdx.x >= 128) {  // multiply
     const int half = threadIdx.x / 128 - 1, teller = threadIdx.x % 128;
-    const int row = half * 64 + teller / 32 * 16 + lane % 16;  // whose part this lane says where to store
+    const int row = half * 64 + teller / 32 * 16 + lane % 16;  // stmatrix: of which this lane gives a part's address
     const u32 to = sums_at + row * PITCH;
     int turn = 0;
 #pragma unroll 1

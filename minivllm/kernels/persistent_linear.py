@@ -1,5 +1,6 @@
 """Linear layers over a thousand rows and more, on Hopper, with what stands behind them: SiLU(gate) * up, or the norm of
-queries and keys, rotary embedding and cache write. The rows may be multiplied by a factor each first (``row_factors``).
+queries and keys, rotary embedding and cache write. The product's rows may be multiplied by a factor each first
+(``row_factors``: the norm in front, if its weight is folded into the product's).
 
 The kernel is CUDA C++ (``persistent_linear.cu``): a program a multiprocessor, in clusters of two, goes through tiles of
 128 rows by 256 features; structure after CUTLASS's warp-specialized GEMMs (NVIDIA, 2023). It saves a pass over the
@@ -7,26 +8,22 @@ product, read and written: of 8,192 tokens and Qwen3-0.6B 151 MB behind gate and
 4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s.
 """
 
-import ctypes
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
-from minivllm.kernels.hopper import STEP, Kernel, heads_argument, load, loads
+from minivllm.kernels.hopper import STEP, Kernel, Plan, heads_argument, launch, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
 MIN_ROWS = 1024
-_BUSY = 0.9  # below, the library's smaller tiles are faster, and a pass over the product costs less
-_ROWS, _LINES = 128, 256  # a tile's rows, and lines of the weight
+_BUSY = 0.9  # below, the library's smaller tiles save more than the pass over the product costs
+_ROWS, _LINES, _STAGES = 128, 256, 3  # a tile's rows and lines of the weight, and stages of k; as in the .cu
 _STAGE_BYTES = (_ROWS + _LINES) * 2 * STEP
-_STAGES = 3
 _SUM_BYTES = _ROWS * _LINES * 2
-_ROW_BYTES = _ROWS * 16
+_ROW_BYTES = _ROWS * 16  # a place in the cache, one among the angles, and a factor, of each
 _THREADS = 384
 
 
@@ -40,8 +37,8 @@ def use_persistent(
 
 
 def busy(rows: int, n: int, clusters: int) -> float:
-    """Which share of their time programs multiply rows and features that are there, the last round's idle ones
-    included. n: lines of the weight."""
+    """The share of all programs' time that goes into rows and features that are there; the rest pads tiles, or idles in
+    the last round. n: lines of the weight."""
     rounds = cdiv(cdiv(rows, 2 * _ROWS) * cdiv(n, _LINES), clusters)
     return rows * n / (rounds * clusters * 2 * _ROWS * _LINES)
 
@@ -51,18 +48,8 @@ def _kernel(gated: bool, head_dim: int) -> Kernel:
     return Kernel("persistent_linear", _LINES, (("GATED", int(gated)), ("HEAD", head_dim)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """All of a launch that tensors of one shape share."""
-
-    kernel: Any
-    shape: nvrtc.LaunchShape
-    numbers: Any  # the kernel's, in an array that lives on
-    addresses: list[int]  # of each
-
-
 @cache
-def _plan(rows: int, n: int, k: int, gated: bool, head_dim: int, device: torch.device) -> _Plan:
+def _plan(rows: int, n: int, k: int, gated: bool, head_dim: int, device: torch.device) -> Plan:
     pairs = cdiv(rows, 2 * _ROWS) * cdiv(n, _LINES // 2 if gated else _LINES)
     shape = nvrtc.LaunchShape(
         (2 * min(pairs, num_sms(device) // 2), 1, 1),
@@ -71,10 +58,7 @@ def _plan(rows: int, n: int, k: int, gated: bool, head_dim: int, device: torch.d
         _STAGES * _STAGE_BYTES + _SUM_BYTES + _ROW_BYTES + 1024,
         use_pdl(device),
     )
-    numbers = (ctypes.c_int * 3)(rows, n, cdiv(k, STEP))
-    return _Plan(
-        load(_kernel(gated, head_dim), device), shape, numbers, [ctypes.addressof(numbers) + 4 * i for i in range(3)]
-    )
+    return plan_of(_kernel(gated, head_dim), device, shape, (_LINES // 2, _ROWS), (rows, n, cdiv(k, STEP)))
 
 
 def _launch(
@@ -88,23 +72,12 @@ def _launch(
     heads: Heads | None = None,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """x (t, k), weight (n or 2 * n, k), factors (t,) float32."""
+    """x (t, k), weight (n or 2 * n, k), factors (t,) float32; ``kept`` as ``heads_argument`` has it."""
     if compiling():
         return
-    assert weight.is_contiguous() and out.is_contiguous()
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
-        x = x.contiguous()
-    rows, k = x.shape
-    plan = _plan(rows, n, k, gated, 0 if heads is None else heads.head_dim, x.device)
-    weights = nvrtc.tensor_map(weight.data_ptr(), weight.shape[0], k, k, _LINES // 2, STEP)
-    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), _ROWS, STEP)
-    pointers = (ctypes.c_void_p * 2)(out.data_ptr(), None if factors is None else factors.data_ptr())
-    at, behind = ctypes.addressof(pointers), heads_argument(heads, kept)
-    nvrtc.launch(
-        plan.kernel,
-        plan.shape,
-        [weights.address, inputs.address, at, at + 8, *plan.addresses, ctypes.addressof(behind)],
-    )
+    assert out.is_contiguous()
+    plan = _plan(x.shape[0], n, x.shape[1], gated, 0 if heads is None else heads.head_dim, x.device)
+    launch(plan, x, weight, [out, factors], heads_argument(heads, kept))
 
 
 def persistent_gate_up(x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:

@@ -23,8 +23,8 @@ class Attention:
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
     write in one kernel, k and v beside the cache for ``fresh_prompts`` only, in their places in qkv; where it has
-    ``fused_decode_rows``, a step of few decodes takes that kernel in with attention; for some more rows, the
-    projection takes it in. A backend that overrides either is handed q, k and v.
+    ``fused_decode_rows``, a step of few decodes takes that kernel in with attention; with more rows, the projection
+    takes it in where that is faster. A backend that overrides either is handed q, k and v.
     """
 
     def __init__(

@@ -149,6 +149,35 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
     assert all(last is None or len(last) == slots for last in asked.values())
 
 
+@pytest.mark.parametrize(
+    ("weights", "most", "launched"),
+    [
+        (10**9, 8192, [(32, False), (1024, False), (2048, False), (8192, False), (8192, True)]),
+        (10**9, 512, [(32, False)]),
+        (10**9, 31, []),
+        (10**11, 60, [(60, False), (60, True)]),  # too large a model for more than a full step
+    ],
+)
+def test_ahead_the_smallest_step_is_run_and_all_large_ones(
+    weights: int, most: int, launched: list[tuple[int, bool]]
+) -> None:
+    said: list[tuple[int, bool]] = []
+    attention = SimpleNamespace(batch=None, plan=lambda plan: None)
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, backend: Any) -> None:
+        assert len(input_ids) == len(positions) == len(backend.batch.slot_mapping) == backend.batch.graph_size
+        assert int(backend.batch.host_query_lens.sum()) == len(input_ids)
+        said.append((len(input_ids), backend.batch.graph_whole))
+
+    layer = torch.nn.Parameter(torch.empty(weights, 1, device="meta"))
+    runner = SimpleNamespace(
+        device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16, attention=attention,
+        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)], forward=forward),
+    )  # fmt: skip
+    PromptGraphs(runner, most, TensorParallel()).launch_all_kinds()  # type: ignore[arg-type]
+    assert said == launched
+
+
 @pytest.mark.parametrize("picks", [True, False])
 def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]], picks: bool) -> None:
     """Full and padded graphs, of all rows and of the last ones; and of a model that returns all though few are asked

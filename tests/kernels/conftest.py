@@ -1,7 +1,10 @@
 """Where a kernel's launcher runs: on the GPU, and on the CPU under Triton's interpreter, in float32 (its bf16 dot is
-wrong). Triton reads TRITON_INTERPRET when it is first imported, so it is set here, before any kernel is."""
+wrong). Triton reads TRITON_INTERPRET when it is first imported, so it is set here, before any kernel is. Kernels in
+CUDA C++ are compiled and launched on the CPU, too, as far as that goes: up to the driver."""
 
+import ctypes
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,3 +51,63 @@ def close():
         assert error < limit, f"relative error {error:.2e}"
 
     return check
+
+
+# --------------------------------------------------------------------------- kernels in CUDA C++
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """An empty cache folder; skips where there is no compiler."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The driver's own structures, filled, without a GPU. ``seen``, of each launch: its config, its Kernel, its
+    arguments' values (a tensor map's is its address, 5), read back from their addresses. ``maps``: what TMA loads."""
+    from minivllm.kernels import cluster_linear, hopper, persistent_linear
+
+    driver = pytest.importorskip("cuda.bindings.driver")
+    launches = SimpleNamespace(seen=[], maps=[], driver=driver)
+    pointer, number, fraction = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    behind_maps = {
+        "cluster_linear": [pointer, *[number] * 8, fraction, fraction, hopper.HeadsArgument],
+        "persistent_linear": [pointer, pointer, number, number, number, hopper.HeadsArgument],
+    }
+
+    def launched(config, kernel, addresses, extra):
+        kinds = behind_maps[kernel.name]
+        at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
+        values = [kind.from_buffer_copy(kind.from_address(at[2 + i])) for i, kind in enumerate(kinds)]
+        launches.seen.append((config, kernel, [*at[:2], *(getattr(value, "value", value) for value in values)]))
+        return (0,)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(hopper, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(
+        hopper.nvrtc, "tensor_map", lambda *args: launches.maps.append(args) or SimpleNamespace(address=5)
+    )
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
+    for module in (cluster_linear, persistent_linear):
+        monkeypatch.setattr(module, "use_pdl", lambda device: True)
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+        module._plan.cache_clear()
+    yield launches
+    for module in (cluster_linear, persistent_linear):
+        module._plan.cache_clear()
+
+
+@pytest.fixture
+def gpu():
+    """The device; skips where kernels for Hopper cannot be compiled and run."""
+    from minivllm.kernels import nvrtc
+
+    device = torch.device("cuda")
+    if not torch.cuda.is_available() or not nvrtc.available(device):
+        pytest.skip("no Hopper GPU, or no cuda-bindings")
+    torch.manual_seed(0)
+    return device

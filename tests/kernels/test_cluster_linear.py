@@ -1,8 +1,6 @@
 """Products of some rows: every tile, shared loads and splits of k against float32, with all that they take in."""
 
-import ctypes
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,15 +109,6 @@ def test_while_kernels_are_only_compiled_none_is_waited_for_or_launched(monkeypa
     assert (residual == 1).all()
 
 
-@pytest.fixture
-def compiled(tmp_path, monkeypatch):
-    """An empty cache folder; skips where there is no compiler."""
-    pytest.importorskip("cuda.bindings.nvrtc")
-    triton = pytest.importorskip("triton")
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    return tmp_path
-
-
 def test_every_tile_compiles_and_is_kept(compiled):
     widest = [Tile(groups, most, True, programs, True) for (groups, programs), most in MOST_FEATURES.items()]
     tiles = [*TILES, *widest, replace(SMALL, gated=True), replace(WIDE, gated=True), Tile(2, 128, True, 1, head_dim=64)]
@@ -143,40 +132,10 @@ def test_what_does_not_compile_says_where(compiled):
     assert not list(compiled.iterdir())
 
 
-@pytest.fixture
-def told(monkeypatch):
-    """The driver's own structures, filled, without a GPU: (config, kernel, the arguments' addresses) of each launch."""
-    driver = pytest.importorskip("cuda.bindings.driver")
-    launches = SimpleNamespace(seen=[], maps=[], driver=driver)
-    stream = SimpleNamespace(cuda_stream=77)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(cluster, "use_pdl", lambda device: True)
-    monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
-    monkeypatch.setattr(cluster, "load", lambda kernel, device: kernel)
-    monkeypatch.setattr(
-        cluster.nvrtc, "tensor_map", lambda *args: launches.maps.append(args) or SimpleNamespace(address=5)
-    )
-
-    def launched(config, function, addresses, extra):
-        pointers = ctypes.cast(addresses, ctypes.POINTER(ctypes.c_void_p))
-        values = [ctypes.c_int.from_address(pointers[i]).value for i in range(3, 11)]
-        values += [ctypes.c_float.from_address(pointers[i]).value for i in (11, 12)]
-        heads = hopper.HeadsArgument.from_buffer_copy(hopper.HeadsArgument.from_address(pointers[13]))
-        out = ctypes.c_void_p.from_address(pointers[2]).value
-        launches.seen.append((config, function, [pointers[0], pointers[1]], out, values, heads))
-        return (0,)
-
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    cluster._plan.cache_clear()
-    yield launches
-    cluster._plan.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("rows", "gated", "add", "eps"), [(24, False, True, None), (100, True, False, 0.5), (256, False, False, None)]
 )
 def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
-    """The kernel's arguments, read back from their addresses."""
     driver, n, k = told.driver, 1024, 2048
     lines = 2 * n if gated else n
     x, weight = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(lines, k, dtype=torch.bfloat16)
@@ -187,11 +146,10 @@ def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
     assert chosen.splits > 1 or chosen.sharing > 1, "no cluster: a case that tells too little"
     tile, in_tile = chosen.tile, tile_rows(chosen.tile, rows)
     assert len(told.seen) == 2
-    for config, function, tensors, to, values, heads in told.seen:
-        assert function == tile_kernel(tile)
-        assert tensors == [5, 5] and to == out.data_ptr()
+    for config, kernel, (*values, heads) in told.seen:
+        assert kernel == tile_kernel(tile)
         sizes = [rows, n, k // 64, in_tile, chosen.stages, chosen.sharing, chosen.splits, int(add)]
-        assert values == [*sizes, 1 / k, eps or 0]
+        assert values == [5, 5, out.data_ptr(), *sizes, 1 / k, eps or 0]
         assert not any(bytes(heads))
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         assert grid == (cdiv(lines, tile.features), cdiv(rows, in_tile), chosen.splits)
@@ -219,8 +177,8 @@ def test_the_kernel_is_told_where_heads_go(told, normed):
         x, weight, Heads(q_weight, k_weight, 0.25, angles, positions, *cache[1], slots, heads, kv_heads, dim), 0.5
     )
     assert q.shape == (rows, heads, dim)
-    ((config, _, _, to, values, sent),) = told.seen
-    assert to == q.data_ptr() and values[:2] == [rows, len(weight)] and values[-2:] == [1 / hidden, 0.5]
+    ((config, _, (*values, sent)),) = told.seen
+    assert values[2:5] == [q.data_ptr(), rows, len(weight)] and values[-2:] == [1 / hidden, 0.5]
     assert config.blockDimX == 128 + 64 + 32, "threads that square x are missing"
     read = (angles, positions, slots, *cache[1])
     assert [sent.angles, sent.positions, sent.slots, sent.keys, sent.values] == [t.data_ptr() for t in read]
@@ -228,15 +186,6 @@ def test_the_kernel_is_told_where_heads_go(told, normed):
     strides = [sent.angles_stride, sent.block_stride, sent.slot_stride, sent.head_stride]
     assert strides == [dim, *cache[1, 0].stride()[:3]]
     assert [sent.queries, sent.keys_each, sent.block_size, sent.eps] == [heads, kv_heads, 16, 0.25]
-
-
-@pytest.fixture
-def gpu():
-    device = torch.device("cuda")
-    if not torch.cuda.is_available() or not cluster.nvrtc.available(device):
-        pytest.skip("no Hopper GPU, or no cuda-bindings")
-    torch.manual_seed(0)
-    return device
 
 
 def check(gpu, rows, n, k, config=None):

@@ -33,6 +33,22 @@ def test_rms_norm_takes_rows_with_a_stride(where, close):
     close(rms_norm.rms_norm_triton(x, weight, EPS), rms_norm.rms_norm_reference(x.float(), weight.float(), EPS))
 
 
+@pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 64), (7, 100), (130, 1000), (3, 4096), (5, 5120)])
+def test_row_factors_equal_their_reference(where, close, rows, n):
+    """Programs of one row and of several, the last one not full; rows of several sizes, with a stride."""
+    device, dtype = where
+    scale, wide = row_scale(rows, n, device, dtype)
+    out = rms_norm.row_factors_triton(*scale)
+    assert out.shape == (rows,) and out.dtype == torch.float32
+    close(out, rms_norm.row_factors_reference(*wide))
+
+
+def test_row_factors_are_what_a_norm_multiplies_by():
+    x = torch.randn(5, 40)
+    expected = torch.nn.functional.rms_norm(x, (40,), None, EPS)
+    torch.testing.assert_close(x * rms_norm.row_factors_reference(x, EPS)[:, None], expected)
+
+
 @pytest.mark.parametrize(("rows", "n"), [(1, 48), (5, 1500), (9, 3072)])
 def test_silu_mul_equals_its_reference(where, close, rows, n):
     device, dtype = where
@@ -167,5 +183,6 @@ def test_decode_inputs_say_where_the_next_token_will_stand(where):
 def test_on_the_cpu_the_public_functions_are_the_references():
     x, w = torch.randn(3, 32), torch.randn(32)
     assert torch.equal(rms_norm.rms_norm(x, w, EPS), rms_norm.rms_norm_reference(x, w, EPS))
+    assert torch.equal(rms_norm.row_factors(x, EPS), rms_norm.row_factors_reference(x, EPS))
     assert torch.equal(silu_mul.silu_mul(x), silu_mul.silu_mul_reference(x))
     assert torch.equal(embedding.embedding(torch.tensor([1]), x), x[1:2])

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
     ColumnParallelLinear,
@@ -257,32 +256,6 @@ def test_a_head_of_ones_own_is_not_passed_over(tiny_checkpoint: Callable[..., Pa
         for head in (Capped(3000, 64, Silent(1, 2)), nn.Linear(64, 3000)):
             model.lm_head = head
             assert model.compute_logits_shard(torch.empty(2, 64)) is None
-
-
-class Own(Attention):
-    def __call__(self, *args: Any) -> torch.Tensor:
-        return super().__call__(*args)
-
-
-def test_the_projection_takes_in_what_nobody_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minivllm.layers.attention.use_cluster", lambda *args, **kind: kind == {"head_dim": 64})
-    rotary = SimpleNamespace(cos_sin=torch.zeros(9, 64))
-    backend = SimpleNamespace(keeps_cache_write=lambda: True, fresh_prompts=False)
-    usual = QKVParallelLinear(12, 2, 2, 64, TensorParallel())
-    biased = QKVParallelLinear(12, 2, 2, 64, TensorParallel(), bias=True)
-    x = torch.zeros(20, 12)
-    attention = Attention(0, 2, 2, 64, rotary)  # type: ignore[arg-type]
-
-    def takes_in(attention: Attention = attention, projection: QKVParallelLinear = usual, **changed: object) -> bool:
-        return attention._takes_in(x, projection, SimpleNamespace(**vars(backend) | changed))  # type: ignore[arg-type]
-
-    assert takes_in()
-    assert not takes_in(Own(0, 2, 2, 64, rotary))  # type: ignore[arg-type]
-    assert not takes_in(projection=biased)
-    assert not takes_in(fresh_prompts=True)
-    assert not takes_in(keeps_cache_write=lambda: False)
-    half = SimpleNamespace(cos_sin=torch.zeros(9, 32))
-    assert not takes_in(Attention(0, 2, 2, 64, half))  # type: ignore[arg-type]
 
 
 def test_a_tensor_of_another_shape_is_not_sliced() -> None:

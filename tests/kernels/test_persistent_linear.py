@@ -1,0 +1,371 @@
+"""Products of many rows and what stands behind them: what the driver is told, without a GPU; on Hopper, the results
+against float32 and, where the kernel rounds as the kernels that it replaces, against those' references."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from minivllm.kernels import hopper, nvrtc, skinny_linear
+from minivllm.kernels import persistent_linear as persistent
+from minivllm.kernels.persistent_linear import persistent_gate_up, persistent_qkv
+from minivllm.kernels.rms_norm import rms_norm, row_factors
+from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
+from minivllm.kernels.skinny_linear import linear, norm_gate_up, norm_gate_up_reference
+
+KINDS = [{"gated": True}, {"head_dim": 64}, {"head_dim": 128}]
+ROWS = [1, 100, 1024, 1300, 8192]
+SHAPES = [(272, 72), (6144, 1024), (3584, 5120), (17408, 2560)]  # lines of the weight, k; some fill no tile
+HEADS = [(16, 8, 128, True, 1024), (32, 8, 64, False, 2048), (5, 1, 128, True, 72), (3, 1, 64, True, 640)]
+BF16, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 16
+
+
+def cdiv(a, b):
+    return -(-a // b)
+
+
+# --------------------------------------------------------------------------- which products
+
+
+@given(st.integers(1, 20000), st.integers(1, 4000), st.sampled_from([1, 39, 57, 66, 72]))
+def test_a_share_is_positive_and_one_only_where_nothing_is_wasted(rows, n8, clusters):
+    share = persistent.busy(rows, 8 * n8, clusters)
+    assert 0 < share <= 1
+    whole = rows % 256 == 0 and n8 % 32 == 0 and (rows // 256) * (n8 // 32) % clusters == 0
+    assert (share == 1) == whole
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As if every CUDA device were one; which kernels were asked for, and what ``loads`` says."""
+    asked = SimpleNamespace(kernels=[], loads=True)
+    monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
+    monkeypatch.setattr(persistent, "num_sms", lambda device: 132)
+    monkeypatch.setattr(persistent, "loads", lambda kernel, device: asked.kernels.append(kernel) or asked.loads)
+    return asked
+
+
+def wanted(rows=8192, n=6144, k=1024, dtype=BF16, device="cuda", **kind):
+    return persistent.use_persistent(rows, n, k, dtype, torch.device(device), **kind or {"gated": True})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_many_rows_of_even_shares_are_taken_if_their_kernel_loads(on_hopper, kind):
+    assert wanted(**kind) and wanted(dtype=BF16, rows=2048, n=8448, **kind)
+    assert on_hopper.kernels == [persistent._kernel(kind.get("gated", False), kind.get("head_dim", 0))] * 2
+    on_hopper.loads = False
+    assert not wanted(**kind)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"rows": 1023, "n": 8448},  # shares even enough
+        {"n": 6136},
+        {"n": 6144 - 64, "head_dim": 128},
+        {"n": 6144 - 32, "head_dim": 64},
+        {"k": 1020},
+        {"device": "cpu"},
+    ],
+    ids=str,
+)
+def test_few_rows_odd_sizes_other_dtypes_and_devices_are_left_to_others(on_hopper, what):
+    assert persistent.busy(what.get("rows", 8192), what.get("n", 6144), 66) > 0.9
+    assert not wanted(**what)
+    assert not on_hopper.kernels
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1025, 6144), (1024, 6144), (1280, 4096), (8192, 256)])
+def test_uneven_shares_are_left_to_the_library(on_hopper, rows, n):
+    assert persistent.busy(rows, n, 66) < 0.9
+    assert not wanted(rows, n) and not wanted(rows, n, head_dim=128)
+    assert not on_hopper.kernels
+
+
+def test_a_gpu_that_is_not_hopper_is_left_to_the_library(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    nvrtc.available.cache_clear()
+    try:
+        assert not wanted()
+    finally:
+        nvrtc.available.cache_clear()
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_gate_and_up_of_many_rows_go_here_with_their_norm(monkeypatch, folded):
+    """Folded, as the rows' factors. With a reference in the kernel's place."""
+    seen = []
+
+    def gate_up(x, weight, factors=None):
+        seen.append(factors is not None)
+        gate, up = (F.linear(x, weight) * (1 if factors is None else factors[:, None])).chunk(2, -1)
+        return F.silu(gate) * up
+
+    x, weight = torch.randn(20, 40) * torch.logspace(-1, 1, 20)[:, None], torch.randn(64, 40) / 6
+    norm_weight, bias = torch.ones(40) if folded else torch.randn(40), torch.randn(64)
+    expected = norm_gate_up_reference(x, norm_weight, 1e-2, weight)
+    asked = (20, 64, 40, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(
+        skinny_linear, "use_persistent", lambda *what, **kind: what == asked and kind == {"gated": True}
+    )
+    monkeypatch.setattr(skinny_linear, "persistent_gate_up", gate_up)
+    torch.testing.assert_close(
+        norm_gate_up(x, norm_weight, 1e-2, weight, folded=folded), expected, rtol=1e-4, atol=1e-5
+    )
+    assert seen == [folded]
+    norm_gate_up(x, norm_weight, 1e-2, weight, bias)
+    assert len(seen) == 1, "the kernel adds no bias"
+
+
+# --------------------------------------------------------------------------- up to the driver
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_variant_compiles(compiled, kind):
+    source = persistent._kernel(kind.get("gated", False), kind.get("head_dim", 0)).source
+    assert b"persistent_linear" in nvrtc.compile_cubin(source)
+
+
+def test_launcher_and_kernel_cut_the_same_tiles():
+    source = Path(persistent.__file__).with_suffix(".cu").read_text()
+    tile = f"ROWS = {persistent._ROWS}, LINES = {persistent._LINES}, STAGES = {persistent._STAGES};"
+    assert tile in source and f"__launch_bounds__({persistent._THREADS}, 1)" in source
+
+
+def check_launch(told, config, pairs, sms):
+    grid = config.gridDimX, config.gridDimY, config.gridDimZ
+    assert grid == (min(2 * pairs, sms // 2 * 2), 1, 1)
+    assert config.blockDimX == 384 and int(config.hStream) == 77
+    assert config.sharedMemBytes == 3 * (128 + 256) * 128 + 128 * 256 * 2 + 128 * 16 + 1024 < hopper.SHARED_BYTES - 1024
+    attributes, names = {a.id: a.value for a in config.attrs}, told.driver.CUlaunchAttributeID
+    assert attributes[names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION]
+    size = attributes[names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION].clusterDim
+    assert (size.x, size.y, size.z) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("sms", [132, 113])
+@pytest.mark.parametrize("factored", [True, False])
+@pytest.mark.parametrize(("rows", "n", "k", "pairs"), [(1, 8, 8, 1), (100, 136, 72, 2), (1300, 1536, 1024, 72)])
+def test_the_driver_is_told_the_launch(told, monkeypatch, rows, n, k, pairs, factored, sms):
+    """n: features of the result."""
+    monkeypatch.setattr(persistent, "num_sms", lambda device: sms)
+    x, weight = torch.zeros(rows, k + 64, dtype=BF16)[:, :k], torch.zeros(2 * n, k, dtype=BF16)
+    factors = torch.ones(rows) if factored else None
+    for _ in range(2):  # made, then kept
+        out = persistent_gate_up(x, weight, factors)
+        assert out.shape == (rows, n)
+        config, kernel, (*values, heads) = told.seen.pop()
+        assert kernel == persistent._kernel(True, 0)
+        pointers = [out.data_ptr(), factors.data_ptr() if factored else None]
+        assert values == [5, 5, *pointers, rows, n, cdiv(k, 64)]
+        assert not any(bytes(heads))
+        check_launch(told, config, pairs, sms)
+    assert not told.seen
+    assert told.maps[:2] == [(weight.data_ptr(), 2 * n, k, k, 128, 64), (x.data_ptr(), rows, k, k + 64, 128, 64)]
+
+
+def test_rows_that_tma_cannot_read_are_copied(told):
+    weight, wide = torch.zeros(16, 64, dtype=BF16), torch.zeros(20, 128, dtype=BF16)
+    for x in (wide[:, 1:65], torch.zeros(20, 66, dtype=BF16)[:, :64], torch.zeros(64, 20, dtype=BF16).T):
+        persistent_gate_up(x, weight)
+        at, *shape = told.maps[-1]
+        assert shape == [20, 64, 64, 128, 64] and at != x.data_ptr() and at % 16 == 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_kernel_is_told_where_heads_go(told, normed, keep):
+    """``HeadsArgument`` itself: test_cluster_linear.py."""
+    rows, hidden, heads, kv_heads, dim = 300, 72, 6, 3, 64
+    cache = torch.zeros(3, 2, 20, 16, kv_heads, dim, dtype=BF16)  # as an engine's, of three layers
+    x, weight = torch.zeros(rows, hidden, dtype=BF16), torch.zeros((heads + 2 * kv_heads) * dim, hidden, dtype=BF16)
+    weights, factors = torch.ones(2, dim, dtype=BF16) if normed else (None, None), torch.ones(rows)
+    to = Heads(
+        *weights, 0.25, torch.zeros(500, dim), torch.arange(rows), *cache[1], torch.arange(rows), heads, kv_heads, dim
+    )
+    q, k, v = persistent_qkv(x, weight, to, factors, keep=keep)
+    assert q.shape == (rows, heads, dim)
+    ((config, kernel, (*values, sent)),) = told.seen
+    assert kernel == persistent._kernel(False, dim)
+    assert values == [5, 5, q.data_ptr(), factors.data_ptr(), rows, len(weight), 2]
+    check_launch(told, config, 2 * 3, 132)
+    kept = None
+    if keep:
+        assert k.shape == v.shape == (rows, kv_heads, dim)
+        assert k.stride() == v.stride() == (2 * kv_heads * dim, dim, 1)
+        assert v.data_ptr() == k.data_ptr() + 2 * kv_heads * dim
+        kept = k
+    else:
+        assert k is v is None
+    assert bytes(sent) == bytes(hopper.heads_argument(to, kept)) and sent.kept == (kept.data_ptr() if keep else None)
+
+
+def test_while_kernels_are_only_compiled_none_is_launched(told, monkeypatch):
+    monkeypatch.setattr(persistent, "compiling", lambda: True)
+    x = torch.zeros(2000, 64, dtype=BF16)
+    assert persistent_gate_up(x, torch.zeros(32, 64, dtype=BF16)).shape == (2000, 16)
+    assert not told.seen
+
+
+# --------------------------------------------------------------------------- results
+
+
+@pytest.fixture
+def guarded(gpu, monkeypatch):
+    """Outputs come filled with NaN, and what lies behind them in memory must stay as it is."""
+    made, beyond = [], 1 << 16
+
+    def empty(shape, *, dtype, device):
+        size = math.prod(shape)
+        made.append(torch.full((size + beyond,), 7.0, dtype=dtype, device=device))
+        return made[-1][:size].fill_(float("nan")).view(shape)
+
+    monkeypatch.setattr(persistent, "torch", SimpleNamespace(empty=empty, bfloat16=torch.bfloat16))
+    yield
+    assert made
+    for whole in made:
+        assert (whole[-beyond:] == 7).all(), "memory behind an output was written"
+
+
+def drawn(gpu, rows, n, k):
+    """x with a row stride, and a weight."""
+    x = torch.randn(rows, k + 64, device=gpu, dtype=BF16)[:, :k]
+    return x, (torch.randn(n, k, device=gpu) / k**0.5).bfloat16()
+
+
+def error(out, expected):
+    """NaN, which no limit allows, if an element was not written."""
+    return ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_gate_and_up(gpu, rows, n, k):
+    x, weight = drawn(gpu, rows, n, k)
+    factors = torch.rand(rows, device=gpu) * 3 + 0.1
+    product = x.float() @ weight.float().T
+    for given_factors in (None, factors):
+        gate, up = (product if given_factors is None else product * factors[:, None]).chunk(2, -1)
+        out = persistent_gate_up(x, weight, given_factors)
+        assert error(out, F.silu(gate) * up) < 6e-3
+        assert torch.equal(persistent_gate_up(x.contiguous(), weight, given_factors), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("factored", [True, False])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "normed", "hidden"), HEADS)
+def test_a_projection_that_norms_rotates_and_stores(gpu, rows, heads, kv_heads, head_dim, normed, hidden, factored):
+    """Against the reference of the product in bfloat16, as which the kernel, too, keeps it. Factors are powers of two:
+    the reference rounds no more often than the kernel does."""
+    x, weight = drawn(gpu, rows, (heads + 2 * kv_heads) * head_dim, hidden)
+    factors = 2.0 ** torch.randint(-3, 4, (rows,), device=gpu) if factored else None
+    norms = (torch.rand(2, head_dim, device=gpu) + 0.5).bfloat16() if normed else (None, None)
+    angles, positions = torch.randn(500, head_dim, device=gpu), torch.randint(500, (rows,), device=gpu)
+    blocks = cdiv(rows, BLOCK_SIZE) + 5
+    slots = torch.randperm(blocks * BLOCK_SIZE, device=gpu)[:rows]
+    caches = torch.full((3, 3, 2, blocks, BLOCK_SIZE, kv_heads, head_dim), 7.0, device=gpu, dtype=BF16)
+    expected, stored, stored_again = caches  # each as an engine's, of three layers
+    sizes = (heads, kv_heads, head_dim)
+
+    product = (x.float() @ weight.float().T).bfloat16()
+    if factored:
+        product = (product * factors[:, None]).bfloat16()
+    wanted_q = qk_norm_rope_store_reference(product, *norms, EPS, angles, positions, *expected[1], slots, *sizes)
+    to = Heads(*norms, EPS, angles, positions, *stored[1], slots, *sizes)
+    q, k, v = persistent_qkv(x, weight, to, factors, keep=True)
+    again = Heads(*norms, EPS, angles, positions, *stored_again[1], slots, *sizes)
+    q_again, *nothing = persistent_qkv(x.contiguous(), weight, again, factors)
+
+    limit = 2e-3 if rows > 1 else 6e-3  # one element that is rounded the other way counts for more
+    rows_of = stored.flatten(2, 3)  # (layers, 2, slots, kv heads, head_dim)
+    assert error(q, wanted_q) < limit
+    for part in (0, 1):
+        assert error(rows_of[1, part, slots], expected.flatten(2, 3)[1, part, slots]) < limit, ("keys", "values")[part]
+    assert torch.equal(k, rows_of[1, 0, slots]) and torch.equal(v, rows_of[1, 1, slots])
+    assert nothing == [None, None]
+    assert torch.equal(q_again, q) and torch.equal(stored_again, stored)
+    rows_of[1, :, slots] = 7.0
+    assert (stored == 7).all(), "the cache of others was written"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("folded", [True, False])
+def test_what_the_layers_call_is_right_for_many_rows(gpu, folded):
+    x, weight = drawn(gpu, 8192, 6144, 1024)
+    x = x * torch.logspace(-1, 1, len(x), device=gpu).bfloat16()[:, None]
+    norm_weight = torch.ones(1024, device=gpu, dtype=BF16)
+    if not folded:
+        norm_weight.uniform_(0.5, 1.5)
+    assert persistent.use_persistent(8192, 6144, 1024, BF16, gpu, gated=True), "a case that tells nothing"
+    expected = norm_gate_up_reference(x.float(), norm_weight.float(), EPS, weight.float())
+    assert error(norm_gate_up(x, norm_weight, EPS, weight, folded=folded), expected) < 6e-3
+
+
+@pytest.mark.gpu
+def test_of_two_launches_into_one_output_the_second_stays(gpu):
+    """The first multiplies long, the second hardly: who does not wait for the kernel before is overwritten by it."""
+    long, long_weight = drawn(gpu, 1300, 2048, 8192)
+    short, short_weight = drawn(gpu, 1300, 2048, 64)
+    expected, out = persistent_gate_up(short, short_weight), torch.empty(1300, 1024, device=gpu, dtype=BF16)
+    for _ in range(50):
+        persistent._launch(long, long_weight, out, 1024, None, gated=True)
+        persistent._launch(short, short_weight, out, 1024, None, gated=True)
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1024, 1300])
+def test_a_chain_in_a_graph_gives_the_same_bits_every_time(gpu, rows):
+    """Kernels that start while the one before still runs, some right behind their own kind, into the same caches: 100
+    replays give what they give one by one, each waited for."""
+    hidden, inner, heads, kv_heads, dim, layers = 1024, 3072, 16, 8, 128, 4
+    sizes = [(2 * inner, hidden), (hidden, inner), ((heads + 2 * kv_heads) * dim, hidden), (2 * inner, heads * dim)]
+    weights = [[drawn(gpu, 1, *size)[1] for size in (*sizes, sizes[1])] for _ in range(layers)]
+    norm = torch.ones(hidden, device=gpu, dtype=BF16)
+    start, angles = torch.randn(rows, hidden, device=gpu).bfloat16(), torch.randn(500, dim, device=gpu)
+    positions, slots = torch.randint(500, (rows,), device=gpu), torch.randperm(rows + 40, device=gpu)[:rows]
+    cache = torch.zeros(2, cdiv(rows + 40, BLOCK_SIZE), BLOCK_SIZE, kv_heads, dim, device=gpu, dtype=BF16)
+    norms = (torch.rand(2, dim, device=gpu) + 0.5).bfloat16()
+    torch.cuda.synchronize()
+    to = Heads(*norms, EPS, angles, positions, *cache, slots, heads, kv_heads, dim)
+
+    def chain(then=lambda result: result):
+        """All queries, keys and values, and the last product. ``then`` takes what each kernel returns."""
+        h, attended = start, []
+        for first, down, qkv, second, last in weights:
+            h = then(persistent_gate_up(h, first, then(row_factors(h, EPS))))
+            h = then(rms_norm(then(linear(h, down)), norm, EPS))
+            attended += then(persistent_qkv(h, qkv, to, keep=True))
+            h = then(persistent_gate_up(attended[-3].flatten(1), second))
+            h = then(linear(h, last))
+        return [*attended, h]
+
+    def waited_for(result):
+        torch.cuda.synchronize()
+        return result
+
+    expected = chain(waited_for)
+    expected_cache = cache.clone()
+    assert all(tensor.isfinite().all() for tensor in expected)
+    for got, want in zip(chain(), expected, strict=True):
+        assert torch.equal(got, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = chain()
+    for _ in range(100):
+        cache.fill_(0)
+        graph.replay()
+        assert torch.equal(cache, expected_cache)
+        assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
