@@ -1,5 +1,5 @@
-"""What the kernels in CUDA C++ for Hopper share: how one is put together, compiled and loaded, how products are launched,
-and what stands behind a projection of heads."""
+"""What the kernels in CUDA C++ for Hopper share: how one is put together, compiled and loaded, how products are
+launched, and what stands behind a projection of heads."""
 
 import ctypes
 import logging
