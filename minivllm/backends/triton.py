@@ -1,4 +1,4 @@
-"""Attention by minivllm's own Triton kernels: no other package, any GPU that Triton knows."""
+"""Attention by minivllm's own kernels: no other package, any GPU that Triton knows; on Hopper, one of them CUDA C++."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
 from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
-from minivllm.kernels.stream_decode import StreamWorkspace, schedule_stream, stream_decode, use_stream
+from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
 
 class TritonBackend(AttentionBackend):
@@ -62,7 +62,7 @@ class TritonBackend(AttentionBackend):
                 max_len=s.max_model_len,
             )
             shape = (s.num_heads, s.num_kv_heads, s.head_dim)
-            if use_stream(*shape, s.block_size, kv_cache.dtype, kv_cache.device, s.sliding_window, self.max_rows):
+            if fits_stream(*shape, s.block_size, kv_cache.dtype, kv_cache.device, s.sliding_window, self.max_rows):
                 self._stream = StreamWorkspace(self.max_rows, *shape, kv_cache.device)
 
     def plan(self, batch: AttentionBatch) -> None:

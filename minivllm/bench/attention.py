@@ -193,6 +193,7 @@ def with_decode(backend: TritonBackend, config: DecodeConfig | None) -> TritonBa
     from minivllm.kernels.paged_decode import DecodeWorkspace
 
     s = backend.spec
+    backend._stream = None  # configurations are the other kernel's
     backend._workspace = DecodeWorkspace(
         backend.max_rows, s.num_heads, s.num_kv_heads, s.head_dim, getattr(torch, s.dtype), "cuda", s.sliding_window,
         config, s.max_model_len,

@@ -45,7 +45,7 @@ def _starts_kernel(
     tl.store(starts + row, tl.zeros([BLOCK], tl.int32), mask=row == 0)
 
 
-def use_stream(
+def fits_stream(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -55,14 +55,10 @@ def use_stream(
     window: int | None,
     max_rows: int,
 ) -> bool:
-    """Whether the kernel can run such attention here."""
-    fits = num_kv_heads in (2, 4, 8) and head_dim in (64, 128) and num_kv_heads * head_dim >= 128
-    group = num_heads // num_kv_heads
-    if not fits or group > _MAX_GROUP or block_size != _PAGE or dtype != torch.bfloat16 or window is not None:
-        return False
-    if max_rows > MAX_ROWS or not nvrtc.available(device):
-        return False
-    return loads(_kernel(num_kv_heads, group, head_dim), device)
+    """Whether the kernel is for such attention, if it loads."""
+    pages = num_kv_heads in (2, 4, 8) and head_dim in (64, 128) and block_size == _PAGE
+    rows = max_rows <= MAX_ROWS and num_heads // num_kv_heads <= _MAX_GROUP
+    return pages and rows and dtype == torch.bfloat16 and window is None and nvrtc.available(device)
 
 
 @cache
@@ -81,8 +77,9 @@ class StreamWorkspace:
     def __init__(
         self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
     ) -> None:
-        device = torch.device(device)
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.device = device = torch.device(device)
+        self.kernel = _kernel(num_kv_heads, num_heads // num_kv_heads, head_dim)
+        self._few_heads = num_heads <= _FEW_HEADS * num_kv_heads
         self.programs = num_sms(device)
         self.block = max(next_power_of_2(max_rows), 16)
         tiles = head_dim * num_kv_heads // _WARPS // 16
@@ -102,8 +99,8 @@ class StreamWorkspace:
         )
 
     def suits(self, rows: int) -> bool:
-        """Whether this is the faster kernel for so many rows."""
-        return rows <= _FEW_ROWS or self.num_heads > _FEW_HEADS * self.num_kv_heads
+        """Whether this is the faster kernel for so many rows, and loads."""
+        return (rows <= _FEW_ROWS or not self._few_heads) and loads(self.kernel, self.device)
 
 
 def schedule_stream(workspace: StreamWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
@@ -133,7 +130,7 @@ def stream_decode(
     blocks, size, kv_heads = k_cache.shape[:3]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
     assert q.stride(2) == 1 and q.stride(1) == dim and out.stride(1) == dim
-    function = load(_kernel(kv_heads, workspace.num_heads // kv_heads, dim), q.device)
+    function = load(workspace.kernel, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
     tensors = (q, out, block_tables, seq_lens, workspace.starts, workspace.partial, workspace.arrived)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -11,7 +11,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels import stream_decode as stream
 from minivllm.kernels.paged_decode import paged_decode_reference
-from minivllm.kernels.stream_decode import StreamWorkspace, schedule_stream, stream_decode, use_stream
+from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
 BF16 = torch.bfloat16
 SHAPES = [(16, 8, 128), (40, 8, 128), (20, 4, 128), (16, 2, 128), (32, 8, 64)]  # heads, kv heads, head_dim
@@ -20,24 +20,22 @@ SHAPES = [(16, 8, 128), (40, 8, 128), (20, 4, 128), (16, 2, 128), (32, 8, 64)]  
 # --------------------------------------------------------------------------- which attention
 
 
+def fits(heads=16, kv_heads=8, dim=128, block_size=16, dtype=BF16, device="cuda", window=None, rows=256):
+    return fits_stream(heads, kv_heads, dim, block_size, dtype, torch.device(device), window, rows)
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """As if every CUDA device were one; which kernels were asked for."""
-    asked = []
+    """As if every CUDA device were one; whether kernels load there."""
+    answer = SimpleNamespace(loads=True)
     monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
-    monkeypatch.setattr(stream, "loads", lambda kernel, device: asked.append(kernel) or True)
-    return asked
+    monkeypatch.setattr(stream, "num_sms", lambda device: 132)
+    monkeypatch.setattr(stream, "loads", lambda kernel, device: answer.loads)
+    return answer
 
 
-def wanted(heads=16, kv_heads=8, dim=128, block_size=16, dtype=BF16, device="cuda", window=None, rows=256):
-    return use_stream(heads, kv_heads, dim, block_size, dtype, torch.device(device), window, rows)
-
-
-def test_attention_of_few_key_heads_is_taken_if_its_kernel_loads(on_hopper, monkeypatch):
-    assert wanted() and wanted(64, 8) and wanted(20, 4) and wanted(8, 2, 64)
-    assert [dict(kernel.macros)["KV"] for kernel in on_hopper] == [8, 8, 4, 2]
-    monkeypatch.setattr(stream, "loads", lambda kernel, device: False)
-    assert not wanted()
+def test_attention_of_few_key_heads_fits(on_hopper):
+    assert fits() and fits(64, 8) and fits(20, 4) and fits(8, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +55,15 @@ def test_attention_of_few_key_heads_is_taken_if_its_kernel_loads(on_hopper, monk
     ids=str,
 )
 def test_other_attention_is_left_to_the_other_kernel(on_hopper, what):
-    assert not wanted(**what) and not on_hopper
+    assert not fits(**what)
 
 
-def test_rows_that_have_room_elsewhere_are_left_there(on_hopper, monkeypatch):
-    monkeypatch.setattr(stream, "num_sms", lambda device: 132)
+def test_rows_are_left_to_the_other_kernel_where_it_is_faster_or_this_one_does_not_load(on_hopper):
     few, many = (StreamWorkspace(256, heads, 8, 128, "cpu") for heads in (16, 32))
     assert few.suits(192) and not few.suits(193)
     assert many.suits(256)
+    on_hopper.loads = False
+    assert not few.suits(1) and not many.suits(1)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
@@ -156,7 +155,7 @@ class Case:
             self.cache[:, some.long()] = keys.unflatten(1, (-1, 16))
         self.q = torch.randn(len(lens), heads, dim, device=device, dtype=BF16)
         self.workspace = StreamWorkspace(max(len(lens), 16), heads, kv_heads, dim, device)
-        assert use_stream(heads, kv_heads, dim, 16, BF16, self.q.device, None, len(lens))
+        assert fits_stream(heads, kv_heads, dim, 16, BF16, self.q.device, None, len(lens))
 
     def run(self, out=None, schedule=True, early=False):
         out = torch.full_like(self.q, float("nan")) if out is None else out
