@@ -6,7 +6,7 @@ A model file subclasses ``DecoderLayer`` for what is special about it and names 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,13 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.sampling import Shard
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.halves import Halves, is_plain, starts
+from minivllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    summed_in_halves,
+)
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
@@ -76,6 +82,12 @@ class SelfAttention(nn.Module):
         heads = self.attention.of_stream(x, norm, self.qkv_proj, positions, attention)
         return self.o_proj.add_to(*self._pick(x, heads, attention))
 
+    def in_halves(self, stream: Halves, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend) -> None:
+        """``forward`` of all tokens, see ``DecoderLayer.goes_in_halves``; leaves sums under way."""
+        heads = self.attention.of_halves(stream, norm, self.qkv_proj, positions, attention)
+        for half, _ in stream.arriving():
+            half.add(self.o_proj, heads[half.rows])
+
 
 def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
     return x, heads
@@ -130,6 +142,30 @@ class DecoderLayer(nn.Module):
         if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
             attention._pick = _last_tokens
 
+    def goes_in_halves(self) -> bool:
+        """Whether ``in_halves`` may stand for ``forward``. One of one's own, here or in a part, reads the stream whole,
+        and so does a hook. Asked at each large step, as parts may be replaced at any time."""
+        attention, mlp = self.self_attn, self.mlp
+        return (
+            is_plain(self, DecoderLayer)
+            and isinstance(attention, SelfAttention)
+            and is_plain(attention, SelfAttention)
+            and attention._pick is _all_tokens
+            and isinstance(attention.attention, Attention)
+            and type(attention.attention).of_stream is Attention.of_stream
+            and type(attention.qkv_proj) is QKVParallelLinear
+            and starts(attention.o_proj)
+            and isinstance(mlp, GatedMLP)
+            and is_plain(mlp, GatedMLP)
+            and starts(mlp.down_proj)
+        )
+
+    def in_halves(self, stream: Halves, positions: torch.Tensor, attention: AttentionBackend) -> None:
+        """``forward`` of a layer that ``goes_in_halves``; leaves sums under way."""
+        assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, GatedMLP)
+        self.self_attn.in_halves(stream, self.input_layernorm, positions, attention)
+        self.mlp.in_halves(stream, self.post_attention_layernorm)
+
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm."""
@@ -143,9 +179,26 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
-        for layer in self.layers:
+        layers = list(self.layers)
+        if summed_in_halves(x):
+            layers = self._in_halves(layers, x, positions, attention)
+        for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
+
+    def _in_halves(
+        self, layers: list[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> list[nn.Module]:
+        """Add to x what can be added in halves, and return the layers that are left: the last one, behind which anyone
+        may read x, or all of them where one does not go so."""
+        *first, last = layers
+        if not all(isinstance(layer, DecoderLayer) and layer.goes_in_halves() for layer in first):
+            return layers
+        stream = Halves(x)  # this step's alone: an error leaves nothing that the next would take for its own
+        for layer in cast(list[DecoderLayer], first):
+            layer.in_halves(stream, positions, attention)
+        stream.whole()
+        return [last]
 
 
 class CausalLM(nn.Module, Model):

@@ -9,6 +9,7 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
 from minivllm.kernels.skinny_linear import norm_gate_up
+from minivllm.layers.halves import Halves
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 
@@ -31,5 +32,13 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
+        return self.down_proj.add_to(x, self._activated(x, norm))
+
+    def in_halves(self, stream: Halves, norm: RMSNorm) -> None:
+        """``forward``, see ``DecoderLayer.goes_in_halves``; leaves sums under way."""
+        for half, x in stream.arriving():
+            half.add(self.down_proj, self._activated(x, norm))
+
+    def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj
-        return self.down_proj.add_to(x, self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded))
+        return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)
