@@ -45,8 +45,9 @@ class TensorParallel:
     ) -> torch.Tensor | None:
         """``all_reduce_add`` and, where one kernel does both, ``rms_norm(residual, weight, eps)`` of what came of it,
         which is returned; else None."""
-        if self.peer is not None and self.peer.takes(x) and self.peer.takes(residual) and self.peer.norms(x):
-            return self.peer.add_to_and_norm(residual, x, weight, eps)
+        peer = self.peer
+        if peer is not None and peer.takes(x) and peer.takes(residual) and peer.norms(x) and weight.dtype == x.dtype:
+            return peer.add_to_and_norm(residual, x, weight, eps)
         self.all_reduce_add(residual, x)
         return None
 

@@ -73,15 +73,16 @@ class Attention:
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """``self(projection(norm(x)))``: x (t, hidden), positions (t,); returns (t, heads * head_dim)."""
+        normed = norm.taken(x)
         if not self._usual(projection, backend):
-            return self._apart(x, norm, projection, positions, backend)
+            return self._apart(x, normed, norm, projection, positions, backend)
         (rows, k), n, fresh = x.shape, projection.weight.shape[0], backend.fresh_prompts
         if not fresh and use_cluster(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
             heads = self._heads(positions, backend)
-            if projection.folded:
+            if projection.folded and normed is None:
                 q = cluster_qkv(x, projection.weight, heads, norm.eps)
             else:
-                q = cluster_qkv(norm(x), projection.weight, heads)
+                q = cluster_qkv(norm(x) if normed is None else normed, projection.weight, heads)
             out = backend.attend(q, self)
         elif use_persistent(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
             heads = self._heads(positions, backend)
@@ -89,7 +90,7 @@ class Attention:
             q, new_k, new_v = persistent_qkv(normed, projection.weight, heads, factors, keep=fresh)
             out = backend.attend(q, self, new_k, new_v)
         else:
-            return self._apart(x, norm, projection, positions, backend)
+            return self._apart(x, normed, norm, projection, positions, backend)
         return out.view(-1, self.num_heads * self.head_dim)
 
     def of_halves(
@@ -124,12 +125,13 @@ class Attention:
     def _apart(
         self,
         x: torch.Tensor,
+        normed: torch.Tensor | None,
         norm: RMSNorm,
         projection: QKVParallelLinear,
         positions: torch.Tensor,
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        qkv, scale = projection.unscaled(x, norm)
+        qkv, scale = projection.unscaled(x, norm) if normed is None else (projection(normed), None)
         return self(qkv, positions, backend, scale)
 
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:

@@ -142,6 +142,18 @@ class DecoderLayer(nn.Module):
         if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
             attention._pick = _last_tokens
 
+    def announce_norms(self, behind: RMSNorm | None) -> None:
+        """Tell the products that add to the stream which norm reads it next; ``behind``: behind this layer, if known.
+
+        A ``forward`` of one's own may change the stream before it norms it: its layer's norms are not announced.
+        """
+        attention, mlp = self.self_attn, self.mlp
+        if not is_plain(self, DecoderLayer) or not isinstance(mlp, GatedMLP) or not is_plain(mlp, GatedMLP):
+            return
+        if isinstance(attention, SelfAttention) and is_plain(attention, SelfAttention):
+            attention.o_proj.followed_by = (self.post_attention_layernorm,)
+        mlp.down_proj.followed_by = () if behind is None else (behind,)
+
     def goes_in_halves(self) -> bool:
         """Whether ``in_halves`` may stand for ``forward``. One of one's own, here or in a part, reads the stream whole,
         and so does a hook. Asked at each large step, as parts may be replaced at any time."""
@@ -167,6 +179,11 @@ class DecoderLayer(nn.Module):
         self.mlp.in_halves(stream, self.post_attention_layernorm)
 
 
+def _first_norm(layer: nn.Module) -> RMSNorm | None:
+    """What reads the stream first, if that is known."""
+    return layer.input_layernorm if isinstance(layer, DecoderLayer) and is_plain(layer, DecoderLayer) else None
+
+
 class Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
@@ -176,15 +193,26 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._announced = False
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
         layers = list(self.layers)
+        if not self._announced:
+            self._announce_norms(layers)
         if summed_in_halves(x):
             layers = self._in_halves(layers, x, positions, attention)
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
+
+    def _announce_norms(self, layers: list[nn.Module]) -> None:
+        """Once, when all parts are in their places."""
+        self._announced = True
+        first = [_first_norm(layer) for layer in layers]
+        for layer, behind in zip(layers, [*first[1:], self.norm], strict=True):
+            if isinstance(layer, DecoderLayer):
+                layer.announce_norms(behind)
 
     def _in_halves(
         self, layers: list[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

@@ -158,6 +158,7 @@ class RowParallelLinear(LinearBase):
         self.weight = sharded_parameter((out_features, size), {None: piece})
         held = out_features if tp.rank == 0 else 0
         self.bias = sharded_parameter((out_features,), {None: Piece((out_features,), size=held)}) if bias else None
+        self.followed_by: tuple[RMSNorm, ...] = ()  # the one norm that reads the sum, if known; no part of this module
         self._add = self._add_whole if tp.size == 1 else self._add_part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,11 @@ class RowParallelLinear(LinearBase):
             for half in [self.start_add_to(*half) for half in zip(residual.chunk(2), x.chunk(2), strict=True)]:
                 half.wait()
             return residual
-        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
+        part = linear(x, self.weight, self.bias)
+        for norm in self.followed_by:
+            norm.offer(residual, self.tp.all_reduce_add_norm(residual, part, norm.weight, norm.eps))
+            return residual
+        return self.tp.all_reduce_add(residual, part)
 
     def start_add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Any:
         """Begin ``add_to``, of a product without bias, on several ranks. Nobody may read residual before ``wait`` of
