@@ -40,17 +40,6 @@ class TensorParallel:
             return self.peer.add_to(residual, x)
         return residual.add_(self.all_reduce(x))
 
-    def all_reduce_add_norm(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor | None:
-        """``all_reduce_add`` and, where one kernel does both, ``rms_norm(residual, weight, eps)`` of what came of it,
-        which is returned; else None."""
-        peer = self.peer
-        if peer is not None and peer.takes(x) and peer.takes(residual) and peer.norms(x) and weight.dtype == x.dtype:
-            return peer.add_to_and_norm(residual, x, weight, eps)
-        self.all_reduce_add(residual, x)
-        return None
-
     def start_all_reduce(self, x: torch.Tensor) -> Any:
         """Begin to sum ``x`` over the ranks, in place, beside what this stream does next; ``wait`` of what it returns
         makes the stream wait for it."""

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from minivllm.kernels import two_shots as twice
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import cdiv, tl, triton
 from minivllm.kernels.pdl import use_pdl
 
 # Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. A zero is sent in its place: sums begin with 0.0, so for
@@ -44,7 +44,6 @@ _EMPTY = tl.constexpr(EMPTY)
 _ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
 _PROGRAMS = 128  # at most; a power of two
 _BLOCKS = 1024, 4096  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
-_NORMED_ROWS = 17  # fewer are normed by the product that reads them (skinny_linear.py)
 _WARPS = 8
 _ALIGN = 16  # bytes
 
@@ -87,15 +86,14 @@ def _plus(a, b):
     return total
 
 
-@triton.jit(do_not_specialize=["capacity4", "n4", "eps"])
+@triton.jit(do_not_specialize=["capacity4", "n4"])
 def _push_kernel(
-    x, out, weight, normed, inboxes, calls, capacity4, n4, eps,
-    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, STRIDE: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    x, out, inboxes, calls, capacity4, n4,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
-    # take every so many blocks, of STRIDE words; BLOCK is STRIDE padded to a power of two. NORM: a block is a row, and
-    # normed (n,) takes its sum over its rms, times weight (STRIDE words).
+    # take every so many blocks.
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
     TYPE: tl.constexpr = x.dtype.element_ty
@@ -110,69 +108,48 @@ def _push_kernel(
     n, capacity = n4 * 4, capacity4 * 4
     x, out = x.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
     lanes = tl.arange(0, BLOCK)
-    inside = lanes < STRIDE
-    coming = tl.load(x + pid * STRIDE + lanes, mask=inside & (pid * STRIDE + lanes < n), other=0)  # with the next two
+    coming = tl.load(x + pid * BLOCK + lanes, mask=pid * BLOCK + lanes < n, other=0)  # on its way with the next two
     call, last = tl.load(calls + 2 * pid), tl.load(calls + 2 * pid + 1) * 4
     now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds, in sections of ``capacity``
-    for block in range(pid, tl.cdiv(n, STRIDE), programs):
-        at = block * STRIDE + lanes
+    for block in range(pid, tl.cdiv(n, BLOCK), programs):
+        at = block * BLOCK + lanes
         words = _to_send(coming)
-        following = at + programs * STRIDE
-        coming = tl.load(x + following, mask=inside & (following < n), other=0)
+        following = at + programs * BLOCK
+        coming = tl.load(x + following, mask=following < n, other=0)
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                tl.store(theirs[peer] + (now + RANK) * capacity + at, words, mask=inside & (at < n))
-    for block in range(pid, tl.cdiv(last, STRIDE), programs):
-        at = block * STRIDE + lanes
+                tl.store(theirs[peer] + (now + RANK) * capacity + at, words, mask=at < n)
+    for block in range(pid, tl.cdiv(last, BLOCK), programs):
+        at = block * BLOCK + lanes
         for peer in tl.static_range(RANKS):
             if peer != RANK:
                 empty = tl.full((BLOCK,), _EMPTY, tl.int32)
-                tl.store(inbox + (before + peer) * capacity + at, empty, mask=inside & (at < last))
+                tl.store(inbox + (before + peer) * capacity + at, empty, mask=at < last)
     # A program reads its own row, and no other program of this call writes it: they count for those beyond the grid.
     tl.debug_barrier()  # all threads have read it
     row = tl.arange(0, ROWS)
     tl.store(calls + 2 * row, call + 1, mask=row % programs == pid)
     tl.store(calls + 2 * row + 1, n4, mask=row % programs == pid)
-    if NORM:
-        gains = _floats(tl.load(weight.to(tl.pointer_type(tl.int32)) + lanes, mask=inside, other=0), TYPE)
-        normed = normed.to(tl.pointer_type(tl.int32))
-    for block in range(pid, tl.cdiv(n, STRIDE), programs):
-        at = block * STRIDE + lanes
-        there = inside & (at < n)
+    for block in range(pid, tl.cdiv(n, BLOCK), programs):
+        at = block * BLOCK + lanes
         parts = ()
         for peer in tl.static_range(RANKS):  # all in flight at once
             if peer == RANK:
-                parts = parts + (_to_send(tl.load(x + at, mask=there, other=0)),)
+                parts = parts + (_to_send(tl.load(x + at, mask=at < n, other=0)),)
             else:
-                parts = parts + (tl.load(inbox + (now + peer) * capacity + at, mask=there, other=0, volatile=True),)
+                parts = parts + (tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True),)
         if ADD:
-            residual = _floats(tl.load(out + at, mask=there, other=0), TYPE)
+            residual = _floats(tl.load(out + at, mask=at < n, other=0), TYPE)
         total = _floats(tl.zeros((BLOCK,), tl.int32), TYPE)
         for peer in tl.static_range(RANKS):
             words = parts[peer]
             if peer != RANK:
                 while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
-                    words = tl.load(inbox + (now + peer) * capacity + at, mask=there, other=0, volatile=True)
+                    words = tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True)
             total = _plus(total, _floats(words, TYPE))
         if ADD:
             total = _plus(total, residual)
-        sums = _words(total, TYPE)
-        tl.store(out + at, sums, mask=there)
-        if NORM:
-            tl.store(normed + at, _words(_normed(_floats(sums, TYPE), gains, eps, STRIDE, TYPE), TYPE), mask=there)
-
-
-@triton.jit
-def _normed(row, gains, eps, WORDS: tl.constexpr, TYPE: tl.constexpr):
-    """``rms_norm`` of a row in ``_floats`` (zeros behind its WORDS words), rounded where that rounds."""
-    square = row[0] * row[0]
-    for i in tl.static_range(1, len(row)):
-        square += row[i] * row[i]
-    scale = 1.0 / tl.sqrt(tl.sum(square, 0) / (WORDS * len(row)) + eps)
-    normed = ()
-    for i in tl.static_range(len(row)):
-        normed = normed + ((row[i] * scale).to(TYPE).to(tl.float32) * gains[i],)
-    return normed
+        tl.store(out + at, _words(total, TYPE), mask=at < n)
 
 
 class PeerAllReduce:
@@ -244,25 +221,7 @@ class PeerAllReduce:
         dtype. Returns residual; x stays as it was."""
         return self._launch(x, residual, two_shots, add=True)
 
-    def norms(self, x: torch.Tensor) -> bool:
-        """Whether ``add_to_and_norm`` takes ``x`` (rows, k), which ``takes`` accepted, and it pays."""
-        row_bytes = x.shape[-1] * x.element_size()
-        whole = row_bytes % _ALIGN == 0 and row_bytes <= 4 * _BLOCKS[1]
-        return x.dim() == 2 and len(x) >= _NORMED_ROWS and whole and x.nbytes <= self.one_shot
-
-    def add_to_and_norm(
-        self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """``add_to``, and ``rms_norm(residual, weight, eps)`` of what came of it, which is returned; ``norms`` accepted
-        x, and weight (k,) is of its dtype."""
-        normed = torch.empty_like(residual)
-        self._launch(x, residual, False, add=True, norm=(weight, normed, eps))
-        return normed
-
-    def _launch(
-        self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, add: bool,
-        norm: tuple[torch.Tensor, torch.Tensor, float] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def _launch(self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, add: bool) -> torch.Tensor:
         two = x.nbytes > self.one_shot if two_shots is None else two_shots
         if two not in self.ways(x):
             raise ValueError(f"{x.nbytes} bytes over {self.ranks} ranks cannot take {'two shots' if two else 'one'}")
@@ -277,12 +236,10 @@ class PeerAllReduce:
             )  # fmt: skip
         else:
             words = x.nbytes // 4
-            stride = _BLOCKS[words > _BLOCKS[0] * _PROGRAMS] if norm is None else words // len(x)
-            weight, normed, eps = (x, out, 0.0) if norm is None else norm
-            _push_kernel[(min(cdiv(words, stride), _PROGRAMS),)](
-                x, out, weight, normed, self.inboxes, self.calls, self.one_shot // 16, words // 4, eps,
-                RANK=self.rank, ROWS=_PROGRAMS, STRIDE=stride, BLOCK=next_power_of_2(stride), NORM=norm is not None,
-                **same,
+            block = _BLOCKS[words > _BLOCKS[0] * _PROGRAMS]
+            _push_kernel[(min(cdiv(words, block), _PROGRAMS),)](
+                x, out, self.inboxes, self.calls, self.one_shot // 16, words // 4,
+                RANK=self.rank, ROWS=_PROGRAMS, BLOCK=block, **same,
             )  # fmt: skip
         return out
 

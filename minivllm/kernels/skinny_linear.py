@@ -521,14 +521,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _many_rows(x, weight, bias)
 
 
-def linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """``linear`` of very many rows, written to ``out`` (t, n)."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
 def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -560,24 +552,17 @@ def norm_gate_up(
     and there is no bias."""
     if _few_rows(x, weight):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
-    rows, (n, k) = x.shape[0], weight.shape
-    some = bias is None and _some_rows(x, weight, gated=True)
-    if folded and some and gate_up_takes_norm(rows, n, k):
-        return cluster_gate_up(x, weight, eps)
-    if folded and not some:
-        if use_persistent(rows, n, k, x.dtype, x.device, gated=True):
-            return persistent_gate_up(x, weight, row_factors(x, eps))
-        return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
-    return gate_up(rms_norm(x, norm_weight, eps), weight, bias)
-
-
-def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """SiLU(gate) * up of ``linear``, for rows that are normed and too many for the kernels here."""
     if bias is None and _some_rows(x, weight, gated=True):
-        return cluster_gate_up(x, weight)
-    if bias is None and use_persistent(len(x), len(weight), x.shape[1], x.dtype, x.device, gated=True):
-        return persistent_gate_up(x, weight)
-    return silu_mul(_many_rows(x, weight, bias))
+        if folded and gate_up_takes_norm(x.shape[0], weight.shape[0], weight.shape[1]):
+            return cluster_gate_up(x, weight, eps)
+        return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)
+    if bias is None and use_persistent(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device, gated=True):
+        if folded:
+            return persistent_gate_up(x, weight, row_factors(x, eps))
+        return persistent_gate_up(rms_norm(x, norm_weight, eps), weight)
+    if folded:
+        return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
+    return norm_gate_up_reference(x, norm_weight, eps, weight, bias)
 
 
 def linear_add(

@@ -8,11 +8,9 @@ import torch
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
-from minivllm.kernels.persistent_linear import persistent_qkv, qkv_outputs, use_persistent
+from minivllm.kernels.persistent_linear import persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
-from minivllm.kernels.skinny_linear import linear_into
-from minivllm.layers.halves import Halves
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
@@ -73,65 +71,34 @@ class Attention:
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """``self(projection(norm(x)))``: x (t, hidden), positions (t,); returns (t, heads * head_dim)."""
-        normed = norm.taken(x)
         if not self._usual(projection, backend):
-            return self._apart(x, normed, norm, projection, positions, backend)
+            return self._apart(x, norm, projection, positions, backend)
         (rows, k), n, fresh = x.shape, projection.weight.shape[0], backend.fresh_prompts
         if not fresh and use_cluster(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
             heads = self._heads(positions, backend)
-            if projection.folded and normed is None:
+            if projection.folded:
                 q = cluster_qkv(x, projection.weight, heads, norm.eps)
             else:
-                q = cluster_qkv(norm(x) if normed is None else normed, projection.weight, heads)
+                q = cluster_qkv(norm(x), projection.weight, heads)
             out = backend.attend(q, self)
         elif use_persistent(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
             heads = self._heads(positions, backend)
-            normed, factors = _factored(x, norm, projection)
+            normed, factors = (x, row_factors(x, norm.eps)) if projection.folded else (norm(x), None)
             q, new_k, new_v = persistent_qkv(normed, projection.weight, heads, factors, keep=fresh)
             out = backend.attend(q, self, new_k, new_v)
         else:
-            return self._apart(x, normed, norm, projection, positions, backend)
+            return self._apart(x, norm, projection, positions, backend)
         return out.view(-1, self.num_heads * self.head_dim)
-
-    def of_halves(
-        self,
-        stream: Halves,
-        norm: RMSNorm,
-        projection: QKVParallelLinear,
-        positions: torch.Tensor,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
-        """``of_stream`` of a large step, each half projected when it is there. ``projection`` is of no subclass."""
-        if not stream.under_way:
-            return self.of_stream(stream.whole(), norm, projection, positions, backend)
-        weight, rows = projection.weight, stream.fewest_rows
-        (n, k), d = weight.shape, self.head_dim
-        usual = self._usual(projection, backend)
-        if not usual or not use_persistent(rows, n, k, weight.dtype, weight.device, head_dim=d):
-            qkv = weight.new_empty((stream.shape[0], n))
-            for half, x in stream.arriving():
-                linear_into(qkv[half.rows], norm(x), weight, projection.bias)
-            return self(qkv, positions, backend)
-        heads = self._heads(positions, backend)
-        q, kept = qkv_outputs(stream.shape[0], weight, heads, backend.fresh_prompts)
-        for half, x in stream.arriving():
-            mine = heads._replace(positions=positions[half.rows], slot_mapping=heads.slot_mapping[half.rows])
-            normed, factors = _factored(x, norm, projection)
-            out = q[half.rows], None if kept is None else kept[half.rows]
-            persistent_qkv(normed, weight, mine, factors, out=out)
-        fresh = () if kept is None else kept.split(self.num_kv_heads, dim=1)
-        return backend.attend(q, self, *fresh).view(-1, self.num_heads * d)
 
     def _apart(
         self,
         x: torch.Tensor,
-        normed: torch.Tensor | None,
         norm: RMSNorm,
         projection: QKVParallelLinear,
         positions: torch.Tensor,
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        qkv, scale = projection.unscaled(x, norm) if normed is None else (projection(normed), None)
+        qkv, scale = projection.unscaled(x, norm)
         return self(qkv, positions, backend, scale)
 
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
@@ -209,10 +176,3 @@ class Attention:
             scale,
         )
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
-
-
-def _factored(
-    x: torch.Tensor, norm: RMSNorm, projection: QKVParallelLinear
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``persistent_qkv`` multiplies, and its rows' factors."""
-    return (x, row_factors(x, norm.eps)) if projection.folded else (norm(x), None)

@@ -6,7 +6,7 @@ A model file subclasses ``DecoderLayer`` for what is special about it and names 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -17,13 +17,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.sampling import Shard
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.halves import Halves, is_plain, starts
-from minivllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    summed_in_halves,
-)
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
@@ -82,12 +76,6 @@ class SelfAttention(nn.Module):
         heads = self.attention.of_stream(x, norm, self.qkv_proj, positions, attention)
         return self.o_proj.add_to(*self._pick(x, heads, attention))
 
-    def in_halves(self, stream: Halves, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend) -> None:
-        """``forward`` of all tokens, see ``DecoderLayer.goes_in_halves``; leaves sums under way."""
-        heads = self.attention.of_halves(stream, norm, self.qkv_proj, positions, attention)
-        for half, _ in stream.arriving():
-            half.add(self.o_proj, heads[half.rows])
-
 
 def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
     return x, heads
@@ -142,47 +130,6 @@ class DecoderLayer(nn.Module):
         if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
             attention._pick = _last_tokens
 
-    def announce_norms(self, behind: RMSNorm | None) -> None:
-        """Tell the products that add to the stream which norm reads it next; ``behind``: behind this layer, if known.
-
-        A ``forward`` of one's own may change the stream before it norms it: its layer's norms are not announced.
-        """
-        attention, mlp = self.self_attn, self.mlp
-        if not is_plain(self, DecoderLayer) or not isinstance(mlp, GatedMLP) or not is_plain(mlp, GatedMLP):
-            return
-        if isinstance(attention, SelfAttention) and is_plain(attention, SelfAttention):
-            attention.o_proj.followed_by = (self.post_attention_layernorm,)
-        mlp.down_proj.followed_by = () if behind is None else (behind,)
-
-    def goes_in_halves(self) -> bool:
-        """Whether ``in_halves`` may stand for ``forward``. One of one's own, here or in a part, reads the stream whole,
-        and so does a hook. Asked at each large step, as parts may be replaced at any time."""
-        attention, mlp = self.self_attn, self.mlp
-        return (
-            is_plain(self, DecoderLayer)
-            and isinstance(attention, SelfAttention)
-            and is_plain(attention, SelfAttention)
-            and attention._pick is _all_tokens
-            and isinstance(attention.attention, Attention)
-            and type(attention.attention).of_stream is Attention.of_stream
-            and type(attention.qkv_proj) is QKVParallelLinear
-            and starts(attention.o_proj)
-            and isinstance(mlp, GatedMLP)
-            and is_plain(mlp, GatedMLP)
-            and starts(mlp.down_proj)
-        )
-
-    def in_halves(self, stream: Halves, positions: torch.Tensor, attention: AttentionBackend) -> None:
-        """``forward`` of a layer that ``goes_in_halves``; leaves sums under way."""
-        assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, GatedMLP)
-        self.self_attn.in_halves(stream, self.input_layernorm, positions, attention)
-        self.mlp.in_halves(stream, self.post_attention_layernorm)
-
-
-def _first_norm(layer: nn.Module) -> RMSNorm | None:
-    """What reads the stream first, if that is known."""
-    return layer.input_layernorm if isinstance(layer, DecoderLayer) and is_plain(layer, DecoderLayer) else None
-
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm."""
@@ -193,40 +140,12 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self._announced = False
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
-        layers = list(self.layers)
-        if not self._announced:
-            self._announce_norms(layers)
-        if summed_in_halves(x):
-            layers = self._in_halves(layers, x, positions, attention)
-        for layer in layers:
+        for layer in self.layers:
             x = layer(x, positions, attention)
         return self.norm(x)
-
-    def _announce_norms(self, layers: list[nn.Module]) -> None:
-        """Once, when all parts are in their places."""
-        self._announced = True
-        first = [_first_norm(layer) for layer in layers]
-        for layer, behind in zip(layers, [*first[1:], self.norm], strict=True):
-            if isinstance(layer, DecoderLayer):
-                layer.announce_norms(behind)
-
-    def _in_halves(
-        self, layers: list[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
-    ) -> list[nn.Module]:
-        """Add to x what can be added in halves, and return the layers that are left: the last one, behind which anyone
-        may read x, or all of them where one does not go so."""
-        *first, last = layers
-        if not all(isinstance(layer, DecoderLayer) and layer.goes_in_halves() for layer in first):
-            return layers
-        stream = Halves(x)  # this step's alone: an error leaves nothing that the next would take for its own
-        for layer in cast(list[DecoderLayer], first):
-            layer.in_halves(stream, positions, attention)
-        stream.whole()
-        return [last]
 
 
 class CausalLM(nn.Module, Model):

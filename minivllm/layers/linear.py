@@ -10,7 +10,6 @@ product reads x itself, and the kernel that reads the product divides it (``unsc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,11 +24,6 @@ from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 # So many tokens are summed over the ranks in halves, one beside the product of the other: a product of half of them is
 # still as fast a token, which one of a quarter is not.
 SUMMED_IN_HALVES = 4096
-
-
-def summed_in_halves(x: torch.Tensor) -> bool:
-    """Whether row-parallel products of a step of x, (t, any), are summed so on several ranks."""
-    return x.shape[0] >= SUMMED_IN_HALVES and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class LinearBase(nn.Module):
@@ -158,7 +152,6 @@ class RowParallelLinear(LinearBase):
         self.weight = sharded_parameter((out_features, size), {None: piece})
         held = out_features if tp.rank == 0 else 0
         self.bias = sharded_parameter((out_features,), {None: Piece((out_features,), size=held)}) if bias else None
-        self.followed_by: tuple[RMSNorm, ...] = ()  # the one norm that reads the sum, if known; no part of this module
         self._add = self._add_whole if tp.size == 1 else self._add_part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,25 +165,24 @@ class RowParallelLinear(LinearBase):
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is None and summed_in_halves(x):
-            for half in [self.start_add_to(*half) for half in zip(residual.chunk(2), x.chunk(2), strict=True)]:
-                half.wait()
-            return residual
-        part = linear(x, self.weight, self.bias)
-        for norm in self.followed_by:
-            norm.offer(residual, self.tp.all_reduce_add_norm(residual, part, norm.weight, norm.eps))
-            return residual
-        return self.tp.all_reduce_add(residual, part)
+        many = self.bias is None and x.shape[0] >= SUMMED_IN_HALVES
+        if many and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self._add_halves(residual, x)
+        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
 
-    def start_add_to(self, residual: torch.Tensor, x: torch.Tensor) -> Any:
-        """Begin ``add_to``, of a product without bias, on several ranks. Nobody may read residual before ``wait`` of
-        what this returns. It is summed where it stands, so that nothing is added behind: rank 0 brings it in, others
-        overwrite theirs."""
-        if self.tp.rank == 0:
-            linear_add(x, self.weight, None, residual)
-        else:
-            torch.mm(x, self.weight.t(), out=residual)
-        return self.tp.start_all_reduce(residual)
+    def _add_halves(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Summed where the residual stands, so that nothing is added behind: rank 0 brings it in, the others overwrite
+        theirs."""
+        sums = []
+        for part, rows in zip(residual.chunk(2), x.chunk(2), strict=True):
+            if self.tp.rank == 0:
+                linear_add(rows, self.weight, None, part)
+            else:
+                torch.mm(rows, self.weight.t(), out=part)
+            sums.append(self.tp.start_all_reduce(part))
+        for half in sums:
+            half.wait()
+        return residual
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

@@ -8,13 +8,11 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.kernels.skinny_linear import gate_up, norm_gate_up
-from minivllm.layers.halves import Halves
+from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
 
-# hidden_act: norm, gate and up, activation; and without the norm
-ACTIVATIONS = {"silu": (norm_gate_up, gate_up), "swish": (norm_gate_up, gate_up)}
+ACTIVATIONS = {"silu": norm_gate_up, "swish": norm_gate_up}  # hidden_act: norm, gate and up, activation
 
 
 class GatedMLP(nn.Module):
@@ -25,7 +23,7 @@ class GatedMLP(nn.Module):
                 f"hidden_act={config.hidden_act!r} of {config.architecture} is not supported; "
                 f"the gated MLP knows {', '.join(ACTIVATIONS)}"
             )
-        self.activation, self.of_normed = ACTIVATIONS[config.hidden_act]
+        self.activation = ACTIVATIONS[config.hidden_act]
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         what = "intermediate_size"
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], tp, bias=bias, what=what)
@@ -33,15 +31,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
-        return self.down_proj.add_to(x, self._activated(x, norm))
-
-    def in_halves(self, stream: Halves, norm: RMSNorm) -> None:
-        """``forward``, see ``DecoderLayer.goes_in_halves``; leaves sums under way."""
-        for half, x in stream.arriving():
-            half.add(self.down_proj, self._activated(x, norm))
-
-    def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-        up, normed = self.gate_up_proj, norm.taken(x)
-        if normed is not None:
-            return self.of_normed(normed, up.weight, up.bias)
-        return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)
+        up = self.gate_up_proj
+        return self.down_proj.add_to(x, self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded))

@@ -12,7 +12,6 @@ import torch
 from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
-from minivllm.plugins.manager import default_registry
 
 Checkpoints = Callable[..., Path]
 Answers = dict[str, tuple[list[int], list[float]]]
@@ -34,8 +33,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return found
 
 
-def run(folder: Path, tp: int, executor: str = "auto", *more: str) -> Answers:
-    overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4", *more]
+def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
+    overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4"]
     with LLM(
         str(folder), device="cpu", tp=tp, overrides=overrides, num_gpu_blocks_override=BLOCKS, max_num_seqs=8
     ) as llm:
@@ -74,50 +73,6 @@ def test_any_number_of_ranks_says_the_same(
             assert logprobs == pytest.approx(one[name][1], abs=1e-3)
     if shared_memory:
         assert set(os.listdir("/dev/shm")) <= shared_memory
-
-
-HALVING = """
-    from pathlib import Path
-
-    from minivllm.core.sampler import DefaultSampler
-    from minivllm.plugins import Component, hookimpl
-
-    class Halving(DefaultSampler):  # made on each rank, which it changes
-        def __init__(self, slots, vocab_size, device, options):
-            from minivllm.layers import decoder, linear
-
-            class Told(decoder.Halves):
-                def __init__(self, x):
-                    super().__init__(x)
-                    with Path(__file__).with_suffix(".rows").open("a") as file:
-                        file.write(f"{len(x)} ")
-
-            super().__init__(slots, vocab_size, device)
-            linear.SUMMED_IN_HALVES, decoder.Halves = 7, Told
-
-    @hookimpl
-    def minivllm_samplers():
-        yield Component("halving", __name__ + ":Halving")
-"""
-
-
-def test_halves_of_layers_say_the_same(
-    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, fake_plugin: Callable[..., Path]
-) -> None:
-    """Chunks of prompts, decodes among them, cached prefixes: in steps of odd and even numbers of tokens."""
-    folder = tiny_checkpoint("qwen3", num_hidden_layers=3)
-    one = run(folder, 1)
-    site = fake_plugin("minivllm-halving", HALVING)
-    default_registry.cache_clear()
-    try:
-        two = run(folder, 2, "auto", "sampler.name=halving")
-    finally:
-        default_registry.cache_clear()
-    assert {k: v[0] for k, v in two.items()} == {k: v[0] for k, v in one.items()}
-    for name, (_, logprobs) in two.items():
-        assert logprobs == pytest.approx(one[name][1], abs=1e-3)
-    rows = {int(number) for number in (site / "minivllm_halving.rows").read_text().split()}
-    assert min(rows) == 7 and max(rows) == 48 and len(rows) > 4
 
 
 def test_two_engines_at_once_and_sampling_that_needs_agreement(
