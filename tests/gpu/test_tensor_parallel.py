@@ -148,7 +148,7 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
             expected = all_reduce_reference(parts)
             nccl = x.clone()
             dist.all_reduce(nccl)
-            torch.testing.assert_close(nccl, expected, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(nccl, expected, rtol=2e-2, atol=1e-2 * ranks)  # it rounds at every rank
             for two_shots in peer.ways(x):
                 assert torch.equal(peer(x.clone(), two_shots), expected), (dtype, size, two_shots)
                 residual = torch.zeros_like(x)  # so that rounding twice is rounding once
