@@ -30,7 +30,7 @@ class TritonBackend(AttentionBackend):
         self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
         self._workspace: DecodeWorkspace | None = None
         self._stream: StreamWorkspace | None = None  # where its kernel runs: for more rows than are fused
-        self._scheduled = False
+        self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # which holds this step's schedule
         self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
         self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
 
@@ -68,7 +68,7 @@ class TritonBackend(AttentionBackend):
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
             raise ValueError(f"{batch.num_decodes} decode rows, planned for {self.max_rows} (max_num_seqs)")
-        self.batch, self._scheduled, self._tiles = batch, False, None
+        self.batch, self._scheduled, self._tiles = batch, None, None
         d = batch.num_decodes
         if d < batch.num_seqs:
             block_q = self.prefill_config.block_m // self.group
@@ -102,16 +102,17 @@ class TritonBackend(AttentionBackend):
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, new: NewTokens | None) -> None:
         batch, workspace = self.batch, self._workspace
         assert batch is not None and workspace is not None
-        first = layer.index == 0 or not self._scheduled  # a graph is captured after an eager step of the same plan
-        self._scheduled = True
         rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
-        if new is None and self._stream is not None and self._stream.suits(rows):
+        stream = self._stream if new is None and self._stream is not None and self._stream.suits(rows) else None
+        # a graph is captured after an eager step of the same plan
+        first = layer.index == 0 or self._scheduled is not (stream or workspace)
+        self._scheduled = stream or workspace
+        if stream is not None:
             if first:
-                schedule_stream(self._stream, batch.seq_lens, rows)
+                schedule_stream(stream, batch.seq_lens, rows)
             stream_decode(
-                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, self._stream,
-                early=not first,
-            )  # fmt: skip
+                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, stream, early=not first
+            )
             return
         if first:
             schedule_decode(workspace, batch.seq_lens, rows)
