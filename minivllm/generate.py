@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 SAMPLES = ("Once upon a time", "The engine", "In a small village")
 _PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
-_REFUSED_KEYS = ("messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "sampling_params")
+_REFUSED_KEYS = (
+    "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "stop", "seed", "sampling_params",
+)  # fmt: skip
 
 Prompt = str | list[int]
 

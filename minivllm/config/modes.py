@@ -19,6 +19,9 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -35,6 +38,9 @@ class SamplingOptions:
                 top_p=self.top_p,
                 top_k=self.top_k,
                 min_p=self.min_p,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                repetition_penalty=self.repetition_penalty,
                 stop=list(self.stop),
                 stop_token_ids=list(self.stop_token_ids),
                 ignore_eos=self.ignore_eos,

@@ -137,6 +137,11 @@ class SamplingSchema(EngineSchema):
     top_p: float = key(1.0, "keep the likeliest tokens that make up this probability")
     top_k: int = key(0, "keep this many of the likeliest tokens; 0: all")
     min_p: float = key(0.0, "keep tokens at least this likely relative to the likeliest")
+    presence_penalty: float = key(0.0, "taken off the logits of tokens that the answer has; -2 to 2, 0: none")
+    frequency_penalty: float = key(0.0, "taken off a token's logit for each time the answer has it; -2 to 2, 0: none")
+    repetition_penalty: float = key(
+        1.0, "makes tokens of prompt and answer less likely above 1, likelier below; more than 0, 1: none"
+    )
     stop: Any = key(None, "a string, or a list of them, that ends a completion", text=True)
     stop_token_ids: list[int] | None = key(None, "tokens that end a completion")
     ignore_eos: bool = key(False, "go on after the end-of-sequence token")

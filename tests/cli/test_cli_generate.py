@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm import cli
+from minivllm import LLM, SamplingParams, cli
 from minivllm.config.modes import GenerateOptions
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.core.sequence import Sequence
@@ -67,6 +67,13 @@ def test_lines_and_jsonl() -> None:
             for wrong in ('"high"', "1.5", "true", "null")
         ),
         ('{"prompt": "a", "max_tokens": 5}', "x, line 2 has max_tokens, which a prompts file cannot set"),
+        *(
+            (
+                f'{{"prompt": "a", "{name}_penalty": 1}}',
+                f"x, line 2 has {name}_penalty, which a prompts file cannot set",
+            )
+            for name in ("presence", "frequency", "repetition")
+        ),
     ],
 )
 def test_a_bad_line_is_named(line: str, told: str) -> None:
@@ -165,6 +172,23 @@ def test_the_same_command_gives_the_same_text(small: list[str], capsys: pytest.C
 
     assert text("seed=1") == text("seed=1")
     assert text("seed=1") != text("seed=2")
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_penalties_change_the_demos_greedy_text_as_in_python(tmp_path: Path) -> None:
+    def tokens(*typed: str) -> list[int]:
+        out = tmp_path / "out.jsonl"
+        assert cli.main(["device=cpu", "prompts=Once upon a time", "max_tokens=40", f"output={out}", *typed]) == 0
+        found: list[int] = json.loads(out.read_text())["token_ids"]
+        return found
+
+    plain = tokens()
+    with LLM(device="cpu") as llm:
+        for name, value in (("presence_penalty", 1.5), ("frequency_penalty", 1.0), ("repetition_penalty", 1.5)):
+            typed = tokens(f"{name}={value}")
+            params = SamplingParams(temperature=0, max_tokens=40, **{name: value})
+            assert typed == llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids, name
+            assert typed != plain, name
 
 
 @pytest.mark.usefixtures("no_stdin")

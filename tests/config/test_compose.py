@@ -14,11 +14,12 @@ from fake_plugins import BACKEND, FakePlugin
 from minivllm.config.compose import compose, compose_engine_config
 from minivllm.config.conf_dir import conf_dir
 from minivllm.config.engine_config import EngineConfig
-from minivllm.config.modes import MODES, ChatOptions, GenerateOptions
+from minivllm.config.modes import MODES, ChatOptions, GenerateOptions, SamplingOptions
 from minivllm.config.overrides import group_options, quote
 from minivllm.config.schema import EngineSchema, keys_of
 from minivllm.core.model_config import FrozenDict, ModelConfig
-from minivllm.errors import ConfigError, MinivllmError, PluginError
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.errors import ConfigError, MinivllmError, PluginError, RequestError
 from minivllm.plugins import Registry, load_plugins
 
 
@@ -315,12 +316,37 @@ def test_sampling_options_become_sampling_params(registry: Registry) -> None:
     assert (params.max_tokens, params.logprobs, params.seed) == (100, 2, None)
 
 
-@pytest.mark.parametrize("typed", ["temperature=-1", "top_p=0", "top_p=1.1", "max_tokens=0", "min_p=2", "top_k=-2"])
-def test_sampling_values_out_of_range_are_refused(registry: Registry, typed: str) -> None:
+@pytest.mark.parametrize("mode", ["generate", "chat"])
+def test_penalties_have_the_defaults_of_sampling_params_and_reach_them(registry: Registry, mode: str) -> None:
+    def penalties(*typed: str) -> tuple[float, float, float]:
+        options = compose(typed, registry, mode=mode).options
+        assert isinstance(options, SamplingOptions)
+        p = options.sampling_params()
+        return p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+
+    default = SamplingParams()
+    assert penalties() == (default.presence_penalty, default.frequency_penalty, default.repetition_penalty)
+    assert penalties("presence_penalty=0.5", "frequency_penalty=-2", "repetition_penalty=1.3") == (0.5, -2, 1.3)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "temperature=-1", "top_p=0", "top_p=1.1", "max_tokens=0", "min_p=2", "top_k=-2", "presence_penalty=2.1",
+        "presence_penalty=-3", "frequency_penalty=2.5", "frequency_penalty=-2.1", "repetition_penalty=0",
+        "repetition_penalty=-1",
+    ],
+)  # fmt: skip
+def test_sampling_values_out_of_range_are_refused_as_in_python(registry: Registry, typed: str) -> None:
     options = compose([typed], registry).options
     assert isinstance(options, GenerateOptions)
-    with pytest.raises(ConfigError, match=typed.partition("=")[0]):
+    name, _, value = typed.partition("=")
+    with pytest.raises(RequestError) as python:
+        SamplingParams(**{name: type(getattr(options, name))(value)})
+    with pytest.raises(ConfigError) as refused:
         options.sampling_params()
+    assert str(refused.value) == str(python.value)
+    assert str(refused.value).startswith(name)
 
 
 # --------------------------------------------------------------------------- plugins
