@@ -24,7 +24,7 @@ _PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
 _REFUSED_KEYS = (
     "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "stop", "seed", "sampling_params",
+    "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed", "sampling_params",
 )  # fmt: skip
 
 Prompt = str | list[int]

@@ -66,13 +66,17 @@ def test_lines_and_jsonl() -> None:
             (f'{{"prompt": "a", "priority": {wrong}}}', f"x, line 2: priority={wrong} is not a whole number$")
             for wrong in ('"high"', "1.5", "true", "null")
         ),
-        ('{"prompt": "a", "max_tokens": 5}', "x, line 2 has max_tokens, which a prompts file cannot set"),
         *(
-            (
-                f'{{"prompt": "a", "{name}_penalty": 1}}',
-                f"x, line 2 has {name}_penalty, which a prompts file cannot set",
+            (f'{{"prompt": "a", "{name}": 1}}', f"x, line 2 has {name}, which a prompts file cannot set")
+            for name in (
+                "max_tokens",
+                "presence_penalty",
+                "frequency_penalty",
+                "repetition_penalty",
+                "stop_token_ids",
+                "ignore_eos",
+                "min_tokens",
             )
-            for name in ("presence", "frequency", "repetition")
         ),
     ],
 )
