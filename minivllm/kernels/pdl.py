@@ -29,10 +29,10 @@ The rule:
 4. Nothing is said by ``gdc_launch_dependents`` but "you may start": it publishes no data, so it stands at the top. In
    a grid of many waves it takes effect with the last one.
 5. Decode attention reads more before its wait: what earlier kernels of the step wrote (work items, block tables) and,
-   with the packed projection or as a stream of pages, older keys and values. It may because what stands right before it starts it late, with
-   ``gdc_launch_dependents`` behind ``gdc_wait``: all that came before that kernel is complete then. Late are the
-   product that makes q, k and v, the rotary kernel, the cache write, and attention itself where it takes q. A kernel
-   of your own between these and attention must be late too, or an ordinary one.
+   with the packed projection or as a stream of pages, older keys and values. It may because what stands right before it
+   starts it late, with ``gdc_launch_dependents`` behind ``gdc_wait``: all that came before that kernel is complete
+   then. Late are the product that makes q, k and v, the rotary kernel, the cache write, and attention itself where it
+   takes q. A kernel of your own between these and attention must be late too, or an ordinary one.
 6. Kernels that know nothing of this (cuBLAS, torch's own, copies) may stand anywhere in the chain. Launched the
    ordinary way they start after the one before them is complete, and count as complete for the one behind them.
 
