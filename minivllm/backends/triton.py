@@ -29,7 +29,7 @@ class TritonBackend(AttentionBackend):
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))
         self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
         self._workspace: DecodeWorkspace | None = None
-        self._stream: StreamWorkspace | None = None  # where its kernel runs: for more rows than are fused
+        self._stream: StreamWorkspace | None = None  # where its kernel runs: for rows that are not fused
         self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # which holds this step's schedule
         self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
         self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
@@ -104,9 +104,9 @@ class TritonBackend(AttentionBackend):
         assert batch is not None and workspace is not None
         rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
         stream = self._stream if new is None and self._stream is not None and self._stream.suits(rows) else None
-        # a graph is captured after an eager step of the same plan
-        first = layer.index == 0 or self._scheduled is not (stream or workspace)
-        self._scheduled = stream or workspace
+        holder = stream or workspace
+        first = layer.index == 0 or self._scheduled is not holder  # a graph is captured after an eager step of its plan
+        self._scheduled = holder
         if stream is not None:
             if first:
                 schedule_stream(stream, batch.seq_lens, rows)

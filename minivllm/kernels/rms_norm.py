@@ -13,9 +13,9 @@ from minivllm.kernels.pdl import use_pdl
 
 
 @triton.jit
-def inverse_rms(h, eps, N: tl.constexpr):
-    """1 / rms of a row ``h``: float32, zeros behind its N elements."""
-    return 1.0 / tl.sqrt(tl.sum(h * h, 0) / N + eps)
+def inverse_rms(h, eps, N: tl.constexpr, AXIS: tl.constexpr = 0):
+    """1 / rms of a row ``h``, or of several whose elements lie along AXIS: float32, zeros behind their N elements."""
+    return 1.0 / tl.sqrt(tl.sum(h * h, AXIS) / N + eps)
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -47,7 +47,7 @@ def _row_factors_kernel(
     cols = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (cols < N)[None, :]
     h = tl.load(x + row.to(tl.int64)[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row, 1.0 / tl.sqrt(tl.sum(h * h, 1) / N + eps), mask=row < rows)
+    tl.store(out + row, inverse_rms(h, eps, N, 1), mask=row < rows)
 
 
 class RowScale(NamedTuple):
@@ -83,9 +83,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    h = x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return weight * h.to(x.dtype)
+    return weight * (x.float() * row_factors_reference(x, eps)[..., None]).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -19,9 +19,6 @@ __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, %4}], [%2];" ::
       "r"(to), "l"(map), "r"(bar), "r"(0), "r"(page) : "memory");
 }
-__device__ __forceinline__ void here_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");

@@ -71,35 +71,24 @@ class Attention:
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """``self(projection(norm(x)))``: x (t, hidden), positions (t,); returns (t, heads * head_dim)."""
-        if not self._usual(projection, backend):
-            return self._apart(x, norm, projection, positions, backend)
-        (rows, k), n, fresh = x.shape, projection.weight.shape[0], backend.fresh_prompts
-        if not fresh and use_cluster(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
-            heads = self._heads(positions, backend)
-            if projection.folded:
-                q = cluster_qkv(x, projection.weight, heads, norm.eps)
-            else:
-                q = cluster_qkv(norm(x), projection.weight, heads)
+        fresh, some, many = backend.fresh_prompts, False, False
+        if self._usual(projection, backend):
+            product = (len(x), *projection.weight.shape, x.dtype, x.device)
+            some = not fresh and use_cluster(*product, head_dim=self.head_dim)
+            many = not some and use_persistent(*product, head_dim=self.head_dim)
+        if not some and not many:
+            qkv, scale = projection.unscaled(x, norm)
+            return self(qkv, positions, backend, scale)
+        heads, weight, folded = self._heads(positions, backend), projection.weight, projection.folded
+        normed = x if folded else norm(x)
+        if some:
+            q = cluster_qkv(normed, weight, heads, norm.eps if folded else None)
             out = backend.attend(q, self)
-        elif use_persistent(rows, n, k, x.dtype, x.device, head_dim=self.head_dim):
-            heads = self._heads(positions, backend)
-            normed, factors = (x, row_factors(x, norm.eps)) if projection.folded else (norm(x), None)
-            q, new_k, new_v = persistent_qkv(normed, projection.weight, heads, factors, keep=fresh)
-            out = backend.attend(q, self, new_k, new_v)
         else:
-            return self._apart(x, norm, projection, positions, backend)
+            factors = row_factors(x, norm.eps) if folded else None
+            q, new_k, new_v = persistent_qkv(normed, weight, heads, factors, keep=fresh)
+            out = backend.attend(q, self, new_k, new_v)
         return out.view(-1, self.num_heads * self.head_dim)
-
-    def _apart(
-        self,
-        x: torch.Tensor,
-        norm: RMSNorm,
-        projection: QKVParallelLinear,
-        positions: torch.Tensor,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
-        qkv, scale = projection.unscaled(x, norm)
-        return self(qkv, positions, backend, scale)
 
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""

@@ -14,7 +14,7 @@ from minivllm.kernels.paged_decode import paged_decode_reference
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
 BF16 = torch.bfloat16
-SHAPES = [(16, 8, 128), (40, 8, 128), (20, 4, 128), (16, 2, 128), (32, 8, 64)]  # heads, kv heads, head_dim
+SHAPES = [(16, 8, 128), (40, 8, 128), (20, 4, 128), (16, 2, 128), (32, 8, 64), (16, 2, 64)]  # heads, kv heads, head_dim
 
 
 # --------------------------------------------------------------------------- which attention
