@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 SAMPLES = ("Once upon a time", "The engine", "In a small village")
 _PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
-_REFUSED_KEYS = (
-    "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed", "sampling_params",
+_TYPED_ONCE = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed",
 )  # fmt: skip
+_REFUSED_KEYS = (*_TYPED_ONCE, "messages", "sampling_params")
 
 Prompt = str | list[int]
 
@@ -102,9 +103,8 @@ def _json_prompt(line: str, where: str) -> Asked:
     if not isinstance(item, dict):
         raise ConfigError(f"{where} is neither a string nor an object with prompt or prompt_token_ids")
     if refused := [k for k in _REFUSED_KEYS if k in item]:
-        raise ConfigError(
-            f"{where} has {', '.join(refused)}, which a prompts file cannot set; type max_tokens=... once"
-        )
+        typed = refused[0] if refused[0] in _TYPED_ONCE else _TYPED_ONCE[0]
+        raise ConfigError(f"{where} has {', '.join(refused)}, which a prompts file cannot set; type {typed}=... once")
     key = next((k for k in _PROMPT_KEYS if item.get(k) is not None), None)
     if key is None:
         raise ConfigError(f"{where} has neither prompt nor prompt_token_ids, only {', '.join(item) or 'nothing'}")

@@ -67,7 +67,7 @@ def test_lines_and_jsonl() -> None:
             for wrong in ('"high"', "1.5", "true", "null")
         ),
         *(
-            (f'{{"prompt": "a", "{name}": 1}}', f"x, line 2 has {name}, which a prompts file cannot set")
+            (f'{{"prompt": "a", "{name}": 1}}', f"x, line 2 has {name}, which a prompts file cannot set; type {name}=")
             for name in (
                 "max_tokens",
                 "presence_penalty",
@@ -77,6 +77,10 @@ def test_lines_and_jsonl() -> None:
                 "ignore_eos",
                 "min_tokens",
             )
+        ),
+        (
+            '{"prompt": "a", "messages": []}',
+            "has messages, which a prompts file cannot set; type max_tokens=",
         ),
     ],
 )
