@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from minivllm.kernels.all_reduce import PeerAllReduce
+    from minivllm.kernels.exchange import PeerExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +17,15 @@ class TensorParallel:
     """A handle that every layer is built with; ``size == 1`` communicates nothing.
 
     ``group`` is a ``torch.distributed`` process group, or None on one rank. ``peer`` sums what is small enough for it
-    (``takes``) faster than the group does (``kernels/all_reduce.py``).
+    (``takes``) faster than the group does (``kernels/all_reduce.py``); ``exchange`` what is so large that products go
+    on beside it (``kernels/exchange.py``).
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     peer: PeerAllReduce | None = None
+    exchange: PeerExchange | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over the ranks, in place; returns ``x``. All ranks get the same bytes."""

@@ -16,6 +16,7 @@ from minivllm.core.cuda_graphs import capture_graph
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.all_reduce import PeerAllReduce
+from minivllm.kernels.exchange import MIN_PART, PeerExchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -102,6 +103,23 @@ def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str
     return replace(tp, peer=peer)
 
 
+def with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int, dtype: torch.dtype) -> TensorParallel:
+    """Sums of steps of up to ``rows`` tokens beside products, where peer memory works and steps may be large enough;
+    after proving on this machine that they are right. Every rank calls this."""
+    if tp.peer is None or rows < MIN_PART * tp.size:
+        return tp
+    device, why, exchange = torch.device("cuda", device_index), "", None
+    try:
+        exchange = PeerExchange.create(tp.group, rows, width, dtype, device)
+    except Exception as error:  # too little memory, most likely: NCCL works without it
+        why = f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
+    everywhere = bool(tp.minimum(int(exchange is not None), device))
+    if exchange is None or not everywhere or not tp.minimum(int(_exchanges(exchange, tp)), device):
+        logger.info("large sums by copy engines do not work here, NCCL is used %s", why)
+        return tp
+    return replace(tp, exchange=exchange)
+
+
 def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> int:
     """The bytes up to which peer memory is faster than NCCL; 0: nowhere. A few milliseconds in all.
 
@@ -149,4 +167,14 @@ def _agrees(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> bo
     right = True
     for x, sums in ours:  # to the end: every rank must make the same calls
         right &= torch.equal(sums, tp.all_reduce(x.clone()))
+    return right
+
+
+def _exchanges(exchange: PeerExchange, tp: TensorParallel) -> bool:
+    """Whether it sums as NCCL does: small whole numbers, in calls of several sizes with nothing between."""
+    most, width = exchange.stream.shape
+    right = True
+    for rows in (most, 1000, most, 1001):
+        x = torch.randint(-8, 8, (rows, width), device=exchange.device).to(exchange.stream.dtype)
+        right &= torch.equal(exchange.all_reduce(x), tp.all_reduce(x.clone()))
     return right

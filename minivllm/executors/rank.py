@@ -106,13 +106,18 @@ class RankProcess:
 
 def start_worker(hello: Hello, registry: Registry) -> Worker:
     """Join the other ranks, then load this one's part."""
-    from minivllm.executors.group import join, with_peer_memory
-    from minivllm.executors.worker import Worker, resolve_device
+    import torch
+
+    from minivllm.executors.group import join, with_exchange, with_peer_memory
+    from minivllm.executors.worker import Worker, resolve_device, resolve_dtype
 
     device = resolve_device(hello.config.device)
     tp = join(device, hello.device_index, hello.rank, hello.size, "127.0.0.1", hello.store_port)
     if device == "cuda":
-        tp = with_peer_memory(tp, hello.device_index, hello.config.executor.options)
+        config, model = hello.config, hello.model_config
+        tp = with_peer_memory(tp, hello.device_index, config.executor.options)
+        dtype = getattr(torch, resolve_dtype(config.dtype, device, model.dtype))
+        tp = with_exchange(tp, hello.device_index, config.scheduler.max_num_batched_tokens, model.hidden_size, dtype)
     worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)
     worker.start()
     return worker

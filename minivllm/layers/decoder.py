@@ -6,7 +6,7 @@ A model file subclasses ``DecoderLayer`` for what is special about it and names 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.exchange import PeerExchange
 from minivllm.kernels.sampling import Shard
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -21,6 +22,7 @@ from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
+from minivllm.layers.parts import PartedStream, adds_parts, is_plain
 from minivllm.layers.rotary import RotaryTable
 
 _Pick = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], tuple[torch.Tensor, torch.Tensor]]
@@ -76,6 +78,13 @@ class SelfAttention(nn.Module):
         heads = self.attention.of_stream(x, norm, self.qkv_proj, positions, attention)
         return self.o_proj.add_to(*self._pick(x, heads, attention))
 
+    def in_parts(
+        self, stream: PartedStream, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
+    ) -> None:
+        """``forward`` of all tokens, see ``DecoderLayer.goes_in_parts``; leaves sums under way."""
+        heads = self.attention.of_parts(stream, norm, self.qkv_proj, positions, attention)
+        stream.add(self.o_proj, [heads[part.rows] for part in stream.parts])
+
 
 def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
     return x, heads
@@ -130,12 +139,37 @@ class DecoderLayer(nn.Module):
         if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
             attention._pick = _last_tokens
 
+    def goes_in_parts(self) -> bool:
+        """Whether ``in_parts`` may stand for ``forward``. One of one's own, here or in a part of it, reads the stream
+        whole, and so does a hook. Asked at each large step, as modules may be replaced at any time."""
+        attention, mlp = self.self_attn, self.mlp
+        return (
+            is_plain(self, DecoderLayer)
+            and isinstance(attention, SelfAttention)
+            and is_plain(attention, SelfAttention)
+            and attention._pick is _all_tokens
+            and isinstance(attention.attention, Attention)
+            and type(attention.attention).of_stream is Attention.of_stream
+            and type(attention.qkv_proj) is QKVParallelLinear
+            and adds_parts(attention.o_proj)
+            and isinstance(mlp, GatedMLP)
+            and is_plain(mlp, GatedMLP)
+            and adds_parts(mlp.down_proj)
+        )
+
+    def in_parts(self, stream: PartedStream, positions: torch.Tensor, attention: AttentionBackend) -> None:
+        """``forward`` of a layer that ``goes_in_parts``; leaves sums under way."""
+        assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, GatedMLP)
+        self.self_attn.in_parts(stream, self.input_layernorm, positions, attention)
+        self.mlp.in_parts(stream, self.post_attention_layernorm)
+
 
 class Decoder(nn.Module):
     """Embedding, layers, final norm."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, layer: LayerFactory) -> None:
         super().__init__()
+        self.tp = tp
         self.rotary = RotaryTable(config)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
@@ -143,9 +177,30 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
-        for layer in self.layers:
+        layers, exchange = list(self.layers), self.tp.exchange
+        if exchange is not None and exchange.takes(x):
+            x, layers = self._in_parts(layers, exchange, x, positions, attention)
+        for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
+
+    def _in_parts(
+        self,
+        layers: list[nn.Module],
+        exchange: PeerExchange,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> tuple[torch.Tensor, list[nn.Module]]:
+        """The stream behind the layers that go in parts, and those that are left: the last one, behind which anyone may
+        read it, or all of them where one does not go so."""
+        *first, last = layers
+        if not first or not all(isinstance(layer, DecoderLayer) and layer.goes_in_parts() for layer in first):
+            return x, layers
+        stream = PartedStream(exchange, x)
+        for layer in cast(list[DecoderLayer], first):
+            layer.in_parts(stream, positions, attention)
+        return stream.whole(), [last]
 
 
 class CausalLM(nn.Module, Model):

@@ -17,7 +17,7 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.rms_norm import RowScale
-from minivllm.kernels.skinny_linear import linear, linear_add, norm_linear, norm_linear_unscaled
+from minivllm.kernels.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 
@@ -176,13 +176,21 @@ class RowParallelLinear(LinearBase):
         sums = []
         for part, rows in zip(residual.chunk(2), x.chunk(2), strict=True):
             if self.tp.rank == 0:
-                linear_add(rows, self.weight, None, part)
+                self.add_own(part, rows)
             else:
-                torch.mm(rows, self.weight.t(), out=part)
+                self.write(part, rows)
             sums.append(self.tp.start_all_reduce(part))
         for half in sums:
             half.wait()
         return residual
+
+    def add_own(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what this rank computes of very many rows, alone and without bias."""
+        linear_add(x, self.weight, None, residual)
+
+    def write(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """The same written to ``out`` instead."""
+        linear_into(out, x, self.weight)
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

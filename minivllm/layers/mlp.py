@@ -11,6 +11,7 @@ from minivllm.errors import CheckpointError
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.parts import PartedStream
 
 ACTIVATIONS = {"silu": norm_gate_up, "swish": norm_gate_up}  # hidden_act: norm, gate and up, activation
 
@@ -31,5 +32,13 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
+        return self.down_proj.add_to(x, self._activated(x, norm))
+
+    def in_parts(self, stream: PartedStream, norm: RMSNorm) -> None:
+        """``forward``, see ``DecoderLayer.goes_in_parts``; leaves sums under way."""
+        ys = {part.rank: self._activated(x, norm) for part, x in stream.arriving()}
+        stream.add(self.down_proj, [ys[part.rank] for part in stream.parts])
+
+    def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj
-        return self.down_proj.add_to(x, self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded))
+        return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)

@@ -14,6 +14,7 @@ import torch
 from test_engine import GREEDY, PROMPTS, assert_close
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core.parallel import TensorParallel
 from minivllm.errors import EngineDeadError
 
 GPUS = torch.cuda.device_count()
@@ -58,6 +59,22 @@ def test_dummy_qwen3_says_the_same_on_several(tp: int) -> None:
     said = []
     for size in (1, tp):
         with LLM("qwen3", attention="triton", tp=size, **options) as llm:
+            said.append(llm.generate(prompts, params, use_tqdm=False))
+    for ours, reference in zip(said[1], said[0], strict=True):
+        assert_close(ours, reference)
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_large_steps_whose_sums_go_beside_products_say_the_same(tp: int) -> None:
+    rng = random.Random(1)
+    tokens = 2048 * tp + 300
+    prompts = [[rng.randrange(10000) for _ in range(rng.randint(300, 900))] for _ in range(2 * tokens // 600)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=20)
+    options = {"load_format": "dummy", "max_num_seqs": 64, "max_model_len": 1024, "gpu_memory_utilization": 0.3}
+    batched = [f"scheduler.max_num_batched_tokens={tokens}"]
+    said = []
+    for size in (1, tp):
+        with LLM("qwen3", attention="triton", tp=size, enforce_eager=True, overrides=batched, **options) as llm:
             said.append(llm.generate(prompts, params, use_tqdm=False))
     for ours, reference in zip(said[1], said[0], strict=True):
         assert_close(ours, reference)
@@ -138,6 +155,7 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
 
     tp = join("cuda", rank, rank, ranks, "127.0.0.1", port)
     device = torch.device("cuda", rank)
+    check_exchange(tp, device)
     peer = PeerAllReduce.create(tp.group, 64 << 20, device)
     generator = torch.Generator(device).manual_seed(rank)
     for dtype in (torch.bfloat16, torch.float32):
@@ -174,6 +192,40 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
     dist.barrier()
     print("right", flush=True)
     os._exit(0)
+
+
+def check_exchange(tp: TensorParallel, device: torch.device) -> None:
+    """Sums by copy engines: random data against a sum in float32, call after call, beside products and late ranks."""
+    import torch.distributed as dist
+
+    from minivllm.kernels.exchange import PeerExchange
+
+    rows, width = 5000, 5120
+    exchange = PeerExchange.create(tp.group, rows, width, torch.bfloat16, device)
+    generator = torch.Generator(device).manual_seed(tp.rank)
+    busy = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    stream, results = exchange.stream, []
+    for turn, t in enumerate((5000, 1, 4999, 130, 5000, 5000)):
+        x = torch.randn(t, width, generator=generator, device=device).to(torch.bfloat16)
+        parts = [torch.empty_like(x) for _ in range(tp.size)]
+        dist.all_gather(parts, x)
+        stream.fill_(float("nan"))
+        if turn % tp.size == tp.rank:
+            time.sleep(0.02)
+        for _ in range(4):
+            busy = busy @ busy
+        results.append((exchange.all_reduce(x).clone(), sum(part.float() for part in parts)))
+        dist.barrier()  # the stream is poisoned again
+    for total, expected in results:
+        torch.testing.assert_close(total.float(), expected, rtol=2e-2, atol=1e-2 * tp.size)
+    numbers = torch.arange(rows * width, device=device).view(rows, width) % 5
+    for turn in range(300):  # nothing between calls but a rank that is late
+        if turn % 50 == tp.rank:
+            time.sleep(0.02)
+        total = exchange.all_reduce((numbers[: 1000 + turn] + turn % 3).to(torch.bfloat16))
+        same = (total == (numbers[: 1000 + turn] + turn % 3) * tp.size).all()
+        results.append((same, same))
+    assert all(bool(same) for same, _ in results[6:])
 
 
 @pytest.mark.parametrize("ranks", SIZES)

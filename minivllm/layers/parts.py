@@ -1,0 +1,88 @@
+"""The residual stream of a large step on several ranks, each of which adds up a part of its rows
+(``kernels/exchange.py``): what the others add up arrives while a product begins with what is there. Which layers go so,
+``Decoder`` decides; one step's stream lives here, and nothing behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minivllm.kernels.exchange import PeerExchange
+from minivllm.layers.linear import RowParallelLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank adds up."""
+
+    rank: int
+    rows: slice
+
+
+class PartedStream:
+    """x (t, hidden): read by ``arriving``, part by part, or ``whole``. It is x no longer, but a copy of it."""
+
+    def __init__(self, exchange: PeerExchange, x: torch.Tensor) -> None:
+        self.parts = [Part(rank, rows) for rank, rows in enumerate(exchange.parts(x.shape[0]))]
+        self._exchange, self._under_way = exchange, False
+        self._x = exchange.stream[: x.shape[0]]
+        exchange.settle()
+        self._x.copy_(x)
+
+    @property
+    def under_way(self) -> bool:
+        return self._under_way
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._x.shape
+
+    @property
+    def fewest_rows(self) -> int:
+        return min(part.rows.stop - part.rows.start for part in self.parts)
+
+    def arriving(self) -> Iterator[tuple[Part, torch.Tensor]]:
+        """Each part with its rows, for what is launched from then on: this rank's own, then those that the device
+        waits for, which the host does not."""
+        exchange = self._exchange
+        for rank in (exchange.rank, *exchange.others):
+            if self._under_way and rank != exchange.rank:
+                exchange.arrive(rank)
+            yield self.parts[rank], self._x[self.parts[rank].rows]
+        self._under_way = False
+
+    def whole(self) -> torch.Tensor:
+        for _ in self.arriving():
+            pass
+        return self._x
+
+    def add(self, product: RowParallelLinear, ys: Sequence[torch.Tensor]) -> None:
+        """Begin to add ``product`` of each part's y (rows, in / tp). All parts must have arrived."""
+        assert not self._under_way
+        exchange = self._exchange
+        exchange.begin()
+        for rank in exchange.others:
+            y = ys[rank]
+            product.write(exchange.outbox(rank, len(y)), y)
+            exchange.send(rank, len(y))
+        mine = self.parts[exchange.rank].rows
+        product.add_own(self._x[mine], ys[exchange.rank])
+        exchange.collect(self._x[mine])
+        exchange.share(mine)
+        self._under_way = True
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether to call the module is to call the forward of ``kind``: no subclass's, no wrapper's, and no hook's."""
+    forward = getattr(module.forward, "__func__", None)
+    return forward is kind.forward and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def adds_parts(product: nn.Module) -> bool:
+    """Whether ``PartedStream.add`` may stand for the product's ``add_to``."""
+    plain = isinstance(product, RowParallelLinear) and type(product).add_to is RowParallelLinear.add_to
+    return plain and product.bias is None
