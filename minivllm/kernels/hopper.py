@@ -127,7 +127,7 @@ class Plan:
 
     kernel: Any
     shape: nvrtc.LaunchShape
-    boxes: tuple[int, int]  # lines of the weight, and rows of x, of a TMA load
+    boxes: tuple[int, ...]  # lines of the weight, of each of its maps' TMA loads, and last rows of x
     numbers: Any  # the kernel's, in arrays that live on
     addresses: list[int]  # of each
 
@@ -136,7 +136,7 @@ def plan_of(
     kernel: Kernel,
     device: torch.device,
     shape: nvrtc.LaunchShape,
-    boxes: tuple[int, int],
+    boxes: tuple[int, ...],
     ints: Sequence[int],
     floats: Sequence[float] = (),
 ) -> Plan:
@@ -154,10 +154,11 @@ def launch(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
     (rows, k), n = x.shape, weight.shape[0]
-    weights = nvrtc.tensor_map(weight.data_ptr(), n, k, k, plan.boxes[0], STEP)
-    inputs = nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), plan.boxes[1], STEP)
+    *lines, box_rows = plan.boxes
+    maps = [nvrtc.tensor_map(weight.data_ptr(), n, k, k, box_lines, STEP) for box_lines in lines]
+    maps.append(nvrtc.tensor_map(x.data_ptr(), rows, k, x.stride(0), box_rows, STEP))
     pointers = (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
     at = ctypes.addressof(pointers)
     to_pointers = range(at, at + ctypes.sizeof(pointers), 8)
-    addresses = [weights.address, inputs.address, *to_pointers, *plan.addresses, ctypes.addressof(behind)]
+    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, ctypes.addressof(behind)]
     nvrtc.launch(plan.kernel, plan.shape, addresses)

@@ -3,33 +3,59 @@
 // so many, of queries, keys and values; queries and keys are normed and rotated, queries go to out, keys and values to
 // the cache. See persistent_linear.py.
 //
-// Compiled for GATED or one HEAD at a time, behind hopper.cuh and `multiply` (wgmma.m64n256k16). Clusters of two
-// programs go through pairs of tiles: 128 rows for each program, and the same 256 lines of the weight, of which each
-// loads half and sends it to both. A program has two warpgroups that multiply 64 rows each and leave the sums in shared
-// memory, rounded to bfloat16, a warp that loads, and three that finish the sums while the next tile is multiplied.
+// Compiled for GATED or one HEAD, and one way to cut the product (GROUPS, LINES, CLUSTER, STAGES, EVEN), at a time,
+// behind hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). A program goes through tiles of 64 * GROUPS rows by LINES of
+// the weight. A cluster of two has different rows and the same lines, of which each loads half and sends it to both. A
+// program has GROUPS warpgroups that multiply 64 rows each and leave the sums in shared memory, rounded to bfloat16, a
+// warp that loads, and three that finish the sums while the next tile is multiplied.
 
-constexpr int ROWS = 128, LINES = 256, STAGES = 3;
-constexpr int OUTPUTS = GATED ? LINES / 2 : LINES;
+constexpr int ROWS = 64 * GROUPS;
 constexpr int X_BYTES = ROWS * LINE, HALF_BYTES = LINES / 2 * LINE, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
-constexpr int PITCH = LINES * 2;  // bytes of a row of sums, in parts of 16; part p of row r lies at p ^ (r % 8)
+constexpr int PITCH = LINES * 2;  // bytes of a row of sums, in parts of 16
+constexpr int MIXED = LINES % 64 == 0 ? 8 : LINES % 32 == 0 ? 4 : 2;  // parts that change places: no bank conflicts
+constexpr int FINISHING = 96, ACROSS = LINES / 16;  // threads, and those of a row, of two parts each
 // From a part to the one that it is finished with: gate and up, or the halves of a head, which turn together.
-constexpr int PART = GATED ? 16 : HEAD / 16;
-constexpr int FINISHING = 96;  // threads; 16 a row, so that TURN rows are finished side by side
-constexpr int TURN = FINISHING / 16, AT_ONCE = 2;  // rows that a thread has in hand: one's loads beside another's sums
+constexpr int PART = GATED ? ACROSS : HEAD / 16;
+constexpr int TURN = FINISHING / ACROSS;  // rows that are finished side by side
+constexpr int AT_ONCE = EVEN ? 4 : 2;     // rows that a thread has in hand: one's loads beside another's sums
+
+#if EVEN
+// The rows are one tile, or one a program of a cluster. Lines are in units of 16, for 8 outputs: every cluster has as
+// many, or one less than others, and goes through them in as many rounds, each of PART units or one less. The kernel
+// starts by asking for weights: for so few rows these are what it waits for.
+struct Tiles {
+  int start, units, first, stop, step, rows_each;
+  __device__ Tiles(int rows, int features, int tile_rows, int rounds)
+      : first(0), stop(rounds), step(1), rows_each(tile_rows) {
+    const int all = features / 8, clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+    start = all * cluster / clusters, units = all * (cluster + 1) / clusters - start;
+  }
+  __device__ int at(int tile, int member, int& r0, int& f0) const {  // returns the tile's units
+    const int before = units * tile / stop;
+    r0 = member * rows_each, f0 = (start + before) * 8;
+    return units * (tile + 1) / stop - before;
+  }
+};
+#else
+constexpr int OUTPUTS = GATED ? LINES / 2 : LINES;
 constexpr int WIDE = 8;  // feature tiles that take turns before the next rows: what they read stays in L2
 
 struct Tiles {  // pairs of them, in the order in which they are computed
-  int columns, block;  // tiles of features; pairs of tiles in WIDE of those
-  __device__ Tiles(int rows, int features)
-      : columns((features + OUTPUTS - 1) / OUTPUTS), block((rows + 2 * ROWS - 1) / (2 * ROWS) * WIDE) {}
-  __device__ int all() const { return block / WIDE * columns; }
-  __device__ void at(int tile, int member, int& r0, int& f0) const {
+  int columns, block, first, stop, step;  // tiles of features; pairs of tiles in WIDE of those
+  __device__ Tiles(int rows, int features, int tile_rows, int rounds)
+      : columns((features + OUTPUTS - 1) / OUTPUTS), block((rows + 2 * ROWS - 1) / (2 * ROWS) * WIDE),
+        first(blockIdx.x / 2), stop(block / WIDE * columns), step(gridDim.x / 2) {}
+  __device__ int at(int tile, int member, int& r0, int& f0) const {
     const int before = tile / block * WIDE, beside = columns - before < WIDE ? columns - before : WIDE;
     r0 = (tile % block / beside * 2 + member) * ROWS;
     f0 = (before + tile % block % beside) * OUTPUTS;
+    return PART;
   }
 };
+#endif
 
+// Where part p of row r of the sums lies in that row.
+__device__ __forceinline__ int mixed(int p, u32 r) { return p ^ (r / (8 / MIXED) & (MIXED - 1)); }
 __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                "r"(d) : "memory");
@@ -66,28 +92,30 @@ __device__ __forceinline__ void norm_eight(float (&y)[8], float factor, const ui
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
-persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, u16* out,
-                  const float* factors, int rows, int features, int steps, const __grid_constant__ Heads heads) {
+extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
+persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap narrow,
+                  const __grid_constant__ TensorMap x, u16* out, const float* factors, int rows, int features,
+                  int steps, int tile_rows, int rounds, const __grid_constant__ Heads heads) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * STAGES + 4];
-  const int lane = threadIdx.x % 32, member = blockIdx.x % 2;
+  __shared__ u64 barriers[2 * STAGES + 2 * GROUPS];
+  if (EVEN) asm volatile("griddepcontrol.launch_dependents;");
+  const int lane = threadIdx.x % 32, member = blockIdx.x % CLUSTER;
   const u32 tiles = (shared_address(memory) + 1023) & ~1023u, sums_at = tiles + STAGES * STAGE_BYTES;
   // Of a tile's rows: where their keys and values go in the cache, where their angles are, and their factors.
   long long* places = (long long*)(memory + (sums_at - shared_address(memory)) + ROWS * PITCH);
   int* turns = (int*)(places + ROWS);
   float* scales = (float*)(turns + ROWS);
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-  const u32 summed = empty + 8 * STAGES, finished = summed + 16;  // of either warpgroup's rows
-  const Tiles order(rows, features);
-  const int all = order.all();
+  const u32 summed = empty + 8 * STAGES, finished = summed + 8 * GROUPS;  // of each warpgroup's rows
+  const Tiles order(rows, features, tile_rows, rounds);
+  const int in_tile = EVEN ? tile_rows : ROWS;  // rows that are loaded
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4);  // two warpgroups of either program
+      barrier_init(empty + 8 * s, GROUPS * CLUSTER);
     }
-    for (int g = 0; g < 2; g++) {
+    for (int g = 0; g < GROUPS; g++) {
       barrier_init(summed + 8 * g, 128);
       barrier_init(finished + 8 * g, FINISHING);
     }
@@ -96,37 +124,62 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
     asm volatile("prefetch.tensormap [%0];" ::"l"(&x) : "memory");
   }
   __syncthreads();
-  cluster_meet();
+  if (CLUSTER > 1) cluster_meet();
   int stage = 0, round = 0, r0, f0;
 
   if (threadIdx.x < 32) {  // loads
     if (lane == 0) {
+      const auto bytes = [&](int units) { return EVEN ? in_tile * LINE + units * (16 * LINE) : STAGE_BYTES; };
+      const auto load_weight = [&](int to, int i, int f0, int units) {
+#pragma unroll
+        for (int half = member; half < member + 2 / CLUSTER; half++)
+          load_tile(tiles + to * STAGE_BYTES + X_BYTES + half * HALF_BYTES, EVEN && units < PART ? &narrow : &weight,
+                    i * 64, f0 + half * (GATED ? features : LINES / 2), full + 8 * to, CLUSTER, 3);
+      };
+      int asked = 0;  // stages, of which the weights' part is
+      if (EVEN) {     // no kernel writes weights: they come while the one before still runs
+#pragma unroll 1
+        for (int tile = order.first; tile < order.stop; tile += order.step) {
+          const int units = order.at(tile, member, r0, f0);
+#pragma unroll 1
+          for (int i = 0; i < steps && asked < STAGES; i++, asked++) {
+            barrier_expect(full + 8 * asked, bytes(units));
+            load_weight(asked, i, f0, units);
+          }
+        }
+      }
       asm volatile("griddepcontrol.wait;" ::: "memory");
       // Late, as in cluster_linear.cu: attention reads what no kernel just before it wrote, ahead of its own wait.
-      asm volatile("griddepcontrol.launch_dependents;");
+      if (!EVEN) asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
-      for (int tile = blockIdx.x / 2; tile < all; tile += gridDim.x / 2) {
-        order.at(tile, member, r0, f0);
-        const int line = GATED ? f0 + member * features : f0 + member * (LINES / 2);
+      for (int tile = order.first; tile < order.stop; tile += order.step) {
+        const int units = order.at(tile, member, r0, f0);
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
-          const u32 bar = full + 8 * stage, at = tiles + stage * STAGE_BYTES;
-          barrier_wait(empty + 8 * stage, round & 1 ^ 1);
-          barrier_expect(bar, STAGE_BYTES);
-          load_tile(at, &x, i * 64, r0, bar, 1, 0);
-          load_tile(at + X_BYTES + member * HALF_BYTES, &weight, i * 64, line, bar, 2, 3);
+          const u32 bar = full + 8 * stage;
+          const bool ask = !EVEN || asked-- <= 0;
+          if (ask) {
+            barrier_wait(empty + 8 * stage, round & 1 ^ 1);
+            barrier_expect(bar, bytes(units));
+          }
+          load_tile(tiles + stage * STAGE_BYTES, &x, i * 64, r0, bar, 1, 0);
+          if (ask) load_weight(stage, i, f0, units);
           if (++stage == STAGES) { stage = 0; round++; }
         }
       }
     }
     __syncwarp();
   } else if (threadIdx.x >= 128) {  // multiply
-    const int half = threadIdx.x / 128 - 1, teller = threadIdx.x % 128;
-    const int row = half * 64 + teller / 32 * 16 + lane % 16;  // stmatrix: of which this lane gives a part's address
+    const int group = threadIdx.x / 128 - 1, teller = threadIdx.x % 128;
+    const int row = group * 64 + teller / 32 * 16 + lane % 16;  // stmatrix: of which this lane gives a part's address
     const u32 to = sums_at + row * PITCH;
+    const auto let_go = [&](u32 bar) {  // for whoever loads there
+      if (CLUSTER == 1 && !teller) here_arrive(bar);
+      if (CLUSTER > 1 && teller < CLUSTER) barrier_arrive(bar, teller);
+    };
     int turn = 0;
 #pragma unroll 1
-    for (int tile = blockIdx.x / 2; tile < all; tile += gridDim.x / 2) {
+    for (int tile = order.first; tile < order.stop; tile += order.step) {
       float sums[LINES / 2];
 #pragma unroll
       for (int i = 0; i < LINES / 2; i++) sums[i] = 0.f;
@@ -134,39 +187,39 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
       for (int i = 0; i < steps; i++) {
         barrier_wait(full + 8 * stage, round & 1);
         const u32 at = tiles + stage * STAGE_BYTES;
-        const u64 a = matrix(at + half * 64 * LINE), b = matrix(at + X_BYTES);
+        const u64 a = matrix(at + group * 64 * LINE), b = matrix(at + X_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 16 of k: 32 bytes on
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (i && teller < 2) barrier_arrive(empty + 8 * (stage ? stage - 1 : STAGES - 1), teller);
+        if (i) let_go(empty + 8 * (stage ? stage - 1 : STAGES - 1));
         if (++stage == STAGES) { stage = 0; round++; }
       }
-      barrier_wait(finished + 8 * half, turn++ & 1 ^ 1);
+      barrier_wait(finished + 8 * group, turn++ & 1 ^ 1);
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
       for (int i = 0; i < LINES / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
-      if (teller < 2) barrier_arrive(empty + 8 * (stage ? stage - 1 : STAGES - 1), teller);
+      let_go(empty + 8 * (stage ? stage - 1 : STAGES - 1));
 #pragma unroll
       for (int j = 0; j < LINES / 8; j += 2) {  // 16 rows of parts j and j + 1
         const float* y = sums + 4 * j;
-        store_matrices(to + ((j + lane / 16) ^ (row & 7)) * 16, pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]),
+        store_matrices(to + mixed(j + lane / 16, row) * 16, pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]),
                        pack(y[6], y[7]));
       }
-      here_arrive(summed + 8 * half);
+      here_arrive(summed + 8 * group);
     }
   } else {  // finishes: each thread two parts of a row
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int worker = threadIdx.x - 32, first = worker / 16;
-    const int part = worker % 16 / PART * (2 * PART) + worker % PART;
+    const int worker = threadIdx.x - 32, first = worker / ACROSS;
+    const int part = worker % ACROSS / PART * (2 * PART) + worker % PART;
     int turn = 0;
 #pragma unroll 1
-    for (int tile = blockIdx.x / 2; tile < all; tile += gridDim.x / 2, turn++) {
-      order.at(tile, member, r0, f0);
+    for (int tile = order.first; tile < order.stop; tile += order.step, turn++) {
+      const int units = order.at(tile, member, r0, f0);
       const int f = f0 + part * 8, head = HEAD ? f / (HEAD + !HEAD) : 0, d = HEAD ? f % (HEAD + !HEAD) : 0;
       const int key = head - heads.queries;
-      const bool turned = HEAD && key < heads.keys_each, there = f < features;
+      const bool turned = HEAD && key < heads.keys_each, there = EVEN ? part < units && first < TURN : f < features;
       const u16* norm = !HEAD || !there ? nullptr : key < 0 ? heads.query_norm : turned ? heads.key_norm : nullptr;
       const float* angles_at = heads.angles + d;
       uint4 norms[2];
@@ -205,8 +258,8 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
         for (int u = 0; u < AT_ONCE; u++) {
           const int line = i + u * TURN < ROWS ? i + u * TURN : first;
           factor[u] = scales[line];
-          read_eight(a[u], sums_at + line * PITCH + (part ^ (line & 7)) * 16);
-          read_eight(b[u], sums_at + line * PITCH + ((part + PART) ^ (line & 7)) * 16);
+          read_eight(a[u], sums_at + line * PITCH + mixed(part, line) * 16);
+          read_eight(b[u], sums_at + line * PITCH + mixed(part + PART, line) * 16);
         }
         if (HEAD && (heads.query_norm || heads.key_norm)) {
           float square[AT_ONCE];
@@ -245,7 +298,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
         for (int u = 0; u < AT_ONCE; u++) {
           const int line = i + u * TURN;
           const uint4 front = packed(a[u]), back = packed(b[u]);
-          if (line >= ROWS || r0 + line >= rows || !there) continue;
+          if (line >= in_tile || r0 + line >= rows || !there) continue;
           u16* place = to + (!HEAD || pitch ? (long long)line * pitch : places[line]);
           *(uint4*)place = front;
           if (HEAD) *(uint4*)(place + HEAD / 2) = back;
@@ -256,21 +309,21 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
         }
       };
       read_all_angles(now, first);
-      barrier_wait(summed, turn & 1);
-      barrier_wait(summed + 8, turn & 1);
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) barrier_wait(summed + 8 * g, turn & 1);
 #pragma unroll 1
-      for (int i = first; i < ROWS; i += 2 * AT_ONCE * TURN) {  // angles are read a pass ahead
+      for (int i = first; i < in_tile; i += 2 * AT_ONCE * TURN) {  // angles are read a pass ahead
         const int then = i + AT_ONCE * TURN;
         read_all_angles(next, then);
         finish(now, i);
-        if (then >= ROWS) break;
+        if (then >= in_tile) break;
         read_all_angles(now, then + AT_ONCE * TURN);
         finish(next, then);
       }
-      here_arrive(finished);
-      here_arrive(finished + 8);
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) here_arrive(finished + 8 * g);
     }
   }
   __syncwarp();
-  cluster_meet();  // nobody sends to, or signals, a program that is gone
+  if (CLUSTER > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
 }

@@ -1,64 +1,56 @@
 """Linear layers over a thousand rows and more, on Hopper, with what stands behind them: SiLU(gate) * up, or the norm of
 queries and keys, rotary embedding and cache write. The product's rows may be multiplied by a factor each first
-(``row_factors``: the norm in front, if its weight is folded into the product's).
+(``row_factors``: the norm in front, if its weight is folded into the product's). And SiLU(gate) * up of 65 to 256 rows
+and large weights.
 
-The kernel is CUDA C++ (``persistent_linear.cu``): a program a multiprocessor, in clusters of two, goes through tiles of
-128 rows by 256 features; structure after CUTLASS's warp-specialized GEMMs (NVIDIA, 2023). It saves a pass over the
-product, read and written: of 8,192 tokens and Qwen3-0.6B 151 MB behind gate and up, 134 MB behind qkv, 35 and 31 µs at
-4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s.
+The kernel is CUDA C++ (``persistent_linear.cu``): a program a multiprocessor, alone or in clusters of two, goes through
+tiles of 128 or 192 rows by up to 256 lines of the weight; structure after CUTLASS's warp-specialized GEMMs (NVIDIA,
+2023). It saves a pass over the product, read and written: of 8,192 tokens and Qwen3-0.6B 151 MB behind gate and up, 134
+MB behind qkv, 35 and 31 µs at 4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s;
+of few rows the weight's bytes, Qwen3-14B's gate and up 356 MB, 85 µs at 4.2 TB/s.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
-from minivllm.kernels.hopper import STEP, Kernel, Plan, heads_argument, launch, loads, plan_of
+from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.persistent_config import GRID, UNIT, Cut, cut_kernel, persistent_cut
 from minivllm.kernels.rotary import Heads
-
-MIN_ROWS = 1024
-_BUSY = 0.9  # below, the library's smaller tiles save more than the pass over the product costs
-_ROWS, _LINES, _STAGES = 128, 256, 3  # a tile's rows and lines of the weight, and stages of k; as in the .cu
-_STAGE_BYTES = (_ROWS + _LINES) * 2 * STEP
-_SUM_BYTES = _ROWS * _LINES * 2
-_ROW_BYTES = _ROWS * 16  # a place in the cache, one among the angles, and a factor, of each
-_THREADS = 384
 
 
 def use_persistent(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
 ) -> bool:
     """Whether (rows, k) @ (n, k).T and what stands behind it are faster here than apart; the one place that knows."""
-    if rows < MIN_ROWS or dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
+    if dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
         return False
-    return busy(rows, n, num_sms(device) // 2) >= _BUSY and loads(_kernel(gated, head_dim), device)
-
-
-def busy(rows: int, n: int, clusters: int) -> float:
-    """The share of all programs' time that goes into rows and features that are there; the rest pads tiles, or idles in
-    the last round. n: lines of the weight."""
-    rounds = cdiv(cdiv(rows, 2 * _ROWS) * cdiv(n, _LINES), clusters)
-    return rows * n / (rounds * clusters * 2 * _ROWS * _LINES)
-
-
-@cache
-def _kernel(gated: bool, head_dim: int) -> Kernel:
-    return Kernel("persistent_linear", _LINES, (("GATED", int(gated)), ("HEAD", head_dim)))
+    cut = persistent_cut(rows, n, k, num_sms(device), gated, head_dim)
+    return cut is not None and loads(cut_kernel(cut, gated, head_dim), device)
 
 
 @lru_cache(maxsize=1024)  # a step of prompts may have any number of rows
-def _plan(rows: int, n: int, k: int, gated: bool, head_dim: int, device: torch.device) -> Plan:
-    pairs = cdiv(rows, 2 * _ROWS) * cdiv(n, _LINES // 2 if gated else _LINES)
+def _plan(
+    rows: int, lines: int, n: int, k: int, gated: bool, head_dim: int, cut: Cut | None, device: torch.device
+) -> Plan:
+    sms = num_sms(device)
+    cut = cut or persistent_cut(rows, lines, k, sms, gated, head_dim) or GRID
+    clusters, box_rows, narrow = sms // cut.sharing, cut.rows, cut.lines // 2
+    if cut.rounds:
+        assert gated and rows <= cut.sharing * cut.rows and lines <= cut.rounds * cut.lines * clusters
+        clusters = min(clusters, lines // UNIT)
+        box_rows = 8 * cdiv(cdiv(rows, cut.sharing), 8)  # TMA writes them in eights
+        narrow = max(cut.lines - UNIT, UNIT) // 2  # of a round with a unit less
+    else:
+        clusters = min(clusters, cdiv(rows, 2 * cut.rows) * cdiv(lines, cut.lines))
     shape = nvrtc.LaunchShape(
-        (2 * min(pairs, num_sms(device) // 2), 1, 1),
-        (2, 1, 1),
-        _THREADS,
-        _STAGES * _STAGE_BYTES + _SUM_BYTES + _ROW_BYTES + 1024,
-        use_pdl(device),
+        (cut.sharing * clusters, 1, 1), (cut.sharing, 1, 1), cut.threads, cut.shared_bytes, use_pdl(device)
     )
-    return plan_of(_kernel(gated, head_dim), device, shape, (_LINES // 2, _ROWS), (rows, n, cdiv(k, STEP)))
+    boxes, ints = (cut.lines // 2, narrow, box_rows), (rows, n, cdiv(k, STEP), box_rows, cut.rounds)
+    return plan_of(cut_kernel(cut, gated, head_dim), device, shape, boxes, ints)
 
 
 def _launch(
@@ -71,19 +63,23 @@ def _launch(
     gated: bool = False,
     heads: Heads | None = None,
     kept: torch.Tensor | None = None,
+    cut: Cut | None = None,
 ) -> None:
     """x (t, k), weight (n or 2 * n, k), factors (t,) float32; ``kept`` as ``heads_argument`` has it."""
     if compiling():
         return
     assert out.is_contiguous()
-    plan = _plan(x.shape[0], n, x.shape[1], gated, 0 if heads is None else heads.head_dim, x.device)
+    (rows, k), head_dim = x.shape, 0 if heads is None else heads.head_dim
+    plan = _plan(rows, weight.shape[0], n, k, gated, head_dim, cut, x.device)
     launch(plan, x, weight, [out, factors], heads_argument(heads, kept))
 
 
-def persistent_gate_up(x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+def persistent_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor | None = None, cut: Cut | None = None
+) -> torch.Tensor:
     """SiLU(gate) * up of ``persistent_linear``: weight (2 * n, k), gate's rows first; returns (t, n)."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, out.shape[1], factors, gated=True)
+    _launch(x, weight, out, out.shape[1], factors, gated=True, cut=cut)
     return out
 
 

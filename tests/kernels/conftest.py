@@ -74,16 +74,16 @@ def told(monkeypatch):
     driver = pytest.importorskip("cuda.bindings.driver")
     launches = SimpleNamespace(seen=[], maps=[], driver=driver)
     pointer, number, fraction = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-    behind_maps = {
-        "cluster_linear": [pointer, *[number] * 8, fraction, fraction, hopper.HeadsArgument],
-        "persistent_linear": [pointer, pointer, number, number, number, hopper.HeadsArgument],
+    maps_and_rest = {
+        "cluster_linear": (2, [pointer, *[number] * 8, fraction, fraction, hopper.HeadsArgument]),
+        "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
     }
 
     def launched(config, kernel, addresses, extra):
-        kinds = behind_maps[kernel.name]
-        at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
-        values = [kind.from_buffer_copy(kind.from_address(at[2 + i])) for i, kind in enumerate(kinds)]
-        launches.seen.append((config, kernel, [*at[:2], *(getattr(value, "value", value) for value in values)]))
+        maps, kinds = maps_and_rest[kernel.name]
+        at = (ctypes.c_void_p * (maps + len(kinds))).from_address(addresses)
+        values = [kind.from_buffer_copy(kind.from_address(at[maps + i])) for i, kind in enumerate(kinds)]
+        launches.seen.append((config, kernel, [*at[:maps], *(getattr(value, "value", value) for value in values)]))
         return (0,)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))

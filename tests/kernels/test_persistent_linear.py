@@ -2,9 +2,10 @@
 against float32 and, where the kernel rounds as the kernels that it replaces, against those' references."""
 
 import math
-from pathlib import Path
+from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,14 +14,21 @@ from torch.nn import functional as F
 
 from minivllm.kernels import hopper, nvrtc, skinny_linear
 from minivllm.kernels import persistent_linear as persistent
+from minivllm.kernels._triton import num_sms
+from minivllm.kernels.cluster_config import LARGE_WEIGHT
+from minivllm.kernels.persistent_config import GRID, busy, cut_kernel, even, even_cut, even_programs, persistent_cut
 from minivllm.kernels.persistent_linear import persistent_gate_up, persistent_qkv
 from minivllm.kernels.rms_norm import rms_norm, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
-from minivllm.kernels.skinny_linear import linear, norm_gate_up, norm_gate_up_reference
+from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_gate_up_reference
 
 KINDS = [{"gated": True}, {"head_dim": 64}, {"head_dim": 128}]
 ROWS = [1, 100, 1024, 1300, 8192]
 SHAPES = [(272, 72), (6144, 1024), (3584, 5120), (17408, 2560)]  # lines of the weight, k; some fill no tile
+LARGE = [(34816, 5120), (17408, 5120), (24576, 4096)]  # gate and up of Qwen3-14B, half of it, Qwen3-8B
+SMALL = [(16 * 133, 264), (16 * 265, 72), (16 * 5, 5120), (16, 64)]  # even shares of little, some of nothing
+SOME_ROWS = [65, 96, 128, 129, 160, 192, 193, 224, 256]
+PROGRAMS = [(2, 1), (3, 1), (2, 2)]  # warpgroups that multiply, and programs of a cluster
 HEADS = [(16, 8, 128, True, 1024), (32, 8, 64, False, 2048), (5, 1, 128, True, 72), (3, 1, 64, True, 640)]
 BF16, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 16
 
@@ -34,10 +42,70 @@ def cdiv(a, b):
 
 @given(st.integers(1, 20000), st.integers(1, 4000), st.sampled_from([1, 39, 57, 66, 72]))
 def test_a_share_is_positive_and_one_only_where_nothing_is_wasted(rows, n8, clusters):
-    share = persistent.busy(rows, 8 * n8, clusters)
+    share = busy(rows, 8 * n8, clusters)
     assert 0 < share <= 1
     whole = rows % 256 == 0 and n8 % 32 == 0 and (rows // 256) * (n8 // 32) % clusters == 0
     assert (share == 1) == whole
+
+
+@given(st.integers(1, 5000), st.sampled_from([39, 78, 114, 132, 144]), st.sampled_from(PROGRAMS))
+def test_even_shares_fit_the_chip_and_hold_each_line_once(units, sms, programs):
+    groups, sharing = programs
+    cut = even_cut(16 * units, sms, groups, sharing)
+    assert cut.lines <= 256 and cut.shared_bytes <= hopper.SHARED_BYTES - 1024 and cut.stages >= 3
+    outputs = np.zeros(8 * units, dtype=int)
+    clusters = shares_of(units, min(sms // sharing, units), cut.rounds)
+    sizes = [sum(there for _, there in rounds) for rounds in clusters]
+    assert max(sizes) - min(sizes) <= 1
+    for rounds in clusters:
+        assert len(rounds) == cut.rounds
+        for start, there in rounds:
+            assert there in (cut.lines // 16, cut.lines // 16 - 1) and there > 0, "TMA has a box of each"
+            outputs[8 * start : 8 * (start + there)] += 1
+    assert (outputs == 1).all()
+    assert math.isclose(even(16 * units, sms // sharing), units / (sms // sharing) / cdiv(units, sms // sharing))
+
+
+def shares_of(units, clusters, rounds):
+    """First unit and units of each cluster's rounds; as ``Tiles`` of the .cu."""
+    starts = [units * c // clusters for c in range(clusters + 1)]
+    return [
+        [(start + mine * i // rounds, mine * (i + 1) // rounds - mine * i // rounds) for i in range(rounds)]
+        for start, mine in ((start, end - start) for start, end in pairwise(starts))
+    ]
+
+
+@given(st.integers(1, 300), st.integers(1, 256), st.sampled_from([3, 7, 20]), st.sampled_from(PROGRAMS))
+def test_even_shares_of_tiles_that_hold_old_lines_make_the_product(units, rows, sms, programs):
+    """What a program does, in numpy: loads into a tile that holds NaN, a product of all of it, and what is written."""
+    groups, sharing = programs
+    rows = min(rows, 64 * groups * sharing)
+    cut, n, rng = even_cut(16 * units, sms, groups, sharing), 8 * units, np.random.default_rng(units)
+    x, weight = rng.standard_normal((rows, 3)), rng.standard_normal((2 * n, 3))
+    out, half, in_tile = np.full((rows, n), np.nan), cut.lines // 2, 8 * cdiv(cdiv(rows, sharing), 8)
+    for rounds in shares_of(units, min(sms // sharing, units), cut.rounds):
+        lines, x_tiles = np.full((cut.lines, 3), np.nan), np.full((sharing, cut.rows, 3), np.nan)
+        for start, there in rounds:
+            for part in (0, 1):  # gate, up
+                first = 8 * start + part * n
+                lines[part * half : part * half + 8 * there] = weight[first : first + 8 * there]
+            for member in range(sharing):
+                mine = x[member * in_tile :][:in_tile]
+                x_tiles[member, : len(mine)], x_tiles[member, len(mine) : in_tile] = mine, 0
+                product = (x_tiles[member] @ lines.T)[: len(mine), : half + 8 * there]
+                result = product[:, : 8 * there] * product[:, half:]
+                out[member * in_tile :][: len(mine), 8 * start : 8 * (start + there)] = result
+    np.testing.assert_allclose(out, (x @ weight[:n].T) * (x @ weight[n:].T))
+
+
+@pytest.mark.parametrize("lines", range(16, 257, 16))
+def test_parts_of_sums_meet_no_bank_conflicts(lines):
+    """Eight rows of one part, which stmatrix writes at once, lie in different eighths of the banks."""
+    parts, mixed_parts = lines // 8, 8 if lines % 64 == 0 else 4 if lines % 32 == 0 else 2
+    at = np.array([[p ^ (r // (8 // mixed_parts) & (mixed_parts - 1)) for p in range(parts)] for r in range(8)])
+    assert (np.sort(at, 1) == np.arange(parts)).all()
+    eighths = (at + np.arange(8)[:, None] * parts) % 8
+    assert (np.sort(eighths, 0) == np.arange(8)[:, None]).all()
 
 
 @pytest.fixture
@@ -57,7 +125,7 @@ def wanted(rows=8192, n=6144, k=1024, dtype=BF16, device="cuda", **kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_many_rows_of_even_shares_are_taken_if_their_kernel_loads(on_hopper, kind):
     assert wanted(**kind) and wanted(dtype=BF16, rows=2048, n=8448, **kind)
-    assert on_hopper.kernels == [persistent._kernel(kind.get("gated", False), kind.get("head_dim", 0))] * 2
+    assert on_hopper.kernels == [cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0))] * 2
     on_hopper.loads = False
     assert not wanted(**kind)
 
@@ -77,15 +145,51 @@ def test_many_rows_of_even_shares_are_taken_if_their_kernel_loads(on_hopper, kin
     ids=str,
 )
 def test_few_rows_odd_sizes_other_dtypes_and_devices_are_left_to_others(on_hopper, what):
-    assert persistent.busy(what.get("rows", 8192), what.get("n", 6144), 66) > 0.9
+    assert busy(what.get("rows", 8192), what.get("n", 6144), 66) > 0.9
     assert not wanted(**what)
     assert not on_hopper.kernels
 
 
 @pytest.mark.parametrize(("rows", "n"), [(1025, 6144), (1024, 6144), (1280, 4096), (8192, 256)])
 def test_uneven_shares_are_left_to_the_library(on_hopper, rows, n):
-    assert persistent.busy(rows, n, 66) < 0.9
+    assert busy(rows, n, 66) < 0.9
     assert not wanted(rows, n) and not wanted(rows, n, head_dim=128)
+    assert not on_hopper.kernels
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "lines", "rounds"),
+    [
+        (65, 34816, 5120, 144, 2),
+        (128, 34816, 5120, 144, 2),
+        (129, 34816, 5120, 144, 2),
+        (192, 34816, 5120, 144, 2),
+        (193, 34816, 5120, 176, 3),
+        (256, 34816, 5120, 176, 3),
+        (256, 17408, 5120, 144, 2),
+        (160, 24576, 4096, 192, 1),
+    ],
+)
+def test_some_rows_of_large_weights_are_taken_in_even_shares(on_hopper, rows, n, k, lines, rounds):
+    assert wanted(rows, n, k)
+    cut = persistent_cut(rows, n, k, 132, True, 0)
+    assert on_hopper.kernels == [cut_kernel(cut, True, 0)]
+    assert (cut.lines, cut.rounds, (cut.groups, cut.sharing)) == (lines, rounds, even_programs(rows))
+    assert 64 * cut.groups * cut.sharing >= rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "kind"),
+    [
+        (64, 34816, 5120, {"gated": True}),
+        (257, 34816, 5120, {"gated": True}),
+        (200, 34816, 5120, {"head_dim": 128}),
+        (200, 4096, LARGE_WEIGHT // 4096, {"gated": True}),
+        (160, 16 * 133, 1 << 14, {"gated": True}),  # one program has two units, the others one
+    ],
+)
+def test_other_rows_small_weights_and_uneven_shares_are_not(on_hopper, rows, n, k, kind):
+    assert not wanted(rows, n, k, **kind)
     assert not on_hopper.kernels
 
 
@@ -130,14 +234,16 @@ def test_gate_and_up_of_many_rows_go_here_with_their_norm(monkeypatch, folded):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_variant_compiles(compiled, kind):
-    source = persistent._kernel(kind.get("gated", False), kind.get("head_dim", 0)).source
+    source = cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0)).source
     assert b"persistent_linear" in nvrtc.compile_cubin(source)
 
 
-def test_launcher_and_kernel_cut_the_same_tiles():
-    source = Path(persistent.__file__).with_suffix(".cu").read_text()
-    tile = f"ROWS = {persistent._ROWS}, LINES = {persistent._LINES}, STAGES = {persistent._STAGES};"
-    assert tile in source and f"__launch_bounds__({persistent._THREADS}, 1)" in source
+@pytest.mark.parametrize(("groups", "sharing"), PROGRAMS)
+def test_every_even_share_compiles(compiled, groups, sharing):
+    for units in {1, 9, 11, 12 if groups > 2 else 16}:
+        cut = even_cut(16 * units * (132 // sharing), 132, groups, sharing)
+        assert cut.rounds == 1
+        assert b"persistent_linear" in nvrtc.compile_cubin(cut_kernel(cut, True, 0).source)
 
 
 def check_launch(told, config, pairs, sms):
@@ -163,13 +269,50 @@ def test_the_driver_is_told_the_launch(told, monkeypatch, rows, n, k, pairs, fac
         out = persistent_gate_up(x, weight, factors)
         assert out.shape == (rows, n)
         config, kernel, (*values, heads) = told.seen.pop()
-        assert kernel == persistent._kernel(True, 0)
+        assert kernel == cut_kernel(GRID, True, 0)
         pointers = [out.data_ptr(), factors.data_ptr() if factored else None]
-        assert values == [5, 5, *pointers, rows, n, cdiv(k, 64)]
+        assert values == [5, 5, 5, *pointers, rows, n, cdiv(k, 64), 128, 0]
         assert not any(bytes(heads))
         check_launch(told, config, pairs, sms)
     assert not told.seen
-    assert told.maps[:2] == [(weight.data_ptr(), 2 * n, k, k, 128, 64), (x.data_ptr(), rows, k, k + 64, 128, 64)]
+    of_weight, of_x = (weight.data_ptr(), 2 * n, k, k, 128, 64), (x.data_ptr(), rows, k, k + 64, 128, 64)
+    assert told.maps[:3] == [of_weight, of_weight, of_x]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "grid", "sharing", "threads", "boxes"),
+    [
+        (65, 17408, 2048, 132, 1, 384, (72, 64, 72)),  # n: features of the result
+        (129, 17408, 2048, 132, 1, 512, (72, 64, 136)),
+        (192, 12288, 4096, 132, 1, 512, (96, 88, 192)),
+        (193, 17408, 2048, 132, 2, 384, (88, 80, 104)),
+        (256, 8704, 2048, 132, 2, 384, (72, 64, 128)),
+    ],
+)
+def test_the_driver_is_told_even_shares(told, rows, n, k, grid, sharing, threads, boxes):
+    x, weight = torch.zeros(rows, k, dtype=BF16), torch.empty(2 * n, k, dtype=BF16)
+    out = persistent_gate_up(x, weight)
+    ((config, kernel, (*values, _)),) = told.seen
+    cut = persistent_cut(rows, 2 * n, k, 132, True, 0)
+    assert cut.lines == 2 * boxes[0] and kernel == cut_kernel(cut, True, 0)
+    assert values == [5, 5, 5, out.data_ptr(), None, rows, n, cdiv(k, 64), boxes[2], cut.rounds]
+    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (grid, threads, cut.shared_bytes)
+    attributes, names = {a.id: a.value for a in config.attrs}, told.driver.CUlaunchAttributeID
+    assert names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION in attributes
+    cluster = attributes.get(names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+    assert (cluster.clusterDim.x if cluster else 1) == sharing
+    assert [(at, box) for at, *_, box, _ in told.maps] == list(
+        zip([weight.data_ptr(), weight.data_ptr(), x.data_ptr()], boxes, strict=True)
+    )
+
+
+def test_no_program_is_without_a_share(told):
+    weight = torch.zeros(16 * 5, 64, dtype=BF16)
+    for groups, sharing in PROGRAMS:
+        persistent_gate_up(torch.zeros(70, 64, dtype=BF16), weight, None, even_cut(16 * 5, 132, groups, sharing))
+        config, kernel, (*values, _) = told.seen.pop()
+        assert config.gridDimX == 5 * sharing and values[-1] == 1 and ("LINES", 16) in kernel.macros
+        assert [box for *_, box, _ in told.maps[-3:]] == [8, 8, 8 * cdiv(cdiv(70, sharing), 8)]
 
 
 def test_rows_that_tma_cannot_read_are_copied(told):
@@ -194,8 +337,8 @@ def test_the_kernel_is_told_where_heads_go(told, normed, keep):
     q, k, v = persistent_qkv(x, weight, to, factors, keep=keep)
     assert q.shape == (rows, heads, dim)
     ((config, kernel, (*values, sent)),) = told.seen
-    assert kernel == persistent._kernel(False, dim)
-    assert values == [5, 5, q.data_ptr(), factors.data_ptr(), rows, len(weight), 2]
+    assert kernel == cut_kernel(GRID, False, dim)
+    assert values == [5, 5, 5, q.data_ptr(), factors.data_ptr(), rows, len(weight), 2, 128, 0]
     check_launch(told, config, 2 * 3, 132)
     kept = None
     if keep:
@@ -263,6 +406,31 @@ def test_gate_and_up(gpu, rows, n, k):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("rows", [*SOME_ROWS, 1])
+@pytest.mark.parametrize(("n", "k"), LARGE + SMALL)
+def test_gate_and_up_in_even_shares(gpu, rows, n, k):
+    """Beside and behind x, and behind the factors, lies NaN."""
+    weight, whole = drawn(gpu, 1, n, k)[1], torch.full((rows + 64, k + 64), float("nan"), device=gpu, dtype=BF16)
+    x = whole[:rows, :k].normal_()
+    factors = torch.full((rows + 64,), float("nan"), device=gpu)[:rows].uniform_(0.1, 3.1)
+    product = x.float() @ weight.float().T
+    torch.cuda.synchronize()  # the weight is no constant before: see pdl.py
+    for given_factors in (None, factors):
+        gate, up = (product if given_factors is None else product * factors[:, None]).chunk(2, -1)
+        expected = F.silu(gate) * up
+        for groups, sharing in PROGRAMS:
+            if 64 * groups * sharing < rows:
+                continue
+            cut = even_cut(n, num_sms(gpu), groups, sharing)
+            out = persistent_gate_up(x, weight, given_factors, cut)
+            assert error(out, expected) < 6e-3, cut
+            for _ in range(3):  # each starts while the one before runs
+                again = persistent_gate_up(x, weight, given_factors, cut)
+            assert torch.equal(again, out), cut
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("factored", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "normed", "hidden"), HEADS)
@@ -302,13 +470,15 @@ def test_a_projection_that_norms_rotates_and_stores(gpu, rows, heads, kv_heads, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("folded", [True, False])
-def test_what_the_layers_call_is_right_for_many_rows(gpu, folded):
-    x, weight = drawn(gpu, 8192, 6144, 1024)
+@pytest.mark.parametrize(("rows", "n", "k"), [(8192, 6144, 1024), (100, 34816, 5120), (200, 34816, 5120)])
+def test_what_the_layers_call_is_right_for_many_rows(gpu, rows, n, k, folded):
+    x, weight = drawn(gpu, rows, n, k)
     x = x * torch.logspace(-1, 1, len(x), device=gpu).bfloat16()[:, None]
-    norm_weight = torch.ones(1024, device=gpu, dtype=BF16)
+    norm_weight = torch.ones(k, device=gpu, dtype=BF16)
     if not folded:
         norm_weight.uniform_(0.5, 1.5)
-    assert persistent.use_persistent(8192, 6144, 1024, BF16, gpu, gated=True), "a case that tells nothing"
+    torch.cuda.synchronize()
+    assert persistent.use_persistent(rows, n, k, BF16, gpu, gated=True), "a case that tells nothing"
     expected = norm_gate_up_reference(x.float(), norm_weight.float(), EPS, weight.float())
     assert error(norm_gate_up(x, norm_weight, EPS, weight, folded=folded), expected) < 6e-3
 
@@ -323,6 +493,39 @@ def test_of_two_launches_into_one_output_the_second_stays(gpu):
         persistent._launch(long, long_weight, out, 1024, None, gated=True)
         persistent._launch(short, short_weight, out, 1024, None, gated=True)
         assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [96, 160, 256])
+def test_a_chain_of_even_shares_in_a_graph_gives_the_same_bits_every_time(gpu, rows):
+    """Products whose weights come while the kernel before still runs, 100 replays."""
+    hidden, inner, layers = 2048, 5120, 6
+    weights = [[drawn(gpu, 1, *size)[1] for size in ((2 * inner, hidden), (hidden, inner))] for _ in range(layers)]
+    norm, start = torch.ones(hidden, device=gpu, dtype=BF16), torch.randn(rows, hidden, device=gpu).bfloat16()
+    h = torch.empty_like(start)
+    torch.cuda.synchronize()
+    assert persistent_cut(rows, 2 * inner, hidden, num_sms(gpu), True, 0), "a case that tells nothing"
+
+    def chain():
+        h.copy_(start)
+        for first, down in weights:
+            linear_add(persistent_gate_up(h, first, row_factors(h, EPS)), down, None, h)
+
+    expected = start.float()
+    for first, down in weights:
+        gate, up = (rms_norm(expected, norm.float(), EPS) @ first.float().T).chunk(2, -1)
+        expected = expected + (F.silu(gate) * up) @ down.float().T
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    graph.replay()
+    first_result = h.clone()
+    assert error(first_result, expected) < 2e-2
+    for _ in range(100):
+        graph.replay()
+        assert torch.equal(h, first_result)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,109 @@
+"""How a product of ``persistent_linear`` is cut into programs: tiles of a grid for a thousand rows and more; for 65 to
+256 rows and large weights, whose lines memory sends no faster than the slowest program takes them, even shares."""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+
+from minivllm.kernels._triton import cdiv
+from minivllm.kernels.cluster_config import LARGE_WEIGHT
+from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
+
+MIN_ROWS = 1024  # of a grid
+MIN_EVEN_ROWS, MAX_EVEN_ROWS = 65, 256
+UNIT = 16  # lines of gate and up that shares are counted in: outputs are written in eights
+_MOST_LINES = {2: 256, 3: 192}  # by warpgroups that multiply: registers
+_BUSY = 0.9  # below, the library's smaller tiles save more than the pass over the product costs
+_LEAST_STAGES, _MOST_STAGES = 3, 8
+_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    groups: int  # warpgroups that multiply, 64 rows each
+    lines: int  # of the weight, a tile
+    sharing: int  # programs of a cluster: other rows, the same lines
+    stages: int  # of k in shared memory
+    rounds: int = 0  # in which each program goes through its share; 0: tiles of a grid
+
+    @property
+    def rows(self) -> int:
+        """Of a program's tile."""
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        return (
+            _FIXED_BYTES // 2
+            + _kept_bytes(self.groups, self.lines)
+            + self.stages * _stage_bytes(self.groups, self.lines)
+        )
+
+
+GRID = Cut(2, 256, 2, 3)
+
+
+def _stage_bytes(groups: int, lines: int) -> int:
+    return (64 * groups + lines) * 2 * STEP
+
+
+def _kept_bytes(groups: int, lines: int) -> int:
+    """Of each row the sums, and a place in the cache, one among the angles, and a factor."""
+    return 64 * groups * (2 * lines + 16)
+
+
+@cache
+def cut_kernel(cut: Cut, gated: bool, head_dim: int) -> Kernel:
+    macros = {"GATED": int(gated), "HEAD": head_dim, "GROUPS": cut.groups, "LINES": cut.lines, "CLUSTER": cut.sharing,
+              "STAGES": cut.stages, "EVEN": int(cut.rounds > 0)}  # fmt: skip
+    return Kernel("persistent_linear", cut.lines, tuple(macros.items()))
+
+
+@cache
+def even_cut(n: int, sms: int, groups: int, sharing: int) -> Cut:
+    """Of n lines of gate and up, in as few rounds as registers and shared memory allow: each reads x again."""
+    units = cdiv(cdiv(n, UNIT), sms // sharing)  # the largest share; others are one less
+    for rounds in count(1):
+        lines = UNIT * cdiv(units, rounds)
+        room = SHARED_BYTES - _FIXED_BYTES - _kept_bytes(groups, lines)
+        stages = min(room // _stage_bytes(groups, lines), _MOST_STAGES)
+        if lines <= _MOST_LINES[groups] and stages >= _LEAST_STAGES:
+            return Cut(groups, lines, sharing, stages, rounds)
+    raise AssertionError("one unit always fits")
+
+
+def even_programs(rows: int) -> tuple[int, int]:
+    """Warpgroups and programs of a cluster for 1 to 256 rows. Alone, a program reads all of x; two with half of it each
+    have less to read, but wait for each other."""
+    return (2, 1) if rows <= 128 else (3, 1) if rows <= 192 else (2, 2)
+
+
+@cache
+def persistent_cut(rows: int, n: int, k: int, sms: int, gated: bool, head_dim: int) -> Cut | None:
+    """None: no cut of ours gives the multiprocessors even shares of it, or rows are too few, or between the two kinds.
+
+    n: lines of the weight, gate's and up's counted both.
+    """
+    if rows >= MIN_ROWS:
+        return GRID if busy(rows, n, sms // 2) >= _BUSY else None
+    if gated and n * k > LARGE_WEIGHT and MIN_EVEN_ROWS <= rows <= MAX_EVEN_ROWS:
+        groups, sharing = even_programs(rows)
+        return even_cut(n, sms, groups, sharing) if even(n, sms // sharing) >= _BUSY else None
+    return None
+
+
+def busy(rows: int, n: int, clusters: int) -> float:
+    """The share of all programs' time that goes into rows and features that are there; the rest pads tiles, or idles in
+    the last round of a grid. n: lines of the weight."""
+    rounds = cdiv(cdiv(rows, 2 * GRID.rows) * cdiv(n, GRID.lines), clusters)
+    return rows * n / (rounds * clusters * 2 * GRID.rows * GRID.lines)
+
+
+def even(n: int, clusters: int) -> float:
+    """The same of even shares: the others' time beside that of the largest."""
+    units = cdiv(n, UNIT)
+    return units / (cdiv(units, clusters) * clusters)
