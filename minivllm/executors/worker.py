@@ -167,10 +167,12 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the weights, the cache and the graphs, and give the memory back to the device."""
-        self.runner = None
+        runner, self.runner = self.runner, None
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()  # a step under way writes into host memory, too
+        del runner
         gc.collect()
         if self.device_type == "cuda":
-            torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ memory

@@ -79,6 +79,31 @@ def test_graphs_change_no_token_in_float32() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("pipeline", ["true", "false"])
+def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
+    """Answers end at different lengths and others come in, so that graphs of all sizes, steps with prompts and, as
+    long as a request for log-probabilities runs, refined steps alternate."""
+    prompts = [p for p in PROMPTS for _ in range(5)]
+    params = [
+        SamplingParams(
+            temperature=0.8 if i % 3 else 0, seed=i, max_tokens=3 + 11 * i % 50, ignore_eos=True,
+            logprobs=1 if i % 8 == 0 else None,
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    params[-1] = params[-1].clone(max_tokens=300)  # alone at the end
+    told = []
+    for eager in (True, None):
+        options = {"enforce_eager": eager, "max_num_seqs": 19, "overrides": [f"scheduler.async_scheduling={pipeline}"]}
+        with LLM("demo", attention="triton", dtype="float32", **options) as llm:
+            outputs = [o for _ in range(2) for o in llm.generate(prompts, params, use_tqdm=False)]
+            told.append([o.outputs[0].token_ids for o in outputs])
+            if not eager:
+                graphs = llm.engine.executor._worker.runner.graphs  # type: ignore[attr-defined]
+                assert graphs._replays == int(graphs.steps) > 600
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_random_requests_with_aborts_preemption_and_prefixes_equal_their_lone_runs(attention: str) -> None:
     rng = random.Random(0)
