@@ -26,7 +26,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces import StepResult
+    from minivllm.core.interfaces import AttentionBackend, StepResult
     from minivllm.core.model_runner import ModelRunner
 
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
@@ -56,6 +56,22 @@ def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cud
         finally:
             graph.capture_end()
     return graph, result
+
+
+def difference(expected: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
+    """Of the hidden states of a replay from those of the eager step, relative to these, on the device."""
+    expected = expected.float()
+    return (expected - replayed.float()).norm() / expected.norm().clamp_min(1e-6)
+
+
+def check_differences(differences: dict[str, torch.Tensor], attention: AttentionBackend) -> None:
+    """Waits for the device. Raises MinivllmError: one of them, which are named by what was captured, is too large."""
+    for what, error in zip(differences, torch.stack(list(differences.values())).tolist(), strict=True):
+        if not error < _TOLERANCE:
+            raise MinivllmError(
+                f"the CUDA graph of {what} with attention={type(attention).__name__} differs from the eager step by "
+                f"{error:.3g} (allowed: {_TOLERANCE}); run with enforce_eager=true and report it"
+            )
 
 
 @dataclass(slots=True)
@@ -242,21 +258,15 @@ class DecodeGraphs:
             self._prepare(self._plans[size], seq_lens[:size], slots[:size])
             return step(size)[:rows]
 
-        eager, errors = {}, []
+        eager, differences = {}, {}
         for size in reversed(self.sizes):
             eager[size] = hidden(size, self._step).clone()
             capture(size)
         self.steps.zero_()  # eager steps count, too, unless they are only compiled; from here on there are none
         self._replays = 0
         for size in self.sizes:
-            expected, replayed = eager[size].float(), hidden(size, self._replay).float()
-            errors.append((expected - replayed).norm() / expected.norm().clamp_min(1e-6))
-        for size, error in zip(self.sizes, torch.stack(errors).tolist(), strict=True):
-            if not error < _TOLERANCE:
-                raise MinivllmError(
-                    f"the CUDA graph of {size} rows with attention={type(run.attention).__name__} differs from the "
-                    f"eager step by {error:.3g} (allowed: {_TOLERANCE}); run with enforce_eager=true and report it"
-                )
+            differences[f"{size} rows"] = difference(eager[size], hidden(size, self._replay))
+        check_differences(differences, run.attention)
         self._check_landing(run.last_token[:rows].tolist())
         cache[:, :, used.long()] = 0
         run.host_tables[:] = 0

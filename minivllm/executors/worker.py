@@ -138,7 +138,7 @@ class Worker:
             decodes.capture(num_blocks, model_config.vocab_size)
             self.runner.graphs = decodes
         if prompts is not None:
-            prompts.capture()
+            prompts.capture(num_blocks, model_config.vocab_size)
             self.runner.prompt_graphs = prompts
         return num_blocks
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core import prompt_graphs
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.plugins.manager import load_plugins
@@ -185,6 +186,27 @@ def test_a_capture_that_went_wrong_is_noticed() -> None:
         weight.data = weight.data * 3 + 1  # the graphs go on reading the old memory
         with pytest.raises(MinivllmError, match="graph of 1 rows with attention=TritonBackend differs"):
             runner.graphs.verify(64, 1000)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_a_capture_of_prompts_that_went_wrong_is_noticed(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a full step that is captured twice, as a larger model's is. What is proven serves requests as before."""
+    monkeypatch.setattr(prompt_graphs, "_FLOP", 5e9)
+    with LLM("demo", attention=attention, max_num_seqs=8, num_gpu_blocks_override=64) as llm:
+        runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+        graphs = runner.prompt_graphs
+        if graphs is None:
+            pytest.skip(f"{attention} has no graphs of prompts")
+        assert graphs.full and (graphs.full, False) in graphs._graphs
+        before = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.reset_prefix_cache()
+        graphs.verify(64, 1000)
+        for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), before, strict=True):
+            assert_close(ours, reference)
+        weight = runner.model.model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data * 3 + 1  # the graphs go on reading the old memory
+        with pytest.raises(MinivllmError, match=r"graph of 32 tokens of prompts with attention=\w+ differs"):
+            graphs.verify(64, 1000)
 
 
 LATE_KERNELS = """
