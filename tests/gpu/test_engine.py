@@ -101,7 +101,7 @@ def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
             told.append([o.outputs[0].token_ids for o in outputs])
             if not eager:
                 graphs = llm.engine.executor._worker.runner.graphs  # type: ignore[attr-defined]
-                assert graphs._replays == int(graphs.steps) > 600
+                assert graphs._replays == int(graphs.steps) > 500
     assert told[0] == told[1]
 
 

@@ -177,6 +177,7 @@ def test_finish_decode_equals_its_reference(where, rows, live, count):
     assert torch.equal(newest[1 : rows + 1], args[0].cpu()) and (newest[rows + 1 :] == -7).all()
 
 
+@pytest.mark.gpu
 def test_finish_decode_refuses_memory_that_the_device_cannot_write():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
