@@ -1,14 +1,19 @@
 """The decode step as one CUDA graph a batch size: from gathering the input tokens to writing the sampled ones back.
 
 Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
-# slots, input_ids, positions, after (positions + 1), slot_mapping, tokens (max,) int64   seq_lens (max,) int32
-# block_tables (max, max_blocks) int32
+# slots, input_ids, positions, after (positions + 1), slot_mapping (max,) int64   seq_lens (max,) int32
+# block_tables (max, max_blocks) int32   steps (1,) int64
 Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns.
+
+In pinned host memory, where a step leaves its tokens: landing (ring, 1 + max) int64. The device counts the steps in
+``steps``; step i goes to row i % ring, behind i, by which the host, which counts the replays, sees that it reads the
+step that it waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +21,13 @@ import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.model_runner import IN_FLIGHT, PendingStep
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
 
 if TYPE_CHECKING:
-    from minivllm.core.model_runner import ModelRunner, PendingStep
+    from minivllm.core.interfaces import AttentionBackend, StepResult
+    from minivllm.core.model_runner import ModelRunner
 
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
@@ -51,6 +58,39 @@ def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cud
     return graph, result
 
 
+def difference(expected: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
+    """Of the hidden states of a replay from those of the eager step, relative to these, on the device."""
+    expected = expected.float()
+    return (expected - replayed.float()).norm() / expected.norm().clamp_min(1e-6)
+
+
+def check_differences(differences: dict[str, torch.Tensor], attention: AttentionBackend) -> None:
+    """Waits for the device. Raises MinivllmError: one of them, which are named by what was captured, is too large."""
+    for what, error in zip(differences, torch.stack(list(differences.values())).tolist(), strict=True):
+        if not error < _TOLERANCE:
+            raise MinivllmError(
+                f"the CUDA graph of {what} with attention={type(attention).__name__} differs from the eager step by "
+                f"{error:.3g} (allowed: {_TOLERANCE}); run with enforce_eager=true and report it"
+            )
+
+
+@dataclass(slots=True)
+class ReplayedStep(PendingStep):
+    """Its graph writes the tokens."""
+
+    number: int
+    written: np.ndarray  # (1,) int64, memory that the device writes: of which step the tokens are
+
+    def result(self) -> StepResult:
+        result = PendingStep.result(self)
+        if self.written[0] != self.number:
+            raise MinivllmError(
+                f"the tokens of decode step {self.number} are not on the host, those of step {self.written[0]} are; "
+                "run with enforce_eager=true and report it"
+            )
+        return result
+
+
 class DecodeGraphs:
     """Captures and replays decode steps for one runner."""
 
@@ -61,12 +101,16 @@ class DecodeGraphs:
         self.padding = runner.num_slots
         self.size_for = np.searchsorted(self.sizes, np.arange(top + 1))
         self.slots = torch.full((top,), self.padding, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.after, self.slot_mapping, self.tokens = torch.zeros(
-            (5, top), dtype=torch.int64, device=device
+        self.input_ids, self.positions, self.after, self.slot_mapping = torch.zeros(
+            (4, top), dtype=torch.int64, device=device
         )
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((top, runner.block_table.shape[1]), dtype=torch.int32, device=device)
+        self.steps = torch.zeros(1, dtype=torch.int64, device=device)
+        self.landing = torch.zeros((IN_FLIGHT, 1 + top), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._landed = self.landing.numpy()
+        self._replays = 0  # what ``steps`` is when all that was launched is done
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[int, torch.Tensor] = {}
         self._plans = {size: self._plan(size) for size in self.sizes}
@@ -117,8 +161,9 @@ class DecodeGraphs:
         hidden = run.model.forward(self.input_ids[:size], self.positions[:size], run.attention)
         tokens = run.sample(hidden, slots, self.after[:size])
         finish_decode(
-            tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.tokens[:size], self.padding
-        )
+            tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.steps, self.landing,
+            self.padding,
+        )  # fmt: skip
         return hidden
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:
@@ -145,13 +190,20 @@ class DecodeGraphs:
             seq_lens = np.ones(size, dtype=np.int32)
             seq_lens[:n] = batch.num_computed + 1
             self._prepare(self._plans[size], seq_lens, self._on_device[:size])
-        self._graphs[size].replay()
-        tokens, logprobs = self.tokens[:n], None
-        if run.sampler.needs_refine(batch.slots):
-            logits = run.model.compute_logits(self._hidden[size][:n])
-            tokens, logprobs = run.sampler.refine(logits, self.slots[:n], self.positions[:n] + 1, tokens, batch.slots)
-            run.last_token[self.slots[:n]] = tokens
+        hidden = self._replay(size)
+        if not run.sampler.needs_refine(batch.slots):
+            landed = self._landed[self._replays % IN_FLIGHT]
+            return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
+        slots = self.slots[:n]
+        logits, tokens = run.model.compute_logits(hidden[:n]), run.last_token[slots]
+        tokens, logprobs = run.sampler.refine(logits, slots, self.positions[:n] + 1, tokens, batch.slots)
+        run.last_token[slots] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
+
+    def _replay(self, size: int) -> torch.Tensor:
+        self._graphs[size].replay()
+        self._replays += 1
+        return self._hidden[size]
 
     def _update(self, batch: Batch, size: int) -> None:
         """Tell the device what changed since the last replay, in one copy; nothing changed: no copy."""
@@ -206,19 +258,16 @@ class DecodeGraphs:
             self._prepare(self._plans[size], seq_lens[:size], slots[:size])
             return step(size)[:rows]
 
-        eager, errors = {}, []
+        eager, differences = {}, {}
         for size in reversed(self.sizes):
             eager[size] = hidden(size, self._step).clone()
             capture(size)
+        self.steps.zero_()  # eager steps count, too, unless they are only compiled; from here on there are none
+        self._replays = 0
         for size in self.sizes:
-            expected, replayed = eager[size].float(), hidden(size, self._replay).float()
-            errors.append((expected - replayed).norm() / expected.norm().clamp_min(1e-6))
-        for size, error in zip(self.sizes, torch.stack(errors).tolist(), strict=True):
-            if not error < _TOLERANCE:
-                raise MinivllmError(
-                    f"the CUDA graph of {size} rows with attention={type(run.attention).__name__} differs from the "
-                    f"eager step by {error:.3g} (allowed: {_TOLERANCE}); run with enforce_eager=true and report it"
-                )
+            differences[f"{size} rows"] = difference(eager[size], hidden(size, self._replay))
+        check_differences(differences, run.attention)
+        self._check_landing(run.last_token[:rows].tolist())
         cache[:, :, used.long()] = 0
         run.host_tables[:] = 0
         run.block_table.zero_()
@@ -227,6 +276,11 @@ class DecodeGraphs:
         self.slots.fill_(self.padding)
         self._on_device[:] = self.padding
 
-    def _replay(self, size: int) -> torch.Tensor:
-        self._graphs[size].replay()
-        return self._hidden[size]
+    def _check_landing(self, tokens: list[int]) -> None:
+        """Whether the last replay, which is done, has left its tokens on the host."""
+        number, *landed = self._landed[self._replays % IN_FLIGHT, : 1 + len(tokens)].tolist()
+        if (number, landed) != (self._replays, tokens):
+            raise MinivllmError(
+                f"the CUDA graph of {self.sizes[-1]} rows left tokens of replay {number} on the host, not those of "
+                f"replay {self._replays}; run with enforce_eager=true and report it"
+            )

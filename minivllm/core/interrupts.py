@@ -6,6 +6,11 @@ import signal
 import threading
 from types import FrameType
 
+try:  # what ``signal`` wraps, looking each handler up among its enums: 10 µs a step
+    import _signal as handlers
+except ImportError:  # another Python's
+    handlers = signal
+
 
 class Uninterrupted:
     """``with``: a Ctrl-C is raised at the end. A second one does not wait.
@@ -17,14 +22,14 @@ class Uninterrupted:
         self._came = False
         self._mine = (
             threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            and handlers.getsignal(signal.SIGINT) is signal.default_int_handler
         )
         if self._mine:
-            signal.signal(signal.SIGINT, self._note)
+            handlers.signal(signal.SIGINT, self._note)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._mine:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            handlers.signal(signal.SIGINT, signal.default_int_handler)
             if self._came and kind is None:
                 raise KeyboardInterrupt
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minivllm.core.prompt_graphs import PromptGraphs
 
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
-_IN_FLIGHT = 4  # staging buffers; the engine keeps two steps in flight, so one is free again long before its turn
+IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
 
 class Staging:
@@ -30,7 +30,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pinned = [torch.empty(0, dtype=torch.int32)] * _IN_FLIGHT
+        self._pinned = [torch.empty(0, dtype=torch.int32)] * IN_FLIGHT
         self._turn = 0
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ class Staging:
                  else a.astype(np.int32).reshape(-1) for a in arrays]  # fmt: skip
         flat = np.concatenate(words)
         if self.device.type == "cuda":
-            self._turn = (self._turn + 1) % _IN_FLIGHT
+            self._turn = (self._turn + 1) % IN_FLIGHT
             if self._pinned[self._turn].numel() < len(flat):
                 self._pinned[self._turn] = torch.empty(2 * len(flat), dtype=torch.int32, pin_memory=True)
             pinned = self._pinned[self._turn][: len(flat)]
@@ -56,7 +56,7 @@ class PendingStep:
 
     num_rows: int
     rows: np.ndarray  # (m,) the rows that sampled
-    tokens: torch.Tensor  # (m,) int64, host memory
+    tokens: np.ndarray  # (m,) int64, memory that the device writes
     logprobs: DeviceLogprobs | None
     done: torch.cuda.Event | None
 
@@ -64,7 +64,7 @@ class PendingStep:
         if self.done is not None:
             self.done.synchronize()
         token_ids = np.full(self.num_rows, -1, dtype=np.int32)
-        token_ids[self.rows] = self.tokens.numpy()
+        token_ids[self.rows] = self.tokens
         lp = self.logprobs
         if lp is None:
             return StepResult(token_ids)
@@ -98,7 +98,7 @@ class ModelRunner:
         self.staging = Staging(device)
         on_gpu = device.type == "cuda"
         self._landing = [
-            torch.empty(num_slots if on_gpu else 0, dtype=torch.int64, pin_memory=on_gpu) for _ in range(_IN_FLIGHT)
+            torch.empty(num_slots if on_gpu else 0, dtype=torch.int64, pin_memory=on_gpu) for _ in range(IN_FLIGHT)
         ]
         self._turn = 0
 
@@ -234,17 +234,23 @@ class ModelRunner:
     ) -> PendingStep:
         """Send what ``rows`` sampled on its way to the host."""
         if self.device.type != "cuda":
-            return PendingStep(num_rows, rows, tokens, logprobs, None)
-        self._turn = (self._turn + 1) % _IN_FLIGHT
+            return PendingStep(num_rows, rows, tokens.numpy(), logprobs, None)
+        self._turn = (self._turn + 1) % IN_FLIGHT
         landing = self._landing[self._turn][: len(rows)]
         landing.copy_(tokens, non_blocking=True)
         if logprobs is not None:
             logprobs = DeviceLogprobs(
                 logprobs.rows, *map(_to_pinned, (logprobs.sampled, logprobs.rank, logprobs.top_ids, logprobs.top))
             )
+        return PendingStep(num_rows, rows, landing.numpy(), logprobs, self.done())
+
+    def done(self) -> torch.cuda.Event | None:
+        """Happens when all that was launched so far has; None: it has."""
+        if self.device.type != "cuda":
+            return None
         done = torch.cuda.Event()
         done.record()
-        return PendingStep(num_rows, rows, landing, logprobs, done)
+        return done
 
 
 def _to_pinned(x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ context is one key long, so that they see nothing; they write into block 0, whic
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
-from minivllm.core.cuda_graphs import capture_graph
+from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -36,12 +38,28 @@ _WASTE = 0.25  # of _FLOP: padding allowed
 _FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
 _PICKED_FROM = 256  # tokens: up to here a product takes as long as reading its weights, however few rows it has
+_PROOF_ROWS = 4  # sequences of a step that proves a graph, or as many as its tokens need
+_COMPARED = 256  # hidden states of it, spread evenly: an eager step's are kept until all graphs are captured
 
 
 def prompt_sizes(most: int, full: int = 0) -> list[int]:
     """Powers of two from 32 to ``most``, then ``full`` unless it is 0."""
     sizes = [1 << n for n in range(_SMALLEST.bit_length() - 1, most.bit_length())]
     return [*sizes, full] if full else sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a graph is launched for: n sequences, t tokens."""
+
+    num_new: np.ndarray  # (n,) int32
+    num_computed: np.ndarray  # (n,) int32
+    input_ids: torch.Tensor  # (t,), and so on, as an eager step has them on the device
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start: torch.Tensor  # (n + 1,)
+    seq_lens: torch.Tensor  # (n,)
+    slots: torch.Tensor  # (n,) int64
 
 
 class PromptGraphs:
@@ -100,16 +118,15 @@ class PromptGraphs:
                 self._rehearse(*key)
                 self._forward(key[0])
 
-    @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture every size, largest first so that the smaller ones live in its memory."""
+    def capture(self, num_blocks: int, vocab_size: int) -> None:
+        """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
         pool = torch.cuda.graph_pool_handle()
-        for key in reversed(self._plans):
-            self._rehearse(*key)
-            if key[1] and not self.runner.attention.fresh_prompts:
-                continue  # such steps are like any other to this backend
-            self._forward(key[0])
+
+        def capture_one(key: _Key) -> None:
+            self._rehearse(*key)  # another plan than it is verified with: it must work with any
             self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key[0]), pool)
+
+        self._compare(num_blocks, vocab_size, capture_one)
 
     def _rehearse(self, size: int, whole: bool) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
@@ -152,12 +169,25 @@ class PromptGraphs:
     ) -> torch.Tensor:  # fmt: skip
         """Arguments as the eager step has them, on the device; returns hidden states, of all tokens (t, hidden_size) or
         of each row's last (n, hidden_size)."""
-        t, n = len(input_ids), len(batch.slots)
-        self.input_ids[:t], self.positions[:t], self.slot_mapping[:t] = input_ids, positions, slot_mapping
-        self.query_start[: n + 1], self.seq_lens[:n] = query_start, seq_lens
-        torch.index_select(self.runner.block_table, 0, slots, out=self.block_tables[:n])
+        key = (size, not batch.num_decodes and not batch.num_computed.any())
+        if key not in self._graphs:
+            key = (size, False)
+        step = _Step(
+            batch.num_new, batch.num_computed, input_ids, positions, slot_mapping, query_start, seq_lens, slots
+        )
+        self._load(key, step)
+        return self._replay(key, step)
+
+    def _load(self, key: _Key, step: _Step) -> None:
+        """Put the step where the graph finds it, with its padding, and plan it."""
+        size, t, n = key[0], len(step.input_ids), len(step.slots)
+        self.input_ids[:t], self.positions[:t], self.slot_mapping[:t] = (
+            step.input_ids, step.positions, step.slot_mapping
+        )  # fmt: skip
+        self.query_start[: n + 1], self.seq_lens[:n] = step.query_start, step.seq_lens
+        torch.index_select(self.runner.block_table, 0, step.slots, out=self.block_tables[:n])
         query_lens, lens = np.zeros((2, len(self.seq_lens)), dtype=np.int32)
-        query_lens[:n], lens[:n] = batch.num_new, batch.num_computed + batch.num_new
+        query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
         query_lens[n], lens[n] = size - t, 1
         self.query_start[n + 1 :] = size
         self.seq_lens[n:] = 1
@@ -166,10 +196,84 @@ class PromptGraphs:
             self.input_ids[t:size] = 0
             self.positions[t:size] = 0
             self.slot_mapping[t:size] = 0
-        key = (size, not batch.num_decodes and not batch.num_computed.any())
-        if key not in self._graphs:
-            key = (size, False)
         self._hand_over(key, query_lens, lens)
+
+    def _replay(self, key: _Key, step: _Step) -> torch.Tensor:
         self._graphs[key].replay()
-        hidden = self._hidden[key]
-        return hidden[:t] if len(hidden) == size else hidden[:n]
+        return self._without_padding(self._hidden[key], key, step)
+
+    def _without_padding(self, hidden: torch.Tensor, key: _Key, step: _Step) -> torch.Tensor:
+        return hidden[: len(step.input_ids)] if len(hidden) == key[0] else hidden[: len(step.slots)]
+
+    # ------------------------------------------------------------------ proving
+
+    def verify(self, num_blocks: int, vocab_size: int) -> None:
+        """Replay every graph once for random tokens, behind random contexts where prompts need not be whole, and
+        compare with the same step run eagerly. Leaves the cache empty.
+
+        Raises:
+            MinivllmError: they differ; backend and size are named.
+        """
+        self._compare(num_blocks, vocab_size, lambda key: None)
+
+    @torch.inference_mode()
+    def _compare(self, num_blocks: int, vocab_size: int, capture: Callable[[_Key], None]) -> None:
+        """``verify``, with ``capture`` behind each graph's eager step, which has loaded what it needs: a proof adds no
+        more than a replay. These come when all are captured; the host waits once."""
+        if not self.sizes:
+            return
+        run, cache, block_size = self.runner, self.runner.attention.kv_cache, self.runner.block_size
+        longest = self._longest - block_size + 1  # a model's length, rounded up to blocks, may have no more than this
+        rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // longest)), run.num_slots, num_blocks)
+        per_row = min(num_blocks // rows, run.block_table.shape[1])
+        blocks = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
+        run.block_table[:rows, :per_row] = torch.from_numpy(blocks).to(run.device)
+        contexts = cache[:, :, 1 : 1 + rows * per_row : per_row]  # each row's first block
+        values = torch.randn_like(contexts)
+        rng = np.random.default_rng(0)
+        steps = {key: self._random_step(key, blocks, longest, vocab_size, rng) for key in self._plans}
+
+        def hidden(key: _Key, launch: Callable[[_Key, _Step], torch.Tensor]) -> torch.Tensor:
+            contexts.copy_(values)
+            states = launch(key, steps[key])
+            return states[:: -(-len(states) // _COMPARED)]
+
+        def eager(key: _Key, step: _Step) -> torch.Tensor:
+            return self._without_padding(self._forward(key[0]), key, step)
+
+        expected, differences = {}, {}
+        for key in reversed(self._plans):
+            self._load(key, steps[key])
+            if key[1] and not run.attention.fresh_prompts:
+                continue  # such steps are like any other to this backend
+            expected[key] = hidden(key, eager).clone()
+            capture(key)
+        for key in reversed(expected):
+            self._load(key, steps[key])
+            what = f"{key[0]} tokens of prompts" + (" from their start" if key[1] else "")
+            differences[what] = difference(expected[key], hidden(key, self._replay))
+        check_differences(differences, run.attention)
+        cache[:, :, 1 : 1 + rows * per_row] = 0
+        for used in (run.block_table, self.block_tables, self.input_ids, self.positions, self.slot_mapping):
+            used.zero_()
+
+    def _random_step(
+        self, key: _Key, blocks: np.ndarray, longest: int, vocab_size: int, rng: np.random.Generator
+    ) -> _Step:
+        """A step that fills the graph as far as ``blocks``, (rows, blocks of each) do: one new token in the first
+        sequence, as a decode has, and equally many in the others."""
+        (size, whole), block_size = key, self.runner.block_size
+        n, room = min(len(blocks), size), min(blocks.shape[1] * block_size, longest)
+        computed = np.minimum(rng.integers(1, block_size + 1, n), room - 1) * (not whole)
+        new = np.minimum((size - 1) // (n - 1) if n > 1 else size, room - computed)
+        if n > 1:
+            new[0] = 1
+        start = np.zeros(n + 1, dtype=np.int64)
+        np.cumsum(new, out=start[1:])
+        row = np.repeat(np.arange(n), new)
+        position = np.arange(start[-1]) + (computed - start[:-1])[row]
+        mapping = blocks[row, position // block_size] * block_size + position % block_size
+        arrays = (rng.integers(0, vocab_size, start[-1]), position, mapping, start, computed + new, np.arange(n))
+        packet = torch.from_numpy(np.concatenate(arrays)).to(self.runner.device)
+        tensors = packet.split([len(a) for a in arrays])
+        return _Step(new.astype(np.int32), computed.astype(np.int32), *tensors)

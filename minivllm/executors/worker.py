@@ -138,7 +138,7 @@ class Worker:
             decodes.capture(num_blocks, model_config.vocab_size)
             self.runner.graphs = decodes
         if prompts is not None:
-            prompts.capture()
+            prompts.capture(num_blocks, model_config.vocab_size)
             self.runner.prompt_graphs = prompts
         return num_blocks
 
@@ -167,10 +167,12 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of the weights, the cache and the graphs, and give the memory back to the device."""
-        self.runner = None
+        runner, self.runner = self.runner, None
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()  # a step under way writes into host memory, too
+        del runner
         gc.collect()
         if self.device_type == "cuda":
-            torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ memory

@@ -1,14 +1,15 @@
 """The first and the last kernel of a captured decode step: from the batch's slots to all that the model reads, and from
-the sampled tokens back to the slots.
+the sampled tokens back to the slots, and to the host.
 
 The first, one program a row: the slot's last token and position, its context length, the cache place of the new token,
 and its block-table row. Bytes: 8 a block of context, so 256 rows of 64 blocks are 131 KB: launch-bound, 2-3 µs; so is
-the last, of 32 bytes a row.
+the last, of 24 bytes a row read and 24 written, 8 of these into the host's memory: a copy behind it would keep the
+device waiting between two steps.
 """
 
 import torch
 
-from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels._triton import tl, triton
 from minivllm.kernels.pdl import use_pdl
 
 
@@ -84,51 +85,64 @@ def decode_inputs(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "padding"])
+@triton.jit(do_not_specialize=["landing_stride", "n", "padding"])
 def _finish_decode_kernel(
-    tokens, slots, positions, last_token, num_computed, out_tokens, n, padding, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    tokens, slots, positions, last_token, num_computed, steps, landing, landing_stride, n, padding,
+    RING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # One program: whoever counts the step must know that all others have read the count.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = row < n
-    slot = tl.load(slots + row, mask=mask, other=0)
-    token = tl.load(tokens + row, mask=mask, other=0)
-    position = tl.load(positions + row, mask=mask, other=0)
-    tl.store(out_tokens + row, token, mask=mask)
-    tl.store(last_token + slot, token, mask=mask)
-    tl.store(num_computed + slot, tl.where(slot == padding, 0, position + 1), mask=mask)
+    step = tl.load(steps) + 1
+    landing += step % RING * landing_stride
+    for first in range(0, n, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        mask = row < n
+        slot = tl.load(slots + row, mask=mask, other=0)
+        token = tl.load(tokens + row, mask=mask, other=0)
+        position = tl.load(positions + row, mask=mask, other=0)
+        tl.store(landing + 1 + row, token, mask=mask)
+        tl.store(last_token + slot, token, mask=mask)
+        tl.store(num_computed + slot, tl.where(slot == padding, 0, position + 1), mask=mask)
+    tl.debug_barrier()  # all threads have read the count
+    tl.store(landing, step)
+    tl.store(steps, step)
 
 
 def finish_decode_triton(
     tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
-    num_computed: torch.Tensor, out_tokens: torch.Tensor, padding: int,
+    num_computed: torch.Tensor, steps: torch.Tensor, landing: torch.Tensor, padding: int,
 ) -> None:  # fmt: skip
     pdl = use_pdl(slots.device)
-    _finish_decode_kernel[(cdiv(len(slots), 128),)](
-        tokens, slots, positions, last_token, num_computed, out_tokens, len(slots), padding, BLOCK=128, PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+    _finish_decode_kernel[(1,)](
+        tokens, slots, positions, last_token, num_computed, steps, landing, landing.stride(0), len(slots), padding,
+        RING=len(landing), BLOCK=512, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def finish_decode_reference(
     tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
-    num_computed: torch.Tensor, out_tokens: torch.Tensor, padding: int,
+    num_computed: torch.Tensor, steps: torch.Tensor, landing: torch.Tensor, padding: int,
 ) -> None:  # fmt: skip
-    out_tokens.copy_(tokens)
     last_token[slots] = tokens
     num_computed[slots] = torch.where(slots == padding, 0, positions + 1)
+    steps += 1
+    step = int(steps)
+    landing[step % len(landing), 0] = step
+    landing[step % len(landing), 1 : len(tokens) + 1] = tokens.to(landing.device)
 
 
 def finish_decode(
     tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
-    num_computed: torch.Tensor, out_tokens: torch.Tensor, padding: int,
+    num_computed: torch.Tensor, steps: torch.Tensor, landing: torch.Tensor, padding: int,
 ) -> None:  # fmt: skip
     """Put what a decode step of n rows sampled where the next step, and the host, look for it.
 
     tokens, slots, positions (n,) int64: positions are those that the step computed. Written: last_token and
-    num_computed (S,) int64 at the rows' slots, the padding slot's count staying 0; out_tokens (n,) int64.
+    num_computed (S,) int64 at the rows' slots, the padding slot's count staying 0; steps (1,) int64, one more; and of
+    landing (ring, 1 + n or more) int64 the row ``steps % ring``: the new count, then the tokens. ``landing`` is the
+    host's memory, pinned: of any other Triton says that it cannot be accessed.
     """
     run = finish_decode_triton if slots.is_cuda else finish_decode_reference
-    run(tokens, slots, positions, last_token, num_computed, out_tokens, padding)
+    run(tokens, slots, positions, last_token, num_computed, steps, landing, padding)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
 from minivllm.core.cuda_graphs import DecodeGraphs
-from minivllm.core.model_runner import ModelRunner
+from minivllm.core.model_runner import IN_FLIGHT, ModelRunner
 from minivllm.errors import MinivllmError
 
 BLOCKS, VOCAB = 40, 1000
@@ -94,20 +95,28 @@ def test_nothing_is_left_behind(runner: ModelRunner, log: list[str]) -> None:
     assert graphs.slots.tolist() == [graphs.padding] * 16
 
 
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["landed", "refined"])
 def test_replays_give_the_tokens_of_eager_steps(
-    llm: LLM, runner: ModelRunner, log: list[str], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, runner: ModelRunner, log: list[str], logprobs: int | None
 ) -> None:
-    land = runner.land  # which copies to the host, where there is a device
-    monkeypatch.setattr(runner, "land", lambda n, rows, tokens, logprobs: land(n, rows, tokens.clone(), logprobs))
-    prompts = ["Once upon a time", "The sea was", "Hello"]
-    eager = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    """Of steps of all kinds: answers end at different lengths, and prompts that wait come in between. A second run
+    finds the landing rows where the first has left them."""
+    prompts = ["Once upon a time", "The sea was", "Hello", *["In a small village"] * 10]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i) for i in range(len(prompts))]
+    params[2] = params[2].clone(logprobs=logprobs)
+
+    def say() -> list[list[int]]:
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    eager = say()
     llm.reset_prefix_cache()
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
     runner.graphs = graphs
     del log[:]
-    assert [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == eager
-    assert "replay 4" in log
+    assert say() == say() == eager
+    assert {"replay 16", "replay 8", "replay 4", "replay 2", "replay 1"} <= set(log)
+    assert graphs._replays == int(graphs.steps) == len([line for line in log if line.startswith("replay")]) + 5
 
 
 @pytest.mark.parametrize("wrong", [1, 8, 16])
@@ -119,6 +128,27 @@ def test_a_graph_that_gives_something_else_is_noticed(runner: ModelRunner, log: 
     recorded.run = lambda: run() * 1.05
     with pytest.raises(MinivllmError, match=f"graph of {wrong} rows with attention=TorchBackend differs"):
         graphs.verify(BLOCKS, VOCAB)
+
+
+def test_a_step_whose_tokens_are_overwritten_is_noticed(llm: LLM, runner: ModelRunner, log: list[str]) -> None:
+    """By as many later ones as there are rows to land in."""
+    graphs = runner.graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    llm.engine.add_request("0", "Hello", GREEDY)
+    llm.engine.step()
+    _, replayed = llm.engine._under_way[0]
+    with torch.inference_mode():
+        for _ in range(IN_FLIGHT):
+            graphs._replay(1)
+    with pytest.raises(MinivllmError, match="tokens of decode step 6 are not on the host, those of step 10 are"):
+        replayed.result()
+
+
+def test_replays_that_leave_no_tokens_on_the_host_are_noticed(runner: ModelRunner, log: list[str]) -> None:
+    graphs = DecodeGraphs(runner, 11)
+    graphs._landed = np.zeros_like(graphs._landed)
+    with pytest.raises(MinivllmError, match="left tokens of replay 0 on the host, not those of replay 5"):
+        graphs.capture(BLOCKS, VOCAB)
 
 
 def test_a_graph_that_computes_nothing_is_noticed(runner: ModelRunner, log: list[str]) -> None:

@@ -15,9 +15,13 @@ from minivllm import LLM, SamplingParams
 from minivllm.backends.torch import TorchBackend
 from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch
+from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
+from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
+
+VOCAB = 1000
 
 
 def batch(decodes: list[int], prompts: list[int]) -> Batch:
@@ -200,8 +204,9 @@ def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]]
         runner.model.model.layers[-1].self_attn._pick = _all_tokens
     eager = say()
     graphs = PromptGraphs(runner, 512, TensorParallel())
-    graphs.capture()
+    graphs.capture(llm.engine.num_blocks, VOCAB)
     runner.prompt_graphs = graphs
+    del log[:]
     replayed = say()
     assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager]
     for (_, got), (_, expected) in zip(replayed, eager, strict=True):
@@ -209,3 +214,80 @@ def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]]
     assert {rows for size, rows in log if size == 512} == {4 if picks else 512}
     smaller = [(size, rows) for size, rows in log if size < 512]
     assert smaller and all(size == rows for size, rows in smaller)
+
+
+# --------------------------------------------------------------------------- proofs
+
+
+@pytest.fixture
+def runner(llm: LLM) -> ModelRunner:
+    return llm.engine.executor._worker.runner  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.fixture
+def whole(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend with a way of its own for prompts that start in the step, and a model of which a full step is large."""
+    attention, plan = runner.attention, runner.attention.plan
+
+    def plan_and_say(plan_of: Any) -> None:
+        plan(plan_of)
+        attention.fresh_prompts = plan_of.whole_prompts
+
+    monkeypatch.setattr(attention, "plan", plan_and_say)
+    monkeypatch.setattr(attention, "prefill_fresh", lambda q, k, v, layer, out: attention.prefill(q, layer, out))
+    flop = 2 * sum(p.numel() for name, p in runner.model.named_parameters() if p.dim() == 2 and "layers" in name)  # type: ignore[attr-defined]
+    monkeypatch.setattr(prompt_graphs, "_FLOP", flop * 100)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7, 500])
+def test_every_graph_is_replayed_when_all_are_captured_and_nothing_is_left_behind(
+    runner: ModelRunner, log: list[tuple[int, int]], whole: None, blocks: int
+) -> None:
+    """Even if the cache holds far less than a step."""
+    graphs = PromptGraphs(runner, 512, TensorParallel())
+    graphs.capture(blocks, VOCAB)
+    assert list(graphs._graphs) == [(512, True), (512, False), (64, False), (32, False)]
+    assert [size for size, _ in log] == [32, 64, 512, 512]
+    graphs.verify(blocks, VOCAB)
+    left = (runner.attention.kv_cache[:, :, 1:], runner.last_token, runner.num_computed, runner.block_table)
+    assert not any(bool(t.any()) for t in (*left, graphs.block_tables)) and not runner.host_tables.any()
+
+
+def test_proofs_are_full_steps_of_several_sequences_behind_contexts(runner: ModelRunner, whole: None) -> None:
+    graphs = PromptGraphs(runner, 512, TensorParallel())
+    blocks = 1 + np.arange(4 * 128, dtype=np.int32).reshape(4, 128)
+    for (size, starts), step in {
+        key: graphs._random_step(key, blocks, 2033, VOCAB, np.random.default_rng(0)) for key in graphs._plans
+    }.items():
+        assert size - 3 < len(step.input_ids) == step.num_new.sum() <= size
+        assert len(step.num_new) == 4 and step.num_new[0] == 1
+        assert (step.num_computed == 0).all() if starts else (step.num_computed > 0).all()
+        assert step.slot_mapping.unique().numel() == len(step.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [((32, False), "32 tokens of prompts"), ((512, False), "512 tokens of prompts"),
+     ((512, True), "512 tokens of prompts from their start")],
+)  # fmt: skip
+def test_a_graph_that_gives_something_else_is_noticed(
+    runner: ModelRunner, log: list[tuple[int, int]], whole: None, key: tuple[int, bool], what: str
+) -> None:
+    graphs = PromptGraphs(runner, 512, TensorParallel())
+    graphs.capture(500, VOCAB)
+    recorded: Any = graphs._graphs[key]
+    run = recorded.run
+    recorded.replay = lambda: recorded.result.copy_(run() * 1.05)
+    with pytest.raises(MinivllmError, match=f"graph of {what} with attention=TorchBackend differs .* enforce_eager"):
+        graphs.verify(500, VOCAB)
+
+
+def test_a_graph_that_remembers_its_capture_is_noticed(runner: ModelRunner, log: list[tuple[int, int]]) -> None:
+    graphs = PromptGraphs(runner, 512, TensorParallel())
+    graphs.capture(500, VOCAB)
+    recorded: Any = graphs._graphs[64, False]
+    recorded.replay = lambda: None
+    with torch.inference_mode():
+        recorded.result.fill_(float("nan"))
+    with pytest.raises(MinivllmError, match="graph of 64 tokens of prompts"):
+        graphs.verify(500, VOCAB)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core import prompt_graphs
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.plugins.manager import load_plugins
@@ -77,6 +78,31 @@ def test_graphs_change_no_token_in_float32() -> None:
         with LLM("demo", attention="triton", dtype="float32", enforce_eager=eager or None, max_num_seqs=11) as llm:
             texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("pipeline", ["true", "false"])
+def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
+    """Answers end at different lengths and others come in, so that graphs of all sizes, steps with prompts and, as
+    long as a request for log-probabilities runs, refined steps alternate."""
+    prompts = [p for p in PROMPTS for _ in range(5)]
+    params = [
+        SamplingParams(
+            temperature=0.8 if i % 3 else 0, seed=i, max_tokens=3 + 11 * i % 50, ignore_eos=True,
+            logprobs=1 if i % 8 == 0 else None,
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    params[-1] = params[-1].clone(max_tokens=300)  # alone at the end
+    told = []
+    for eager in (True, None):
+        options = {"enforce_eager": eager, "max_num_seqs": 19, "overrides": [f"scheduler.async_scheduling={pipeline}"]}
+        with LLM("demo", attention="triton", dtype="float32", **options) as llm:
+            outputs = [o for _ in range(2) for o in llm.generate(prompts, params, use_tqdm=False)]
+            told.append([o.outputs[0].token_ids for o in outputs])
+            if not eager:
+                graphs = llm.engine.executor._worker.runner.graphs  # type: ignore[attr-defined]
+                assert graphs._replays == int(graphs.steps) > 500
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
@@ -160,6 +186,27 @@ def test_a_capture_that_went_wrong_is_noticed() -> None:
         weight.data = weight.data * 3 + 1  # the graphs go on reading the old memory
         with pytest.raises(MinivllmError, match="graph of 1 rows with attention=TritonBackend differs"):
             runner.graphs.verify(64, 1000)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_a_capture_of_prompts_that_went_wrong_is_noticed(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a full step that is captured twice, as a larger model's is. What is proven serves requests as before."""
+    monkeypatch.setattr(prompt_graphs, "_FLOP", 5e9)
+    with LLM("demo", attention=attention, max_num_seqs=8, num_gpu_blocks_override=64) as llm:
+        runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+        graphs = runner.prompt_graphs
+        if graphs is None:
+            pytest.skip(f"{attention} has no graphs of prompts")
+        assert graphs.full and (graphs.full, False) in graphs._graphs
+        before = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        llm.reset_prefix_cache()
+        graphs.verify(64, 1000)
+        for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), before, strict=True):
+            assert_close(ours, reference)
+        weight = runner.model.model.layers[0].mlp.down_proj.weight
+        weight.data = weight.data * 3 + 1  # the graphs go on reading the old memory
+        with pytest.raises(MinivllmError, match=r"graph of 32 tokens of prompts with attention=\w+ differs"):
+            graphs.verify(64, 1000)
 
 
 LATE_KERNELS = """

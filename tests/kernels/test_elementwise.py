@@ -148,24 +148,43 @@ def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, 
         close(out, want)
 
 
-@pytest.mark.parametrize(("rows", "live"), [(1, 1), (8, 5), (200, 130)])
-def test_finish_decode_equals_its_reference(where, rows, live):
+@pytest.mark.parametrize(("rows", "live", "count"), [(1, 1, 0), (8, 5, 2), (200, 130, 5), (600, 149, 1 << 40)])
+def test_finish_decode_equals_its_reference(where, rows, live, count):
     device, _ = where
-    padding = 150
-    slots = torch.randperm(padding)[:rows].repeat(2)[:rows]
+    padding, ring = 150, 3
+    slots = torch.randperm(padding).repeat(4)[:rows]
     slots[live:] = padding
     tokens, positions = torch.randint(1000, (rows,)), torch.randint(1000, (rows,))
     tokens[live:] = 5  # several padding rows, one padding slot
     args = [x.to(device) for x in (tokens, slots, positions)]
     got, want = (
-        [torch.full((n,), -7, dtype=torch.int64, device=device) for n in (padding + 1, padding + 1, rows)]
+        [torch.full((n,), -7, dtype=torch.int64, device=device) for n in (padding + 1, padding + 1)]
+        + [torch.tensor([count], device=device)]
+        + [torch.full((ring, rows + 4), -7, dtype=torch.int64, pin_memory=device == "cuda")]
         for _ in range(2)
     )
-    decode_inputs.finish_decode_triton(*args, *got, padding)
-    decode_inputs.finish_decode_reference(*args, *want, padding)
-    for name, a, b in zip(("last_token", "num_computed", "out_tokens"), got, want, strict=True):
+    for _ in range(ring + 1):  # each row of the ring, and one again
+        args[0] += 1
+        decode_inputs.finish_decode_triton(*args, *got, padding)
+        decode_inputs.finish_decode_reference(*args, *want, padding)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    for name, a, b in zip(("last_token", "num_computed", "steps", "landing"), got, want, strict=True):
         assert torch.equal(a, b), name
     assert got[1][padding] == (0 if live < rows else -7)
+    newest = got[3][(count + ring + 1) % ring]
+    assert newest[0] == got[2] == count + ring + 1
+    assert torch.equal(newest[1 : rows + 1], args[0].cpu()) and (newest[rows + 1 :] == -7).all()
+
+
+@pytest.mark.gpu
+def test_finish_decode_refuses_memory_that_the_device_cannot_write():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    row = torch.zeros(1, dtype=torch.int64, device="cuda")
+    pageable = torch.zeros((2, 2), dtype=torch.int64)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        decode_inputs.finish_decode_triton(row, row, row, row, row, row, pageable, 5)
 
 
 def test_decode_inputs_say_where_the_next_token_will_stand(where):
