@@ -10,6 +10,7 @@ from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
 from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
+from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
 
@@ -21,7 +22,7 @@ class TritonBackend(AttentionBackend):
         cuda_graphs=CudaGraphs.ALWAYS,
         packages=("triton",),
     )
-    fused_decode_rows = 16  # beyond, norming q in every program costs more than a kernel of its own
+    fused_decode_rows = 16  # in the Triton kernel: beyond, norming q in every program costs more than a kernel for it
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -92,18 +93,25 @@ class TritonBackend(AttentionBackend):
 
     def decode_qkv(
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
-        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
+        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer, scale: RowScale | None = None,
     ) -> torch.Tensor:  # fmt: skip
         assert self.batch is not None
         out = qkv.new_empty((qkv.shape[0], self.spec.num_heads, self.spec.head_dim))
-        self._decode(qkv, layer, out, NewTokens(q_weight, k_weight, eps, cos_sin, positions, self.batch.slot_mapping))
+        new = NewTokens(q_weight, k_weight, eps, cos_sin, positions, self.batch.slot_mapping, scale)
+        self._decode(qkv, layer, out, new)
         return out
 
+    def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
+        if rows <= self.fused_decode_rows or not self.fused_decode_rows:
+            return super().takes_qkv(rows, scaled, rotary_dim)
+        return self._stream is not None and rotary_dim == self.spec.head_dim and self._stream.takes_qkv()
+
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, new: NewTokens | None) -> None:
-        batch, workspace = self.batch, self._workspace
+        batch, workspace, stream = self.batch, self._workspace, self._stream
         assert batch is not None and workspace is not None
         rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
-        stream = self._stream if new is None and self._stream is not None and self._stream.suits(rows) else None
+        if stream is None or not (stream.suits(rows) if new is None else rows > self.fused_decode_rows):
+            stream = None
         holder = stream or workspace
         first = layer.index == 0 or self._scheduled is not holder  # a graph is captured after an eager step of its plan
         self._scheduled = holder
@@ -111,8 +119,9 @@ class TritonBackend(AttentionBackend):
             if first:
                 schedule_stream(stream, batch.seq_lens, rows)
             stream_decode(
-                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, stream, early=not first
-            )
+                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, stream, new,
+                early=not first,
+            )  # fmt: skip
             return
         if first:
             schedule_decode(workspace, batch.seq_lens, rows)

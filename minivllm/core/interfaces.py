@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.sequence import FinishReason, Sequence
+    from minivllm.kernels.rms_norm import RowScale
     from minivllm.kernels.sampling import Shard
     from minivllm.plugins.registry import Registry
 
@@ -197,7 +198,7 @@ class AttentionBackend(ABC):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
-    fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``
+    fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -258,14 +259,19 @@ class AttentionBackend(ABC):
 
     def decode_qkv(
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
-        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer,
+        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer, scale: RowScale | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """For steps of at most ``fused_decode_rows`` decodes: q/k-norm (weights (head_dim,) or None), rotary
-        (``cos_sin`` (max_position, rotary_dim) float32), the cache write and attention in one.
+        """For steps of decodes that it ``takes_qkv`` of: q/k-norm (weights (head_dim,) or None), rotary (``cos_sin``
+        (max_position, rotary_dim) float32), the cache write and attention in one.
 
-        qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); returns (rows, num_heads, head_dim).
+        qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim), its rows to be multiplied by ``scale`` first; that is
+        passed only where there is one. Returns (rows, num_heads, head_dim).
         """
         raise NotImplementedError
+
+    def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
+        """Whether a step of ``rows`` decodes alone goes to ``decode_qkv``, ``scaled`` with a scale."""
+        return rows <= self.fused_decode_rows and not scaled
 
     @classmethod
     def keeps_cache_write(cls) -> bool:

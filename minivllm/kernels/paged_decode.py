@@ -22,6 +22,7 @@ import torch
 from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.paged_prefill import LOG2E, page_ids, paged_attention_reference
 from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import normed_rotated
 
 ITEM = 8  # int32 a work item: row (-1: none), first key, end, items of the row, the row's first item
@@ -411,6 +412,7 @@ class NewTokens:
     cos_sin: torch.Tensor  # (positions, rot_dim) float32
     positions: torch.Tensor  # (rows,) int64
     slot_mapping: torch.Tensor  # (rows,) int64
+    scale: RowScale | None = None  # of the projection's rows, for ``stream_decode`` alone
 
 
 def paged_decode_triton(

@@ -1,6 +1,8 @@
 // Attention of one new token a sequence over a paged cache, its pages of 16 keys as one stream; see stream_decode.py.
 //
-// Compiled for one (KV, G, D), behind hopper.cuh: key heads, query heads of each, and their dimension. The pages of all
+// Compiled for one (KV, G, D, QKV), behind hopper.cuh: key heads, query heads of each, their dimension, and whether q is
+// the packed projection: then queries are normed and rotated when they are read, and whoever has a sequence's last page
+// puts the new key and value into it, there and in the cache. The pages of all
 // sequences, one after another, are cut into equal shares, one a program. A warp asks for pages, keys and values of all
 // heads by TMA, as far ahead as there is room, from one sequence to the next. Eight warps take them: WARPS / KV a head,
 // each all its scores and so many of its output's dimensions. Scores are made transposed, keys by query heads: S' = K q'
@@ -33,6 +35,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void write1(u32 to, u32 word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
 __device__ __forceinline__ u32 transposed(u32 pair) {  // of an 8 x 8 matrix, a pair a lane
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
@@ -52,6 +57,47 @@ __device__ __forceinline__ float column_sum(float x) {
 #pragma unroll
   for (int other = 4; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
   return x;
+}
+
+struct New {  // what makes q, k and v of a packed projection; strides in elements
+  const u16* x;                        // (rows, size): its rms divides the projection; null: nothing does
+  const u16 *query_norm, *key_norm;    // (D,), or null: not normed
+  const float* angles;                 // (positions, D) cosines of half a head's dimensions, then sines
+  const long long *positions, *slots;  // (rows,)
+  u16 *keys, *values;                  // (blocks, PAGE, KV, D)
+  long long x_stride, angles_stride;
+  int size;
+  float eps, x_eps;
+};
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+__device__ __forceinline__ float square_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
+__device__ __forceinline__ u32 scaled(u32 pair, float factor) { return pack(low(pair) * factor, high(pair) * factor); }
+__device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
+  u32 y;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(scaled(pair, factor)), "r"(weight));
+  return y;
+}
+// Two of a head's dimensions, and those half a head behind, which they turn with. Both are multiplied by factor first.
+__device__ __forceinline__ void turn(u32& front, u32& back, const float* angles, float factor) {
+  const float2 c = __ldg((const float2*)angles), s = __ldg((const float2*)(angles + D / 2));
+  const float x0 = low(front) * factor, x1 = high(front) * factor, y0 = low(back) * factor, y1 = high(back) * factor;
+  front = pack(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
+  back = pack(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
+}
+// 1 / rms of a row of x.
+__device__ __forceinline__ float row_factor(const New& its, int row, int lane) {
+  float square = 0.f;
+  const u16* x = its.x + row * its.x_stride;
+  for (int i = lane * 8; i < its.size; i += 256) {
+    const uint4 eight = *(const uint4*)(x + i);
+    square += square_of(eight.x) + square_of(eight.y) + (square_of(eight.z) + square_of(eight.w));
+  }
+  return rsqrtf(warp_sum(square) / its.size + its.x_eps);
 }
 
 struct State {  // of a warp and a sequence; each lane has two columns, query heads 2 * (lane % 4) and the next
@@ -78,7 +124,8 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
 stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
               const int* tables, const int* lengths, const int* starts_of, float* partial, int* arrived,
-              long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale) {
+              long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale,
+              const __grid_constant__ New its_new) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * MAX_STAGES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -117,7 +164,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         const int block = lane < some ? tables[row * table_stride + page - begin + lane] : 0;
         for (int i = 0; i < some; i++, page++) {
           const int its = __shfl_sync(~0u, block, i);
-          if (!waited && page == end - 1) {  // it holds the new token, which the kernel before writes
+          if (!QKV && !waited && page == end - 1) {  // it holds the new token, which the kernel before writes
             asm volatile("griddepcontrol.wait;" ::: "memory");
             waited = true;
           }
@@ -141,6 +188,16 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   asm volatile("griddepcontrol.launch_dependents;");  // late: what comes next may read ahead of its wait
   const int head = warp / PER_HEAD, part = warp % PER_HEAD, group = lane / 4, pair = lane % 4 * 2;
   const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
+  const int front = lane * 2, back = front + D / 2;  // of the new key and value, this lane's dimensions, and the next
+  const bool has_new = front < D / 2;
+  u32 query_norm[STEPS][2], key_norm[2];
+  if (QKV && its_new.query_norm)
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) query_norm[s][i] = *(const u32*)(its_new.query_norm + 16 * s + 8 * i + pair);
+  if (QKV && its_new.key_norm && has_new)
+    key_norm[0] = *(const u32*)(its_new.key_norm + front), key_norm[1] = *(const u32*)(its_new.key_norm + back);
   for (int n = 0; n < sequences; n++) {
     const int row = n ? first_row + n - 1 : last_row;
     const int begin = starts[row], end = starts[row + 1], stop = min(end, last), length = lengths[row];
@@ -151,6 +208,51 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
       for (int i = 0; i < 2; i++) query[s][i] = group < G ? *(const u32*)(its + 16 * s + 8 * i) : 0;
+    u32 new_key[2] = {0, 0}, new_value[2] = {0, 0};
+    if (QKV) {
+      const bool ends = stop == end;
+      const u16* fresh = q + (long long)row * q_stride + (KV * G + head) * D;
+      if (ends && has_new) {
+        new_key[0] = *(const u32*)(fresh + front), new_key[1] = *(const u32*)(fresh + back);
+        new_value[0] = *(const u32*)(fresh + KV * D + front), new_value[1] = *(const u32*)(fresh + KV * D + back);
+      }
+      const float* angles = its_new.angles + its_new.positions[row] * its_new.angles_stride;
+      const float factor = its_new.x ? row_factor(its_new, row, lane) : 1.f;
+      float left = factor;  // to be multiplied by yet
+      if (its_new.query_norm) {
+        float square = 0.f;
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) square += square_of(query[s][0]) + square_of(query[s][1]);
+        square += __shfl_xor_sync(~0u, square, 1), square += __shfl_xor_sync(~0u, square, 2);
+        left = factor * rsqrtf(square * factor * factor / D + its_new.eps);
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) query[s][i] = normed(query[s][i], left, query_norm[s][i]);
+        left = 1.f;
+      }
+#pragma unroll
+      for (int s = 0; s < STEPS / 2; s++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+          turn(query[s][i], query[s + STEPS / 2][i], angles + 16 * s + 8 * i + pair, left);
+      if (ends) {
+        left = factor;
+        if (its_new.key_norm) {
+          const float square = warp_sum(square_of(new_key[0]) + square_of(new_key[1]));
+          left = factor * rsqrtf(square * factor * factor / D + its_new.eps);
+          new_key[0] = normed(new_key[0], left, key_norm[0]), new_key[1] = normed(new_key[1], left, key_norm[1]);
+          left = 1.f;
+        }
+        if (has_new) turn(new_key[0], new_key[1], angles + front, left);
+        new_value[0] = scaled(new_value[0], factor), new_value[1] = scaled(new_value[1], factor);
+        if (has_new && part == 0) {
+          const long long at = (its_new.slots[row] * KV + head) * D;
+          *(u32*)(its_new.keys + at + front) = new_key[0], *(u32*)(its_new.keys + at + back) = new_key[1];
+          *(u32*)(its_new.values + at + front) = new_value[0], *(u32*)(its_new.values + at + back) = new_value[1];
+        }
+      }
+    }
     State state;
     state.clear();
 
@@ -160,6 +262,18 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       const u32 at = pages_at + stage * STAGE_BYTES;
       const bool ends = page == end - 1;
       const int left = length - (page - begin) * PAGE;  // keys of this page
+      if (QKV && ends && left > 0) {
+        const int line = left - 1;
+        const u32 to = at + line * LINE + lane * 4 % 16;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int d = i ? back : front;
+          const u32 there = to + (head * (D / 64) + d / 64) * PAGE * LINE + (d % 64 / 8 ^ (line & 7)) * 16;
+          if (has_new) write1(there, new_key[i]), write1(there + PART_BYTES, new_value[i]);
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA fills the stage again
+        __syncwarp();
+      }
       float scores[2][4] = {};
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {

@@ -3,7 +3,9 @@
 Bytes moved: the context's keys and values, once, as in ``paged_decode``. There each program reads a part of a sequence
 and one head of it, and a multiprocessor that has room for few programs reads nothing while one ends and the next
 begins. Here one program a multiprocessor goes through whole pages, all heads, and its loads (TMA, 64 KiB a page of 8
-heads of 128) run ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py).
+heads of 128) run ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py). It also
+takes the packed projection instead of q, and norms, rotates and stores: what that costs a program at its two or three
+sequences lies beside its loads.
 
 Once a step ``schedule_stream`` adds up where each sequence's pages start; programs find their shares themselves. The
 kernel is CUDA C++ (``stream_decode.cu``). Shares after Stream-K (Osama et al., 2023), parts put together as in
@@ -18,6 +20,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.hopper import SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.paged_decode import NewTokens
 from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 
@@ -62,9 +65,37 @@ def fits_stream(
 
 
 @cache
-def _kernel(num_kv_heads: int, group: int, head_dim: int) -> Kernel:
-    macros = (("KV", num_kv_heads), ("G", group), ("D", head_dim), ("MAX_STAGES", _MAX_STAGES))
+def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False) -> Kernel:
+    macros = (("KV", num_kv_heads), ("G", group), ("D", head_dim), ("QKV", int(qkv)), ("MAX_STAGES", _MAX_STAGES))
     return Kernel("stream_decode", 0, macros)
+
+
+_POINTERS = ("x", "query_norm", "key_norm", "angles", "positions", "slots", "keys", "values")
+
+
+class _NewArgument(ctypes.Structure):
+    """``New`` of stream_decode.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_longlong) for name in ("x_stride", "angles_stride")),
+        ("size", ctypes.c_int),
+        *((name, ctypes.c_float) for name in ("eps", "x_eps")),
+    ]
+
+
+def _new_argument(new: NewTokens | None, k_cache: torch.Tensor, v_cache: torch.Tensor) -> _NewArgument:
+    if new is None:
+        return _NewArgument()
+    assert new.positions.dtype == new.slot_mapping.dtype == torch.int64 and new.cos_sin.dtype == torch.float32
+    assert new.cos_sin.shape[1] == k_cache.shape[3]  # all of a head rotates
+    x, x_eps = (None, 0.0) if new.scale is None else new.scale
+    assert x is None or (x.stride(1) == 1 and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0)
+    tensors = (x, new.q_weight, new.k_weight, new.cos_sin, new.positions, new.slot_mapping, k_cache, v_cache)
+    return _NewArgument(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        0 if x is None else x.stride(0), new.cos_sin.stride(0), 0 if x is None else x.shape[1], new.eps, x_eps,
+    )  # fmt: skip
 
 
 class StreamWorkspace:
@@ -78,7 +109,9 @@ class StreamWorkspace:
         self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
     ) -> None:
         self.device = device = torch.device(device)
-        self.kernel = _kernel(num_kv_heads, num_heads // num_kv_heads, head_dim)
+        self.kernel, self.kernel_qkv = (
+            _kernel(num_kv_heads, num_heads // num_kv_heads, head_dim, qkv) for qkv in (False, True)
+        )
         self._few_heads = num_heads <= _FEW_HEADS * num_kv_heads
         self.programs = num_sms(device)
         self.block = max(next_power_of_2(max_rows), 16)
@@ -102,6 +135,10 @@ class StreamWorkspace:
         """Whether this is the faster kernel for so many rows, and loads."""
         return (rows <= _FEW_ROWS or not self._few_heads) and loads(self.kernel, self.device)
 
+    def takes_qkv(self) -> bool:
+        """Whether it loads for the packed projection."""
+        return loads(self.kernel_qkv, self.device)
+
 
 def schedule_stream(workspace: StreamWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
     """Where the pages of the first ``rows`` contexts start. Once a step (inside the graph): all layers share it."""
@@ -120,28 +157,31 @@ def stream_decode(
     scale: float,
     out: torch.Tensor,
     workspace: StreamWorkspace,
+    new: NewTokens | None = None,
     early: bool = False,
 ) -> None:
     """After ``schedule_stream`` with the same seq_lens. q, out: (rows, heads, head_dim); caches (blocks, 16, kv heads,
-    head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in ``paged_decode``."""
+    head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in ``paged_decode``. With
+    ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim)."""
     if compiling():
         return
     rows, _, dim = out.shape
     blocks, size, kv_heads = k_cache.shape[:3]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
-    assert q.stride(2) == 1 and q.stride(1) == dim and out.stride(1) == dim
-    function = load(workspace.kernel, workspace.device)
+    assert q.stride(-1) == 1 and (new is not None or q.stride(1) == dim) and out.stride(1) == dim
+    function = load(workspace.kernel if new is None else workspace.kernel_qkv, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
     tensors = (q, out, block_tables, seq_lens, workspace.starts, workspace.partial, workspace.arrived)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     stride = ctypes.c_longlong(block_tables.stride(0))
     numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, workspace.stages, int(early))
-    factor = ctypes.c_float(scale * LOG2E)
+    factor, behind = ctypes.c_float(scale * LOG2E), _new_argument(new, k_cache, v_cache)
     addresses = [
         *(one.address for one in maps),
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
         ctypes.addressof(stride),
         *(ctypes.addressof(numbers) + 4 * i for i in range(5)),
         ctypes.addressof(factor),
+        ctypes.addressof(behind),
     ]
     nvrtc.launch(function, workspace.shape, addresses)

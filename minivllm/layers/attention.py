@@ -25,8 +25,8 @@ class Attention:
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
     write in one kernel, k and v beside the cache for ``fresh_prompts`` only, in their places in qkv; where it has
-    ``fused_decode_rows``, a step of few decodes takes that kernel in with attention; with more rows, the projection
-    takes it in where that is faster. A backend that overrides either is handed q, k and v.
+    ``fused_decode_rows``, attention takes that kernel in for the steps of decodes that it ``takes_qkv`` of; the
+    projection does where that is faster. A backend that overrides either is handed q, k and v.
     """
 
     def __init__(
@@ -151,8 +151,9 @@ class Attention:
     ) -> torch.Tensor:
         batch = backend.batch
         assert batch is not None
-        few = batch.num_decodes == batch.num_seqs and batch.num_decodes <= backend.fused_decode_rows
-        if not few or scale is not None:  # ``decode_qkv`` takes finished rows
+        rotary_dim = self.rotary.cos_sin.shape[1]
+        alone = batch.num_decodes == batch.num_seqs
+        if not alone or not backend.takes_qkv(batch.num_decodes, scale is not None, rotary_dim):
             return self._fused(qkv, positions, backend, scale)
         out = backend.decode_qkv(
             qkv,
@@ -162,6 +163,7 @@ class Attention:
             self.rotary.cos_sin,
             positions,
             self,
+            **({} if scale is None else {"scale": scale}),
         )
         return out.view(-1, self.num_heads * self.head_dim)
 

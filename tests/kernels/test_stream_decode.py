@@ -10,7 +10,9 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels import stream_decode as stream
-from minivllm.kernels.paged_decode import paged_decode_reference
+from minivllm.kernels.paged_decode import NewTokens, paged_decode_reference
+from minivllm.kernels.rms_norm import RowScale
+from minivllm.kernels.rotary import qk_norm_rope_store, qk_norm_rope_store_reference
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
 BF16 = torch.bfloat16
@@ -66,9 +68,10 @@ def test_rows_are_left_to_the_other_kernel_where_it_is_faster_or_this_one_does_n
     assert not few.suits(1) and not many.suits(1)
 
 
+@pytest.mark.parametrize("qkv", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_every_kind_compiles(compiled, heads, kv_heads, dim):
-    kernel = stream._kernel(kv_heads, heads // kv_heads, dim)
+def test_every_kind_compiles(compiled, heads, kv_heads, dim, qkv):
+    kernel = stream._kernel(kv_heads, heads // kv_heads, dim, qkv)
     assert b"stream_decode" in nvrtc.compile_cubin(kernel.source)
 
 
@@ -89,12 +92,12 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     """The kernel's arguments, read back from their addresses."""
     driver = pytest.importorskip("cuda.bindings.driver")
     seen, maps = [], []
-    kinds = [ctypes.c_void_p] * 7 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float]
+    kinds = [ctypes.c_void_p] * 7 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float, stream._NewArgument]
 
     def launched(config, kernel, addresses, extra):
         at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
-        values = [kind.from_address(at[2 + i]).value for i, kind in enumerate(kinds)]
-        seen.append((config, kernel, [*at[:2], *values]))
+        values = [kind.from_buffer_copy(kind.from_address(at[2 + i])) for i, kind in enumerate(kinds)]
+        seen.append((config, kernel, [*at[:2], *(getattr(value, "value", value) for value in values)]))
         return (0,)
 
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
@@ -108,13 +111,28 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     tables, lens = torch.zeros(40, 33, dtype=torch.int32)[:, :7], torch.ones(40, dtype=torch.int32)
     stream_decode(q, k_cache, v_cache, tables, lens, 0.5, out, workspace, early=True)
     ((config, kernel, values),) = seen
-    assert kernel == stream._kernel(4, 5, 128)
+    assert kernel == stream._kernel(4, 5, 128) and bytes(values.pop()) == bytes(ctypes.sizeof(stream._NewArgument))
     tensors = (q, out, tables, lens, workspace.starts, workspace.partial, workspace.arrived)
     numbers = [33, 20 * 128, 20 * 128, 40, workspace.stages, 1]
     assert values[:-1] == [5, 5, *(t.data_ptr() for t in tensors), *numbers]
     assert values[-1] == pytest.approx(0.5 * 1.4426950408889634)
     assert (config.gridDimX, config.gridDimY, config.blockDimX, int(config.hStream)) == (132, 1, 288, 77)
     assert maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
+    seen.clear()
+    x, weights, angles = torch.zeros(40, 64, dtype=BF16), torch.zeros(2, 128, dtype=BF16), torch.zeros(99, 128)
+    positions, slots = torch.zeros(2, 40, dtype=torch.int64)
+    new = NewTokens(weights[0], None, 1e-6, angles, positions, slots, RowScale(x, 1e-5))
+    qkv = torch.zeros(40, 28 * 128, dtype=BF16)
+    stream_decode(qkv, k_cache, v_cache, tables, lens, 0.5, out, workspace, new)
+    ((_, kernel, values),) = seen
+    assert kernel == stream._kernel(4, 5, 128, True)
+    assert values[2] == qkv.data_ptr() and values[10:15] == [28 * 128, 20 * 128, 40, workspace.stages, 0]
+    told = values[-1]
+    assert (told.x, told.query_norm, told.key_norm) == (x.data_ptr(), weights.data_ptr(), None)
+    assert (told.angles, told.positions, told.slots) == (angles.data_ptr(), positions.data_ptr(), slots.data_ptr())
+    assert (told.keys, told.values) == (k_cache.data_ptr(), v_cache.data_ptr())
+    assert (told.x_stride, told.angles_stride, told.size) == (64, 128, 64)
+    assert (told.eps, told.x_eps) == (pytest.approx(1e-6), pytest.approx(1e-5))
 
 
 def test_pages_are_counted(where):
@@ -196,8 +214,6 @@ def test_a_sequence_without_keys_gives_zeros(gpu):
 @pytest.mark.gpu
 def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, close):
     """In a graph, each behind a kernel that writes the newest keys and starts the next one late (the rotary kernel)."""
-    from minivllm.kernels.rotary import qk_norm_rope_store
-
     lens = [_draw.randint(1, 700) for _ in range(60)]
     cases = [Case(lens, 16, 8, 128, gpu) for _ in range(3)]
     qkv = [torch.randn(len(lens), 32 * 128, device=gpu, dtype=BF16) for _ in cases]
@@ -226,3 +242,93 @@ def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, close):
         graph.replay()
         for case, out in zip(cases, outs, strict=True):
             close(out, case.expected())
+
+
+class Packed(Case):
+    """A case whose newest keys are still in the projection, and NaN in the cache."""
+
+    def __init__(self, lens, heads, kv_heads, dim, device, normed, scaled):
+        super().__init__(lens, heads, kv_heads, dim, device)
+        rows, turns = len(lens), torch.rand(max(lens), dim // 2, device=device) * 6
+        self.qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=BF16)
+        weights = [torch.rand(dim, device=device).to(BF16) + 0.5 for _ in range(2)] if normed else [None, None]
+        self.x = torch.randn(rows, 1024, device=device, dtype=BF16).mul_(3) if scaled else None
+        positions = self.lens.long() - 1
+        self.slots = self.tables.gather(1, positions[:, None] // 16)[:, 0].long() * 16 + positions % 16
+        scale = RowScale(self.x, 1e-5) if scaled else None
+        self.new = NewTokens(*weights, 1e-6, torch.cat([turns.cos(), turns.sin()], 1), positions, self.slots, scale)
+        self.cache.flatten(1, 2)[:, self.slots] = float("nan")
+
+    def run(self, out=None, schedule=True, early=False):
+        out = torch.full_like(self.q, float("nan")) if out is None else out
+        if schedule:
+            schedule_stream(self.workspace, self.lens, len(self.lens))
+        args = (*self.cache, self.tables, self.lens, self.q.shape[-1] ** -0.5, out, self.workspace)
+        stream_decode(self.qkv, *args, self.new, early)
+        return out
+
+    def expected(self):
+        """Of attention, and the cache, which is written here, too, in float32."""
+        cpu = [None if t is None else t.cpu() for t in (self.new.q_weight, self.new.k_weight, self.qkv, self.x)]
+        q_weight, k_weight, qkv, x = (None if t is None else t.float() for t in cpu)
+        scale, cache = None if x is None else RowScale(x, 1e-5), self.cache.float().cpu()
+        heads, dim, kv_heads = *self.q.shape[1:], self.cache.shape[3]
+        tables, positions, slots = self.new.cos_sin.cpu(), self.new.positions.cpu(), self.slots.cpu()
+        args = (q_weight, k_weight, 1e-6, tables, positions, *cache, slots, heads, kv_heads, dim, scale)
+        q = qk_norm_rope_store_reference(qkv, *args)
+        k, v = torch.nan_to_num(cache)
+        return paged_decode_reference(q, k, v, self.tables.cpu(), self.lens.cpu(), dim**-0.5), cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("normed", "scaled"), [(True, True), (False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("lens", LENGTHS)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_a_packed_projection_is_normed_turned_stored_and_attended(
+    gpu, close, lens, heads, kv_heads, dim, normed, scaled
+):
+    case = Packed(LENGTHS[lens], heads, kv_heads, dim, gpu, normed, scaled)
+    expected, cache = case.expected()
+    before = case.cache.clone()
+    torch.cuda.synchronize()
+    first = case.run()
+    close(first, expected)
+    stored = case.cache.flatten(1, 2)
+    close(stored[:, case.slots], cache.flatten(1, 2)[:, case.slots.cpu()])
+    stored[:, case.slots] = before.flatten(1, 2)[:, case.slots]
+    assert torch.equal(case.cache.view(torch.int16), before.view(torch.int16)), "it wrote where nobody asked it to"
+    for _ in range(3):
+        assert torch.equal(case.run(), first)
+    assert not case.workspace.arrived.any()
+
+
+@pytest.mark.gpu
+def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, close):
+    """In a graph, each behind a product that starts the next kernel early."""
+    from minivllm.kernels.cluster_linear import cluster_linear
+
+    lens = [_draw.randint(1, 700) for _ in range(60)]
+    cases = [Packed(lens, 16, 8, 128, gpu, True, True) for _ in range(3)]
+    weights = [torch.randn(4096, 1024, device=gpu).mul_(1 / 32).to(BF16) for _ in cases]
+    outs = [torch.empty_like(case.q) for case in cases]
+    for case in cases[1:]:
+        case.workspace = cases[0].workspace
+
+    def step():
+        for i, (case, weight, out) in enumerate(zip(cases, weights, outs, strict=True)):
+            case.qkv = cluster_linear(case.x, weight)
+            case.run(out, schedule=not i, early=bool(i))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(4):
+        for case in cases:
+            case.x.normal_()
+            case.qkv.fill_(float("nan"))
+            case.cache.flatten(1, 2)[:, case.slots] = float("nan")
+        graph.replay()
+        for case, out in zip(cases, outs, strict=True):
+            close(out, case.expected()[0])
