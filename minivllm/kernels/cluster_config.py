@@ -8,8 +8,7 @@ from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
 
 LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
 HEADS_TILE = 128  # features: one head, or two
-# By (groups, programs): registers.
-MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144, (4, 1): 128}
+MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
 _MAX_STAGES = 16
 _FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 _COMMON_BYTES = 148 * 1024  # what a program takes, alone on a multiprocessor, to leave room for the next kernel's
@@ -118,7 +117,7 @@ def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterCon
 
     Memory serves multiprocessors alike, whatever they ask for: one with a program more than the others ends last.
     """
-    steps, groups, unit = cdiv(k, STEP), min(cdiv(rows, 64), 4), 16 if gated else 8
+    steps, groups, unit = cdiv(k, STEP), min(cdiv(rows, 64), 3), 16 if gated else 8
 
     def tile(programs: int, splits: int) -> Tile:
         return Tile(groups, unit * cdiv(n, unit * (programs * sms // splits)), True, programs, gated)

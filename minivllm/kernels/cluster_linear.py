@@ -45,7 +45,7 @@ def use_cluster(
     if head_dim:
         faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if n * k > LARGE_WEIGHT else 64)
     elif n * k > LARGE_WEIGHT:
-        faster = rows <= 64 or (rows <= 192 and (gated or k > n))
+        faster = rows <= 64 or (rows <= 192 and not gated and k > n)  # gated: persistent_linear's
     else:
         small = n * k <= 6 << 20 and (rows <= 128 or min(n, k) <= 1024)
         faster = MIN_ROWS <= rows <= (MAX_ROWS if small else 64)  # beyond, the library's larger tiles are as good

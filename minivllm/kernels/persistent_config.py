@@ -1,5 +1,5 @@
 """How a product of ``persistent_linear`` is cut into programs: tiles of a grid for a thousand rows and more; for 65 to
-256 rows and large weights, whose lines memory sends no faster than the slowest program takes them, even shares."""
+192 rows and large weights, whose lines memory sends no faster than the slowest program takes them, even shares."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,11 +10,11 @@ from minivllm.kernels.cluster_config import LARGE_WEIGHT
 from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
 
 MIN_ROWS = 1024  # of a grid
-MIN_EVEN_ROWS, MAX_EVEN_ROWS = 65, 256
+MIN_EVEN_ROWS, MAX_EVEN_ROWS = 65, 192  # beyond, arithmetic counts as much as memory, and the library is as good
 UNIT = 16  # lines of gate and up that shares are counted in: outputs are written in eights
 _MOST_LINES = {2: 256, 3: 192}  # by warpgroups that multiply: registers
 _BUSY = 0.9  # below, the library's smaller tiles save more than the pass over the product costs
-_LEAST_STAGES, _MOST_STAGES = 3, 8
+_LEAST_STAGES, _MOST_STAGES = 4, 8  # with three, 192 rows of Qwen3-8B take longer than in the library
 _FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 
 
@@ -64,22 +64,18 @@ def cut_kernel(cut: Cut, gated: bool, head_dim: int) -> Kernel:
 
 
 @cache
-def even_cut(n: int, sms: int, groups: int, sharing: int) -> Cut:
-    """Of n lines of gate and up, in as few rounds as registers and shared memory allow: each reads x again."""
-    units = cdiv(cdiv(n, UNIT), sms // sharing)  # the largest share; others are one less
+def even_cut(rows: int, n: int, sms: int) -> Cut:
+    """Of up to 192 rows and n lines of gate and up, in as few rounds as registers and shared memory allow: each reads x
+    again."""
+    groups = 2 if rows <= 128 else 3
+    units = cdiv(cdiv(n, UNIT), sms)  # the largest share; others are one less
     for rounds in count(1):
         lines = UNIT * cdiv(units, rounds)
         room = SHARED_BYTES - _FIXED_BYTES - _kept_bytes(groups, lines)
         stages = min(room // _stage_bytes(groups, lines), _MOST_STAGES)
         if lines <= _MOST_LINES[groups] and stages >= _LEAST_STAGES:
-            return Cut(groups, lines, sharing, stages, rounds)
+            return Cut(groups, lines, 1, stages, rounds)
     raise AssertionError("one unit always fits")
-
-
-def even_programs(rows: int) -> tuple[int, int]:
-    """Warpgroups and programs of a cluster for 1 to 256 rows. Alone, a program reads all of x; two with half of it each
-    have less to read, but wait for each other."""
-    return (2, 1) if rows <= 128 else (3, 1) if rows <= 192 else (2, 2)
 
 
 @cache
@@ -91,8 +87,9 @@ def persistent_cut(rows: int, n: int, k: int, sms: int, gated: bool, head_dim: i
     if rows >= MIN_ROWS:
         return GRID if busy(rows, n, sms // 2) >= _BUSY else None
     if gated and n * k > LARGE_WEIGHT and MIN_EVEN_ROWS <= rows <= MAX_EVEN_ROWS:
-        groups, sharing = even_programs(rows)
-        return even_cut(n, sms, groups, sharing) if even(n, sms // sharing) >= _BUSY else None
+        cut = even_cut(rows, n, sms)
+        wide = 3 * cut.lines >= 2 * cut.rows  # else x, which every round reads, is most of what a program takes in
+        return cut if wide and even(n, sms) >= _BUSY else None
     return None
 
 

@@ -180,7 +180,7 @@ class Case:
         if schedule:
             schedule_stream(self.workspace, self.lens, len(self.lens))
         scale = self.q.shape[-1] ** -0.5
-        stream_decode(self.q, *self.cache, self.tables, self.lens, scale, out, self.workspace, early)
+        stream_decode(self.q, *self.cache, self.tables, self.lens, scale, out, self.workspace, early=early)
         return out
 
     def expected(self):
