@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +35,20 @@ import torch
 from minivllm.kernels._triton import cdiv
 
 MIN_PART = 2048  # rows: a product of fewer takes longer a row
-_TILE = 128  # rows of a part are a multiple of it, but of the last
+_TILE = 256  # rows of a part are a multiple of it, but of the last: a pair of tiles of ``persistent_linear``
 _NUMBERS = 1 << 10  # calls are counted modulo this
 _PARTIAL, _SUM = 0, 1  # rows of ``arrived``
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """For a kernel that waits for the others' parts of the stream by itself instead of ``arrive``. It must wait for
+    each of them; what is launched behind it need not."""
+
+    arrived: torch.Tensor  # (ranks,) int32: the part of rank i is there once element i is ``number``
+    number: int
+    rank: int  # whose part is there
+    part_rows: int  # of each part but the last
 
 
 class PeerExchange:
@@ -126,6 +138,10 @@ class PeerExchange:
     def arrive(self, peer: int) -> None:
         """What is launched from now on finds the part of ``peer``, of the call that ended last, in the stream."""
         self._wait(peer, _SUM)
+
+    def arrival(self, rows: int) -> Arrival:
+        """Of a stream of so many rows, of the call that ended last."""
+        return Arrival(self._arrived[_SUM], self._call, self.rank, part_rows(rows, self.ranks))
 
     def settle(self) -> None:
         """What is launched from now on may write over what was sent and shared."""

@@ -8,7 +8,7 @@ import torch
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
-from minivllm.kernels.persistent_linear import persistent_qkv, qkv_outputs, use_persistent
+from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, qkv_outputs, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.kernels.skinny_linear import linear_into
@@ -122,7 +122,7 @@ class Attention:
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
-        whole = self.head_dim in (64, 128) and self.rotary.cos_sin.shape[1] == self.head_dim
+        whole = self.head_dim in HEAD_DIMS and self.rotary.cos_sin.shape[1] == self.head_dim
         return usual and whole and backend.keeps_cache_write()
 
     def _heads(self, positions: torch.Tensor, backend: AttentionBackend) -> Heads:

@@ -341,7 +341,7 @@ def test_an_exchange_sums_in_the_order_of_the_ranks(ranks: int) -> None:
         for total in sums:
             assert torch.equal(total, sums[0])
         torch.testing.assert_close(sums[0].float(), sum(x.float() for x in xs), rtol=2e-2, atol=2e-2)
-    sizes = {2: [384, 316], 3: [256, 256, 188], 4: [256, 256, 188, 0]}
+    sizes = {2: [512, 188], 3: [256, 256, 188], 4: [256, 256, 188, 0]}
     assert [part.stop - part.start for part in ends[0].parts(700)] == sizes[ranks]
 
 
