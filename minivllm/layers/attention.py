@@ -99,12 +99,18 @@ class Attention:
         positions: torch.Tensor,
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        """``of_stream`` of a large step, each part projected when it is there. ``projection`` is of no subclass."""
+        """``of_stream`` of a large step, each part projected when it is there: by one product that waits for them, or
+        by one a part. ``projection`` is of no subclass."""
         if not stream.under_way:
             return self.of_stream(stream.whole(), norm, projection, positions, backend)
-        weight, t, d = projection.weight, stream.shape[0], self.head_dim
-        product = (stream.fewest_rows, *weight.shape, weight.dtype, weight.device)
-        if not self._usual(projection, backend) or not use_persistent(*product, head_dim=d):
+        weight, t, d, usual = projection.weight, stream.shape[0], self.head_dim, self._usual(projection, backend)
+        product = (*weight.shape, weight.dtype, weight.device)
+        if usual and projection.folded and use_persistent(t, *product, head_dim=d, parts=True):
+            whole, given, arrival = stream.hand_over(norm.eps)
+            heads, keep = self._heads(positions, backend), backend.fresh_prompts
+            q, new_k, new_v = persistent_qkv(whole, weight, heads, given, keep=keep, arrival=arrival)
+            return backend.attend(q, self, new_k, new_v).view(-1, self.num_heads * d)
+        if not usual or not use_persistent(stream.fewest_rows, *product, head_dim=d):
             qkv = weight.new_empty((t, len(weight)))
             for part, x in stream.arriving():
                 linear_into(qkv[part.rows], norm(x), weight, projection.bias)
