@@ -4,10 +4,10 @@
 // the cache. See persistent_linear.py.
 //
 // Compiled for GATED or one HEAD, x whole or in PARTS, and one way to cut the product (GROUPS, LINES, CLUSTER, STAGES,
-// EVEN), at a time, behind hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). A program goes through tiles of 64 * GROUPS rows by LINES of
-// the weight. A cluster of two has different rows and the same lines, of which each loads half and sends it to both. A
-// program has GROUPS warpgroups that multiply 64 rows each and leave the sums in shared memory, rounded to bfloat16, a
-// warp that loads, and three that finish the sums while the next tile is multiplied.
+// EVEN), at a time, behind hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). A program goes through tiles of 64 *
+// GROUPS rows by LINES of the weight. A cluster of two has different rows and the same lines, of which each loads half
+// and sends it to both. A program has GROUPS warpgroups that multiply 64 rows each and leave the sums in shared memory,
+// rounded to bfloat16, a warp that loads, and three that finish the sums while the next tile is multiplied.
 
 constexpr int ROWS = 64 * GROUPS;
 constexpr int X_BYTES = ROWS * LINE, HALF_BYTES = LINES / 2 * LINE, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
