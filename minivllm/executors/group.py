@@ -17,6 +17,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.all_reduce import PeerAllReduce
 from minivllm.kernels.exchange import MIN_PART, PeerExchange
+from minivllm.kernels.rms_norm import row_factors_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -176,5 +177,7 @@ def _exchanges(exchange: PeerExchange, tp: TensorParallel) -> bool:
     right = True
     for rows in (most, 1000, most, 1001):
         x = torch.randint(-8, 8, (rows, width), device=exchange.device).to(exchange.stream.dtype)
-        right &= torch.equal(exchange.all_reduce(x), tp.all_reduce(x.clone()))
+        total, factors = exchange.all_reduce(x, eps=1.0), exchange.factors[:rows]
+        right &= torch.equal(total, tp.all_reduce(x.clone()))
+        right &= torch.allclose(factors, row_factors_reference(total, eps=1.0), rtol=1e-4)
     return right

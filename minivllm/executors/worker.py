@@ -15,6 +15,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors.agreed import AgreedSampler
 from minivllm.kernels._triton import compile_only, open_device
+from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.models.checkpoint import fetch
 from minivllm.models.loader import build_model, iterate_safetensors
 
@@ -100,6 +101,8 @@ class Worker:
         model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
+        if self.tp.exchange is not None:
+            compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights are loaded
         with self.registry.building("model", model_name):
             model = build_model(
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),

@@ -56,6 +56,11 @@ def _compiled(kernel: Kernel) -> Future[bytes]:
     return _pool().submit(nvrtc.compile_cubin, kernel.source)
 
 
+def compile_ahead(kernel: Kernel) -> None:
+    """Begin to, for ``loads`` and ``load`` of later."""
+    _compiled(kernel)
+
+
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(8, "nvrtc")
@@ -146,10 +151,14 @@ def plan_of(
 
 
 def launch(
-    plan: Plan, x: torch.Tensor, weight: torch.Tensor, tensors: Sequence[torch.Tensor | None], behind: HeadsArgument
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tensors: Sequence[torch.Tensor | None],
+    *structures: ctypes.Structure,
 ) -> None:
     """x (t, k), weight (n, k). A kernel's arguments are their tensor maps, the weight's first, then pointers to
-    ``tensors``, the plan's numbers, and ``behind``."""
+    ``tensors``, the plan's numbers, and ``structures``."""
     assert weight.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
@@ -160,5 +169,6 @@ def launch(
     pointers = (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
     at = ctypes.addressof(pointers)
     to_pointers = range(at, at + ctypes.sizeof(pointers), 8)
-    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, ctypes.addressof(behind)]
+    behind = map(ctypes.addressof, structures)
+    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, *behind]
     nvrtc.launch(plan.kernel, plan.shape, addresses)

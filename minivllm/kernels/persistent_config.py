@@ -57,9 +57,11 @@ def _kept_bytes(groups: int, lines: int) -> int:
 
 
 @cache
-def cut_kernel(cut: Cut, gated: bool, head_dim: int) -> Kernel:
+def cut_kernel(cut: Cut, gated: bool, head_dim: int, parts: bool = False) -> Kernel:
+    """``parts``: it waits for parts of its rows, see ``exchange.Arrival``."""
+    assert not (parts and cut.rounds)
     macros = {"GATED": int(gated), "HEAD": head_dim, "GROUPS": cut.groups, "LINES": cut.lines, "CLUSTER": cut.sharing,
-              "STAGES": cut.stages, "EVEN": int(cut.rounds > 0)}  # fmt: skip
+              "STAGES": cut.stages, "EVEN": int(cut.rounds > 0), "PARTS": int(parts)}  # fmt: skip
     return Kernel("persistent_linear", cut.lines, tuple(macros.items()))
 
 

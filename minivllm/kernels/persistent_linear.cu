@@ -3,11 +3,11 @@
 // so many, of queries, keys and values; queries and keys are normed and rotated, queries go to out, keys and values to
 // the cache. See persistent_linear.py.
 //
-// Compiled for GATED or one HEAD, and one way to cut the product (GROUPS, LINES, CLUSTER, STAGES, EVEN), at a time,
-// behind hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). A program goes through tiles of 64 * GROUPS rows by LINES of
-// the weight. A cluster of two has different rows and the same lines, of which each loads half and sends it to both. A
-// program has GROUPS warpgroups that multiply 64 rows each and leave the sums in shared memory, rounded to bfloat16, a
-// warp that loads, and three that finish the sums while the next tile is multiplied.
+// Compiled for GATED or one HEAD, x whole or in PARTS, and one way to cut the product (GROUPS, LINES, CLUSTER, STAGES,
+// EVEN), at a time, behind hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). A program goes through tiles of 64 *
+// GROUPS rows by LINES of the weight. A cluster of two has different rows and the same lines, of which each loads half
+// and sends it to both. A program has GROUPS warpgroups that multiply 64 rows each and leave the sums in shared memory,
+// rounded to bfloat16, a warp that loads, and three that finish the sums while the next tile is multiplied.
 
 constexpr int ROWS = 64 * GROUPS;
 constexpr int X_BYTES = ROWS * LINE, HALF_BYTES = LINES / 2 * LINE, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
@@ -54,6 +54,48 @@ struct Tiles {  // pairs of them, in the order in which they are computed
 };
 #endif
 
+#if PARTS
+// x and its factors in parts of ``each`` rows, a multiple of a pair's, the last one of what is left; a rank each. This
+// rank's own is there. Another rank's comes from a copy engine of its GPU, and is there when ``arrived`` of it is
+// ``number``: see exchange.py.
+struct Arrival {
+  const u32* arrived;
+  u32 number;
+  int rank, ranks, each;
+};
+
+struct PartedTiles : Tiles {  // part by part, from this rank's own on
+  const Arrival& parts;
+  int rows, turn, row, before;  // parts gone before this one, its first row, and the tiles of those parts
+  __device__ PartedTiles(int all, int features, int tile_rows, int rounds, const Arrival& parts)
+      : Tiles(all, features, tile_rows, rounds), parts(parts), rows(all), turn(0), before(0) { take(); }
+  __device__ void take() {
+    const int part = parts.rank + turn;
+    row = (part < parts.ranks ? part : part - parts.ranks) * parts.each;
+    const int left = rows - row < parts.each ? rows - row : parts.each;  // 0 or less: none
+    block = left > 0 ? (left + 2 * ROWS - 1) / (2 * ROWS) * WIDE : 0;
+  }
+  // Waits until the rows of ``tile``, which is none before the last one asked for, may be read, by TMA and without.
+  __device__ void reach(int tile) {
+    const int last = turn;
+    for (int size; tile - before >= (size = block / WIDE * columns); take()) before += size, turn++;
+    if (turn == last) return;
+    const int part = parts.rank + turn;
+    const u32* told = parts.arrived + (part < parts.ranks ? part : part - parts.ranks);
+    for (u32 number;; __nanosleep(64)) {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(number) : "l"(told) : "memory");
+      if (number == parts.number) break;
+    }
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+  __device__ int at(int tile, int member, int& r0, int& f0) const {
+    const int units = Tiles::at(tile - before, member, r0, f0);
+    r0 += row;
+    return units;
+  }
+};
+#endif
+
 // Where part p of row r of the sums lies in that row.
 __device__ __forceinline__ int mixed(int p, u32 r) { return p ^ (r / (8 / MIXED) & (MIXED - 1)); }
 __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
@@ -95,7 +137,11 @@ __device__ __forceinline__ void norm_eight(float (&y)[8], float factor, const ui
 extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
 persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap narrow,
                   const __grid_constant__ TensorMap x, u16* out, const float* factors, int rows, int features,
-                  int steps, int tile_rows, int rounds, const __grid_constant__ Heads heads) {
+                  int steps, int tile_rows, int rounds, const __grid_constant__ Heads heads
+#if PARTS
+                  , const __grid_constant__ Arrival arrival
+#endif
+) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES + 2 * GROUPS];
   if (EVEN) asm volatile("griddepcontrol.launch_dependents;");
@@ -107,7 +153,11 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
   float* scales = (float*)(turns + ROWS);
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
   const u32 summed = empty + 8 * STAGES, finished = summed + 8 * GROUPS;  // of each warpgroup's rows
+#if PARTS
+  PartedTiles order(rows, features, tile_rows, rounds, arrival);
+#else
   const Tiles order(rows, features, tile_rows, rounds);
+#endif
   const int in_tile = EVEN ? tile_rows : ROWS;  // rows that are loaded
 
   if (threadIdx.x == 0) {
@@ -153,6 +203,9 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
       if (!EVEN) asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
       for (int tile = order.first; tile < order.stop; tile += order.step) {
+#if PARTS
+        order.reach(tile);
+#endif
         const int units = order.at(tile, member, r0, f0);
 #pragma unroll 1
         for (int i = 0; i < steps; i++) {
@@ -216,6 +269,9 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
     int turn = 0;
 #pragma unroll 1
     for (int tile = order.first; tile < order.stop; tile += order.step, turn++) {
+#if PARTS
+      order.reach(tile);  // of this part's rows the factors are read, too
+#endif
       const int units = order.at(tile, member, r0, f0);
       const int f = f0 + part * 8, head = HEAD ? f / (HEAD + !HEAD) : 0, d = HEAD ? f % (HEAD + !HEAD) : 0;
       const int key = head - heads.queries;

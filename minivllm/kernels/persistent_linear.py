@@ -1,7 +1,8 @@
 """Linear layers over a thousand rows and more, on Hopper, with what stands behind them: SiLU(gate) * up, or the norm of
 queries and keys, rotary embedding and cache write. The product's rows may be multiplied by a factor each first
-(``row_factors``: the norm in front, if its weight is folded into the product's). And SiLU(gate) * up of 65 to 256 rows
-and large weights.
+(``row_factors``: the norm in front, if its weight is folded into the product's). Rows and factors may be on their way
+here from other ranks, part by part (``exchange.Arrival``): tiles of rows that are there come first. And SiLU(gate) * up
+of 65 to 256 rows and large weights.
 
 The kernel is CUDA C++ (``persistent_linear.cu``): a program a multiprocessor, alone or in clusters of two, goes through
 tiles of 128 or 192 rows by up to 256 lines of the weight; structure after CUTLASS's warp-specialized GEMMs (NVIDIA,
@@ -10,32 +11,61 @@ MB behind qkv, 35 and 31 µs at 4.3 TB/s. Floor: 2 * t * n * k operations; gate 
 of few rows the weight's bytes, Qwen3-14B's gate and up 356 MB, 85 µs at 4.2 TB/s.
 """
 
+import ctypes
 from functools import lru_cache
 
 import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
-from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch, loads, plan_of
+from minivllm.kernels.exchange import Arrival
+from minivllm.kernels.hopper import STEP, Plan, compile_ahead, heads_argument, launch, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.persistent_config import GRID, UNIT, Cut, cut_kernel, persistent_cut
 from minivllm.kernels.rotary import Heads
 
+HEAD_DIMS = (64, 128)  # of heads that it norms, rotates and stores
+
 
 def use_persistent(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gated: bool = False,
+    head_dim: int = 0,
+    parts: bool = False,
 ) -> bool:
-    """Whether (rows, k) @ (n, k).T and what stands behind it are faster here than apart; the one place that knows."""
+    """Whether (rows, k) @ (n, k).T and what stands behind it are faster here than apart; the one place that knows.
+    ``parts``: of rows that are still to arrive."""
     if dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
         return False
     cut = persistent_cut(rows, n, k, num_sms(device), gated, head_dim)
-    return cut is not None and loads(cut_kernel(cut, gated, head_dim), device)
+    if cut is None or (parts and cut is not GRID):
+        return False
+    return loads(cut_kernel(cut, gated, head_dim, parts), device)
+
+
+def compile_for_parts(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Begin to compile what a model's products of rows that are still to arrive may take."""
+    if dtype == torch.bfloat16 and nvrtc.available(device):
+        for gated, dim in ((True, 0), *([(False, head_dim)] if head_dim in HEAD_DIMS else [])):
+            compile_ahead(cut_kernel(GRID, gated, dim, parts=True))
+
+
+class ArrivalArgument(ctypes.Structure):
+    """``Arrival`` of the .cu."""
+
+    _fields_ = [("arrived", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("number", "rank", "ranks", "each"))]
 
 
 @lru_cache(maxsize=1024)  # a step of prompts may have any number of rows
 def _plan(
-    rows: int, lines: int, n: int, k: int, gated: bool, head_dim: int, cut: Cut | None, device: torch.device
-) -> Plan:
+    rows: int, lines: int, n: int, k: int, gated: bool, head_dim: int, parts: bool, cut: Cut | None,
+    device: torch.device,
+) -> Plan:  # fmt: skip
     sms = num_sms(device)
     cut = cut or persistent_cut(rows, lines, k, sms, gated, head_dim) or GRID
     clusters, box_rows, narrow = sms // cut.sharing, cut.rows, cut.lines // 2
@@ -50,7 +80,7 @@ def _plan(
         (cut.sharing * clusters, 1, 1), (cut.sharing, 1, 1), cut.threads, cut.shared_bytes, use_pdl(device)
     )
     boxes, ints = (cut.lines // 2, narrow, box_rows), (rows, n, cdiv(k, STEP), box_rows, cut.rounds)
-    return plan_of(cut_kernel(cut, gated, head_dim), device, shape, boxes, ints)
+    return plan_of(cut_kernel(cut, gated, head_dim, parts), device, shape, boxes, ints)
 
 
 def _launch(
@@ -64,22 +94,35 @@ def _launch(
     heads: Heads | None = None,
     kept: torch.Tensor | None = None,
     cut: Cut | None = None,
+    arrival: Arrival | None = None,
 ) -> None:
     """x (t, k), weight (n or 2 * n, k), factors (t,) float32; ``kept`` as ``heads_argument`` has it."""
     if compiling():
         return
     assert out.is_contiguous()
     (rows, k), head_dim = x.shape, 0 if heads is None else heads.head_dim
-    plan = _plan(rows, weight.shape[0], n, k, gated, head_dim, cut, x.device)
-    launch(plan, x, weight, [out, factors], heads_argument(heads, kept))
+    structures: list[ctypes.Structure] = [heads_argument(heads, kept)]
+    if arrival is not None:
+        assert arrival.part_rows % (2 * GRID.rows) == 0 and arrival.arrived.is_contiguous()
+        cut, ranks = GRID, len(arrival.arrived)
+        told = arrival.arrived.data_ptr(), arrival.number, arrival.rank, ranks, arrival.part_rows
+        structures.append(ArrivalArgument(*told))
+    plan = _plan(rows, weight.shape[0], n, k, gated, head_dim, arrival is not None, cut, x.device)
+    launch(plan, x, weight, [out, factors], *structures)
 
 
 def persistent_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor | None = None, cut: Cut | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    factors: torch.Tensor | None = None,
+    cut: Cut | None = None,
+    *,
+    arrival: Arrival | None = None,
 ) -> torch.Tensor:
-    """SiLU(gate) * up of ``persistent_linear``: weight (2 * n, k), gate's rows first; returns (t, n)."""
+    """SiLU(gate) * up of ``persistent_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``arrival``
+    it waits for x and the factors, part by part; each part must have rows."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, out.shape[1], factors, gated=True, cut=cut)
+    _launch(x, weight, out, out.shape[1], factors, gated=True, cut=cut, arrival=arrival)
     return out
 
 
@@ -98,11 +141,13 @@ def persistent_qkv(
     *,
     keep: bool = False,
     out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    arrival: Arrival | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """``qk_norm_rope_store`` of ``persistent_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t,
     heads, head_dim) and, with ``keep``, k and v (t, kv heads, head_dim) as they are in the cache; or writes them to
-    ``out``, rows of ``qkv_outputs`` of more. All of a head rotates; its dimension is 64 or 128."""
+    ``out``, rows of ``qkv_outputs`` of more. All of a head rotates; its dimension is one of ``HEAD_DIMS``. ``arrival``
+    as above."""
     q, kept = qkv_outputs(x.shape[0], weight, heads, keep) if out is None else out
     assert kept is None or kept.is_contiguous()
-    _launch(x, weight, q, weight.shape[0], factors, heads=heads, kept=kept)
+    _launch(x, weight, q, weight.shape[0], factors, heads=heads, kept=kept, arrival=arrival)
     return (q, None, None) if kept is None else (q, *kept.split(heads.num_kv_heads, dim=1))

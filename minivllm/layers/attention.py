@@ -8,7 +8,7 @@ import torch
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
-from minivllm.kernels.persistent_linear import persistent_qkv, qkv_outputs, use_persistent
+from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, qkv_outputs, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.kernels.skinny_linear import linear_into
@@ -99,12 +99,18 @@ class Attention:
         positions: torch.Tensor,
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        """``of_stream`` of a large step, each part projected when it is there. ``projection`` is of no subclass."""
+        """``of_stream`` of a large step, each part projected when it is there: by one product that waits for them, or
+        by one a part. ``projection`` is of no subclass."""
         if not stream.under_way:
             return self.of_stream(stream.whole(), norm, projection, positions, backend)
-        weight, t, d = projection.weight, stream.shape[0], self.head_dim
-        product = (stream.fewest_rows, *weight.shape, weight.dtype, weight.device)
-        if not self._usual(projection, backend) or not use_persistent(*product, head_dim=d):
+        weight, t, d, usual = projection.weight, stream.shape[0], self.head_dim, self._usual(projection, backend)
+        product = (*weight.shape, weight.dtype, weight.device)
+        if usual and projection.folded and use_persistent(t, *product, head_dim=d, parts=True):
+            whole, given, arrival = stream.hand_over(norm.eps)
+            heads, keep = self._heads(positions, backend), backend.fresh_prompts
+            q, new_k, new_v = persistent_qkv(whole, weight, heads, given, keep=keep, arrival=arrival)
+            return backend.attend(q, self, new_k, new_v).view(-1, self.num_heads * d)
+        if not usual or not use_persistent(stream.fewest_rows, *product, head_dim=d):
             qkv = weight.new_empty((t, len(weight)))
             for part, x in stream.arriving():
                 linear_into(qkv[part.rows], norm(x), weight, projection.bias)
@@ -122,7 +128,7 @@ class Attention:
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
-        whole = self.head_dim in (64, 128) and self.rotary.cos_sin.shape[1] == self.head_dim
+        whole = self.head_dim in HEAD_DIMS and self.rotary.cos_sin.shape[1] == self.head_dim
         return usual and whole and backend.keeps_cache_write()
 
     def _heads(self, positions: torch.Tensor, backend: AttentionBackend) -> Heads:

@@ -79,11 +79,12 @@ class SelfAttention(nn.Module):
         return self.o_proj.add_to(*self._pick(x, heads, attention))
 
     def in_parts(
-        self, stream: PartedStream, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
+        self, stream: PartedStream, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend, eps: float
     ) -> None:
-        """``forward`` of all tokens, see ``DecoderLayer.goes_in_parts``; leaves sums under way."""
+        """``forward`` of all tokens, see ``DecoderLayer.goes_in_parts``; leaves sums under way. ``eps``: of the norm
+        behind."""
         heads = self.attention.of_parts(stream, norm, self.qkv_proj, positions, attention)
-        stream.add(self.o_proj, [heads[part.rows] for part in stream.parts])
+        stream.add(self.o_proj, [heads[part.rows] for part in stream.parts], eps)
 
 
 def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +146,8 @@ class DecoderLayer(nn.Module):
         attention, mlp = self.self_attn, self.mlp
         return (
             is_plain(self, DecoderLayer)
+            and isinstance(self.input_layernorm, RMSNorm)
+            and isinstance(self.post_attention_layernorm, RMSNorm)
             and isinstance(attention, SelfAttention)
             and is_plain(attention, SelfAttention)
             and attention._pick is _all_tokens
@@ -157,11 +160,12 @@ class DecoderLayer(nn.Module):
             and adds_parts(mlp.down_proj)
         )
 
-    def in_parts(self, stream: PartedStream, positions: torch.Tensor, attention: AttentionBackend) -> None:
-        """``forward`` of a layer that ``goes_in_parts``; leaves sums under way."""
+    def in_parts(self, stream: PartedStream, positions: torch.Tensor, attention: AttentionBackend, eps: float) -> None:
+        """``forward`` of a layer that ``goes_in_parts``; leaves sums under way. ``eps``: of the norm behind."""
         assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, GatedMLP)
-        self.self_attn.in_parts(stream, self.input_layernorm, positions, attention)
-        self.mlp.in_parts(stream, self.post_attention_layernorm)
+        behind = self.post_attention_layernorm
+        self.self_attn.in_parts(stream, self.input_layernorm, positions, attention, behind.eps)
+        self.mlp.in_parts(stream, behind, eps)
 
 
 class Decoder(nn.Module):
@@ -198,8 +202,9 @@ class Decoder(nn.Module):
         if not first or not all(isinstance(layer, DecoderLayer) and layer.goes_in_parts() for layer in first):
             return x, layers
         stream = PartedStream(exchange, x)
-        for layer in cast(list[DecoderLayer], first):
-            layer.in_parts(stream, positions, attention)
+        parted = cast(list[DecoderLayer], first)
+        for layer, behind in zip(parted, [*parted[1:], parted[0]], strict=True):  # behind the last nobody asks for it
+            layer.in_parts(stream, positions, attention, behind.input_layernorm.eps)
         return stream.whole(), [last]
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
+from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minivllm.layers.norm import RMSNorm
@@ -34,10 +35,18 @@ class GatedMLP(nn.Module):
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
         return self.down_proj.add_to(x, self._activated(x, norm))
 
-    def in_parts(self, stream: PartedStream, norm: RMSNorm) -> None:
-        """``forward``, see ``DecoderLayer.goes_in_parts``; leaves sums under way."""
+    def in_parts(self, stream: PartedStream, norm: RMSNorm, eps: float) -> None:
+        """``forward``, see ``DecoderLayer.goes_in_parts``; leaves sums under way. ``eps``: of the norm behind."""
+        up = self.gate_up_proj
+        product = (stream.shape[0], *up.weight.shape, up.weight.dtype, up.weight.device)
+        waits = stream.under_way and up.folded and self.activation is norm_gate_up
+        if waits and use_persistent(*product, gated=True, parts=True):
+            x, factors, arrival = stream.hand_over(norm.eps)
+            y = persistent_gate_up(x, up.weight, factors, arrival=arrival)
+            stream.add(self.down_proj, [y[part.rows] for part in stream.parts], eps)
+            return
         ys = {part.rank: self._activated(x, norm) for part, x in stream.arriving()}
-        stream.add(self.down_proj, [ys[part.rank] for part in stream.parts])
+        stream.add(self.down_proj, [ys[part.rank] for part in stream.parts], eps)
 
     def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minivllm.kernels.exchange import PeerExchange
+from minivllm.kernels.exchange import Arrival, PeerExchange
 from minivllm.layers.linear import RowParallelLinear
 
 
@@ -24,11 +24,12 @@ class Part:
 
 
 class PartedStream:
-    """x (t, hidden): read by ``arriving``, part by part, or ``whole``. It is x no longer, but a copy of it."""
+    """x (t, hidden): read by ``arriving``, part by part, by a product that waits for parts (``hand_over``), or
+    ``whole``. It is x no longer, but a copy of it."""
 
     def __init__(self, exchange: PeerExchange, x: torch.Tensor) -> None:
         self.parts = [Part(rank, rows) for rank, rows in enumerate(exchange.parts(x.shape[0]))]
-        self._exchange, self._under_way = exchange, False
+        self._exchange, self._under_way, self._eps = exchange, False, 0.0
         self._x = exchange.stream[: x.shape[0]]
         exchange.settle()
         self._x.copy_(x)
@@ -60,8 +61,22 @@ class PartedStream:
             pass
         return self._x
 
-    def add(self, product: RowParallelLinear, ys: Sequence[torch.Tensor]) -> None:
-        """Begin to add ``product`` of each part's y (rows, in / tp). All parts must have arrived."""
+    def hand_over(self, eps: float) -> tuple[torch.Tensor, torch.Tensor, Arrival]:
+        """What is under way to one product, which is launched next and waits for it itself: x, its rows' factors (t,)
+        float32 of a norm with ``eps``, as the last ``add`` was told, and what to wait for. Behind it all parts have
+        arrived."""
+        assert self._under_way and eps == self._eps
+        exchange, rows = self._exchange, self.shape[0]
+        for rank in exchange.others:
+            part = self.parts[rank].rows
+            if part.start == part.stop:  # the product has no use for it, and so waits for nothing
+                exchange.arrive(rank)
+        self._under_way = False
+        return self._x, exchange.factors[:rows], exchange.arrival(rows)
+
+    def add(self, product: RowParallelLinear, ys: Sequence[torch.Tensor], eps: float) -> None:
+        """Begin to add ``product`` of each part's y (rows, in / tp). All parts must have arrived. ``eps``: of the norm
+        behind the sum."""
         assert not self._under_way
         exchange = self._exchange
         exchange.begin()
@@ -71,9 +86,9 @@ class PartedStream:
             exchange.send(rank, len(y))
         mine = self.parts[exchange.rank].rows
         product.add_own(self._x[mine], ys[exchange.rank])
-        exchange.collect(self._x[mine])
+        exchange.collect(mine, eps)
         exchange.share(mine)
-        self._under_way = True
+        self._under_way, self._eps = True, eps
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

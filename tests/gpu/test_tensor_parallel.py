@@ -64,10 +64,12 @@ def test_dummy_qwen3_says_the_same_on_several(tp: int) -> None:
         assert_close(ours, reference)
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["part by part", "products wait"])
 @pytest.mark.parametrize("tp", SIZES)
-def test_large_steps_whose_sums_go_beside_products_say_the_same(tp: int) -> None:
+def test_large_steps_whose_sums_go_beside_products_say_the_same(tp: int, full: bool) -> None:
+    """Of 8,192 tokens products have even shares, and wait for rows by themselves."""
     rng = random.Random(1)
-    tokens = 2048 * tp + 300
+    tokens = 8192 if full else 2048 * tp + 300
     prompts = [[rng.randrange(10000) for _ in range(rng.randint(300, 900))] for _ in range(2 * tokens // 600)]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=20)
     options = {"load_format": "dummy", "max_num_seqs": 64, "max_model_len": 1024, "gpu_memory_utilization": 0.3}
@@ -156,6 +158,7 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
     tp = join("cuda", rank, rank, ranks, "127.0.0.1", port)
     device = torch.device("cuda", rank)
     check_exchange(tp, device)
+    check_arrival(tp, device)
     peer = PeerAllReduce.create(tp.group, 64 << 20, device)
     generator = torch.Generator(device).manual_seed(rank)
     for dtype in (torch.bfloat16, torch.float32):
@@ -199,6 +202,7 @@ def check_exchange(tp: TensorParallel, device: torch.device) -> None:
     import torch.distributed as dist
 
     from minivllm.kernels.exchange import PeerExchange
+    from minivllm.kernels.rms_norm import row_factors_reference
 
     rows, width = 5000, 5120
     exchange = PeerExchange.create(tp.group, rows, width, torch.bfloat16, device)
@@ -214,7 +218,10 @@ def check_exchange(tp: TensorParallel, device: torch.device) -> None:
             time.sleep(0.02)
         for _ in range(4):
             busy = busy @ busy
-        results.append((exchange.all_reduce(x).clone(), sum(part.float() for part in parts)))
+        results.append((exchange.all_reduce(x, 0.25).clone(), sum(part.float() for part in parts)))
+        factors = exchange.factors[:t].clone()
+        torch.testing.assert_close(factors, row_factors_reference(results[-1][0], 0.25), rtol=1e-4, atol=1e-5)
+        assert_same_on_all_ranks(tp, results[-1][0], factors)
         dist.barrier()  # the stream is poisoned again
     for total, expected in results:
         torch.testing.assert_close(total.float(), expected, rtol=2e-2, atol=1e-2 * tp.size)
@@ -226,6 +233,60 @@ def check_exchange(tp: TensorParallel, device: torch.device) -> None:
         same = (total == (numbers[: 1000 + turn] + turn % 3) * tp.size).all()
         results.append((same, same))
     assert all(bool(same) for same, _ in results[6:])
+
+
+def assert_same_on_all_ranks(tp: TensorParallel, *tensors: torch.Tensor) -> None:
+    import torch.distributed as dist
+
+    for tensor in tensors:
+        parts = [torch.empty_like(tensor) for _ in range(tp.size)]
+        dist.all_gather(parts, tensor)
+        assert all(torch.equal(part, tensor) for part in parts)
+
+
+class Addend:
+    """A row-parallel product that is there already."""
+
+    def write(self, out: torch.Tensor, y: torch.Tensor) -> None:
+        out.copy_(y)
+
+    def add_own(self, residual: torch.Tensor, y: torch.Tensor) -> None:
+        residual.add_(y)
+
+
+def check_arrival(tp: TensorParallel, device: torch.device) -> None:
+    """A product that waits for the others' parts itself gives the same bits as one of rows that are there; call after
+    call, ranks late by turns, with nothing between."""
+    from minivllm.kernels import nvrtc
+    from minivllm.kernels.exchange import PeerExchange
+    from minivllm.kernels.persistent_linear import persistent_gate_up
+    from minivllm.layers.parts import PartedStream
+
+    if not nvrtc.available(device):
+        return
+    rows, width = 5000, 5120
+    exchange = PeerExchange.create(tp.group, rows, width, torch.bfloat16, device)
+    generator = torch.Generator(device).manual_seed(tp.rank)
+    weight = (torch.randn(4352, width, generator=generator, device=device) / width**0.5).to(torch.bfloat16)
+    results = []
+    for turn in range(48):
+        t = (5000, 4999, 3400, 4100)[turn % 4]
+        x = torch.randn(t, width, generator=generator, device=device).to(torch.bfloat16)
+        if turn % 3 == 0 and turn // 3 % tp.size == tp.rank:
+            torch.cuda.synchronize()
+            time.sleep(0.02)
+        stream = PartedStream(exchange, torch.zeros_like(x))
+        for peer in exchange.others:
+            exchange.stream[stream.parts[peer].rows] = float("nan")
+            exchange.factors[stream.parts[peer].rows] = float("nan")
+        stream.add(Addend(), [x[part.rows] for part in stream.parts], 0.25)  # type: ignore[arg-type]
+        whole, factors, arrival = stream.hand_over(0.25)
+        out = persistent_gate_up(whole, weight, factors, arrival=arrival)
+        results.append((out, whole.clone(), factors.clone()))
+    for out, whole, factors in results:
+        assert torch.equal(out, persistent_gate_up(whole, weight, factors))
+        assert out.isfinite().all()
+        assert_same_on_all_ranks(tp, whole, factors)
 
 
 @pytest.mark.parametrize("ranks", SIZES)

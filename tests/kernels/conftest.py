@@ -81,6 +81,8 @@ def told(monkeypatch):
 
     def launched(config, kernel, addresses, extra):
         maps, kinds = maps_and_rest[kernel.name]
+        if ("PARTS", 1) in kernel.macros:
+            kinds = [*kinds, persistent_linear.ArrivalArgument]
         at = (ctypes.c_void_p * (maps + len(kinds))).from_address(addresses)
         values = [kind.from_buffer_copy(kind.from_address(at[maps + i])) for i, kind in enumerate(kinds)]
         launches.seen.append((config, kernel, [*at[:maps], *(getattr(value, "value", value) for value in values)]))

@@ -49,6 +49,21 @@ def test_row_factors_are_what_a_norm_multiplies_by():
     torch.testing.assert_close(x * rms_norm.row_factors_reference(x, EPS)[:, None], expected)
 
 
+@pytest.mark.parametrize("others", [1, 3])
+@pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 64), (7, 100), (130, 1000), (3, 4096), (5, 5120)])
+def test_a_sum_and_its_rows_factors_equal_their_reference(where, close, rows, n, others):
+    """Bit for bit the sum, rounded after each addend; what lies behind x, and behind its factors, stays."""
+    device, dtype = where
+    x = torch.randn(rows + 9, n, device=device).to(dtype)
+    addends = torch.randn(others, rows + 5, n, device=device).to(dtype)
+    factors = torch.full((rows + 9,), 7.0, device=device)
+    expected, expected_factors = x.clone(), factors.clone()
+    rms_norm.add_rows_factors_reference(expected[:rows], addends, expected_factors[:rows], 1e-3)
+    rms_norm.add_rows_factors_triton(x[:rows], addends, factors[:rows], 1e-3)
+    assert torch.equal(x, expected) and (factors[rows:] == 7).all()
+    close(factors, expected_factors)
+
+
 @pytest.mark.parametrize(("rows", "n"), [(1, 48), (5, 1500), (9, 3072)])
 def test_silu_mul_equals_its_reference(where, close, rows, n):
     device, dtype = where

@@ -16,6 +16,7 @@ from minivllm.kernels import hopper, nvrtc, skinny_linear
 from minivllm.kernels import persistent_linear as persistent
 from minivllm.kernels._triton import num_sms
 from minivllm.kernels.cluster_config import LARGE_WEIGHT
+from minivllm.kernels.exchange import Arrival, part_rows
 from minivllm.kernels.persistent_config import GRID, busy, cut_kernel, even, even_cut, even_programs, persistent_cut
 from minivllm.kernels.persistent_linear import persistent_gate_up, persistent_qkv
 from minivllm.kernels.rms_norm import rms_norm, row_factors
@@ -30,6 +31,7 @@ SMALL = [(16 * 133, 264), (16 * 265, 72), (16 * 5, 5120), (16, 64)]  # even shar
 SOME_ROWS = [65, 96, 128, 129, 160, 192, 193, 224, 256]
 PROGRAMS = [(2, 1), (3, 1), (2, 2)]  # warpgroups that multiply, and programs of a cluster
 HEADS = [(16, 8, 128, True, 1024), (32, 8, 64, False, 2048), (5, 1, 128, True, 72), (3, 1, 64, True, 640)]
+RANKS = [(rank, ranks) for ranks in (2, 4) for rank in range(ranks)]
 BF16, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 16
 
 
@@ -108,6 +110,48 @@ def test_parts_of_sums_meet_no_bank_conflicts(lines):
     assert (np.sort(eighths, 0) == np.arange(8)[:, None]).all()
 
 
+def parted_tiles(rows, columns, each, rank, ranks, first, step):
+    """Of one cluster: turns that it waits for, rows' pairs and columns; as ``PartedTiles`` of the .cu."""
+
+    def take():
+        start = (rank + turn if rank + turn < ranks else rank + turn - ranks) * each
+        left = min(rows - start, each)
+        return start, (cdiv(left, 256) * 8 if left > 0 else 0)
+
+    turn = before = 0
+    start, block = take()
+    for tile in range(first, cdiv(rows, 256) * columns, step):
+        last = turn
+        while tile - before >= block // 8 * columns:
+            before, turn = before + block // 8 * columns, turn + 1
+            start, block = take()
+        at, gone = tile - before, (tile - before) // block * 8
+        beside = min(columns - gone, 8)
+        yield (
+            (None if turn == last else (rank + turn) % ranks),
+            start // 256 + at % block // beside,
+            (gone + at % block % beside),
+        )
+
+
+@given(st.integers(1, 20000), st.integers(1, 70), st.integers(2, 8), st.integers(0, 7), st.integers(1, 66))
+def test_tiles_of_parts_are_each_computed_once_when_their_rows_have_arrived(rows, columns, ranks, rank, clusters):
+    rank, each = rank % ranks, part_rows(rows, ranks)
+    done = np.zeros((cdiv(rows, 256), columns), dtype=int)
+    waited_for = set()
+    for first in range(clusters):
+        here, turns = {rank}, []
+        for arrived, pair, column in parted_tiles(rows, columns, each, rank, ranks, first, clusters):
+            here.add(arrived)
+            assert pair * 256 // each in here
+            turns.append((pair * 256 // each - rank) % ranks)
+            done[pair, column] += 1
+        assert turns == sorted(turns)
+        waited_for |= here
+    assert (done == 1).all()
+    assert waited_for - {None} == {rank} | {part for part in range(ranks) if part * each < rows}
+
+
 @pytest.fixture
 def on_hopper(monkeypatch):
     """As if every CUDA device were one; which kernels were asked for, and what ``loads`` says."""
@@ -128,6 +172,27 @@ def test_many_rows_of_even_shares_are_taken_if_their_kernel_loads(on_hopper, kin
     assert on_hopper.kernels == [cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0))] * 2
     on_hopper.loads = False
     assert not wanted(**kind)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_that_arrive_have_kernels_of_their_own(on_hopper, kind):
+    assert wanted(**kind, parts=True)
+    assert on_hopper.kernels == [cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0), parts=True)]
+    assert not wanted(128, 34816, 5120, **kind, parts=True), "even shares wait for nobody"
+    on_hopper.loads = False
+    assert not wanted(**kind, parts=True)
+
+
+def test_what_waits_for_rows_is_compiled_ahead(on_hopper, monkeypatch):
+    monkeypatch.setattr(persistent, "compile_ahead", on_hopper.kernels.append)
+    gate_up, heads = cut_kernel(GRID, True, 0, parts=True), cut_kernel(GRID, False, 128, parts=True)
+    for head_dim, dtype, device, kernels in (
+        (128, BF16, "cuda", [gate_up, heads]), (80, BF16, "cuda", [gate_up]), (128, torch.float16, "cuda", []),
+        (128, BF16, "cpu", []),
+    ):  # fmt: skip
+        persistent.compile_for_parts(head_dim, dtype, torch.device(device))
+        assert on_hopper.kernels == kernels
+        on_hopper.kernels.clear()
 
 
 @pytest.mark.parametrize(
@@ -232,9 +297,10 @@ def test_gate_and_up_of_many_rows_go_here_with_their_norm(monkeypatch, folded):
 # --------------------------------------------------------------------------- up to the driver
 
 
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_variant_compiles(compiled, kind):
-    source = cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0)).source
+def test_every_variant_compiles(compiled, kind, parts):
+    source = cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0), parts).source
     assert b"persistent_linear" in nvrtc.compile_cubin(source)
 
 
@@ -349,6 +415,26 @@ def test_the_kernel_is_told_where_heads_go(told, normed, keep):
     else:
         assert k is v is None
     assert bytes(sent) == bytes(hopper.heads_argument(to, kept)) and sent.kept == (kept.data_ptr() if keep else None)
+
+
+def test_the_kernel_is_told_who_sends_which_rows(told):
+    arrived = torch.zeros(2, 4, dtype=torch.int32)[1]
+    arrival = Arrival(arrived, 777, 2, 512)
+    x, weight = torch.zeros(1800, 72, dtype=BF16), torch.zeros(6 * 64, 72, dtype=BF16)
+    persistent_gate_up(x, weight, torch.ones(1800), arrival=arrival)
+    cache = torch.zeros(2, 200, 16, 1, 64, dtype=BF16)
+    rows = torch.arange(1800)
+    persistent_qkv(
+        x, weight, Heads(None, None, 0.0, torch.zeros(1800, 64), rows, *cache, rows, 4, 1, 64), arrival=arrival
+    )
+    for (config, kernel, (*values, _, sent)), kind in zip(told.seen, [(True, 0), (False, 64)], strict=True):
+        assert kernel == cut_kernel(GRID, *kind, parts=True)
+        check_launch(told, config, 8 * 2, 132)
+        assert values[5:] == [1800, 192 if kind[0] else 384, 2, 128, 0]
+        sizes = sent.number, sent.rank, sent.ranks, sent.each
+        assert (sent.arrived, *sizes) == (arrived.data_ptr(), 777, 2, 4, 512)
+    with pytest.raises(AssertionError):
+        persistent_gate_up(x, weight, arrival=Arrival(arrived, 1, 0, 384))  # a pair of tiles of two parts
 
 
 def test_while_kernels_are_only_compiled_none_is_launched(told, monkeypatch):
@@ -481,6 +567,91 @@ def test_what_the_layers_call_is_right_for_many_rows(gpu, rows, n, k, folded):
     assert persistent.use_persistent(rows, n, k, BF16, gpu, gated=True), "a case that tells nothing"
     expected = norm_gate_up_reference(x.float(), norm_weight.float(), EPS, weight.float())
     assert error(norm_gate_up(x, norm_weight, EPS, weight, folded=folded), expected) < 6e-3
+
+
+class Others:
+    """Who sends the rows of x and the factors that are not of ``rank``, late, as copy engines do: while the product
+    holds every multiprocessor. Copies come from pinned memory, for which the driver takes no multiprocessor either."""
+
+    def __init__(self, x, factors, rank, ranks):
+        self.x, self.factors, self.rank, self.each = x, factors, rank, part_rows(len(x), ranks)
+        self.lane, self.arrived = torch.cuda.Stream(), torch.zeros(ranks, dtype=torch.int32, device=x.device)
+        self.sent = [None if tensor is None else tensor.cpu().pin_memory() for tensor in (x, factors)]
+        self.numbers = torch.arange(1024, dtype=torch.int32).pin_memory()
+        self.ballast, self.sink = torch.empty(8 << 20).pin_memory(), torch.empty(8 << 20, device=x.device)
+        self.others = [(rank + i) % ranks for i in range(1, ranks)]
+
+    def rows(self, rank):
+        return slice(rank * self.each, (rank + 1) * self.each)
+
+    def poison(self):
+        for peer in self.others:
+            for tensor in (self.x, self.factors):
+                if tensor is not None:
+                    tensor[self.rows(peer)] = float("nan")
+        torch.cuda.synchronize()
+
+    def send(self, number, order):
+        """After some 10 ms, the last of which are between the parts. Returns the end's event."""
+        with torch.cuda.stream(self.lane):
+            torch.cuda._sleep(15_000_000)
+            for peer in order:
+                self.sink.copy_(self.ballast, non_blocking=True)
+                for tensor, sent in zip((self.x, self.factors), self.sent, strict=True):
+                    if tensor is not None:
+                        tensor[self.rows(peer)].copy_(sent[self.rows(peer)], non_blocking=True)
+                self.arrived[peer : peer + 1].copy_(self.numbers[number : number + 1], non_blocking=True)
+            return self.lane.record_event()
+
+    def calls(self, product):
+        """What ``product(arrival)`` returns in several calls, numbers as an exchange's."""
+        product(None)  # compiled and loaded: it must be launched while nothing has arrived
+        self.arrived.fill_(1020)
+        product(Arrival(self.arrived, 1020, self.rank, self.each))
+        for i, number in enumerate((1021, 1022, 1023, 1, 2)):
+            self.poison()
+            end = self.send(number, self.others[:: 1 if i % 2 else -1])
+            result = product(Arrival(self.arrived, number, self.rank, self.each))
+            assert not end.query(), "a case that tells nothing: all had arrived"
+            torch.cuda.synchronize()
+            yield result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factored", [True, False])
+@pytest.mark.parametrize(("rank", "ranks"), RANKS)
+@pytest.mark.parametrize(("rows", "n", "k"), [(8192, 17408, 5120), (4000, 272, 72), (1300, 6144, 1024)])
+def test_gate_and_up_of_rows_that_arrive_late(gpu, rows, n, k, rank, ranks, factored):
+    """The same bits as of rows that are there: they are of the same tiles."""
+    x, weight = drawn(gpu, rows, n, k)
+    x = x.contiguous()  # a part's rows are copied in one piece
+    factors = torch.rand(rows, device=gpu) * 3 + 0.1 if factored else None
+    torch.cuda.synchronize()
+    expected = persistent_gate_up(x, weight, factors)
+    others = Others(x, factors, rank, ranks)
+    for result in others.calls(lambda arrival: persistent_gate_up(x, weight, factors, arrival=arrival)):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rank", "ranks"), RANKS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "hidden"), [(20, 4, 128, 5120), (32, 8, 64, 2048)])
+def test_a_projection_of_rows_that_arrive_late(gpu, heads, kv_heads, head_dim, hidden, rank, ranks):
+    rows = 4300
+    x, weight = drawn(gpu, rows, (heads + 2 * kv_heads) * head_dim, hidden)
+    x, factors = x.contiguous(), torch.rand(rows, device=gpu) * 3 + 0.1
+    norms, angles = (torch.rand(2, head_dim, device=gpu) + 0.5).bfloat16(), torch.randn(500, head_dim, device=gpu)
+    positions, slots = torch.randint(500, (rows,), device=gpu), torch.randperm(rows + 40, device=gpu)[:rows]
+    cache = torch.zeros(2, cdiv(rows + 40, BLOCK_SIZE), BLOCK_SIZE, kv_heads, head_dim, device=gpu, dtype=BF16)
+    torch.cuda.synchronize()
+    to = Heads(*norms, EPS, angles, positions, *cache, slots, heads, kv_heads, head_dim)
+    expected = persistent_qkv(x, weight, to, factors, keep=True)
+    expected_cache = cache.clone()
+    others = Others(x, factors, rank, ranks)
+    for result in others.calls(lambda arrival: persistent_qkv(x, weight, to, factors, keep=True, arrival=arrival)):
+        assert all(torch.equal(got, want) for got, want in zip(result, expected, strict=True))
+        assert torch.equal(cache, expected_cache)
+        cache.copy_(expected_cache.where(expected_cache == 0, float("nan")))  # what is to be written again
 
 
 @pytest.mark.gpu

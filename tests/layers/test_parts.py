@@ -4,6 +4,7 @@ nobody reads a row whose sum is under way. Ranks are threads here, and their mem
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.exchange import PeerExchange
+from minivllm.kernels.exchange import Arrival, PeerExchange
+from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store
+from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention
 from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
@@ -70,6 +73,7 @@ class Watched(PeerExchange):
         super().begin()
         for peer in self.others:  # none of them shares before we have sent
             self.stream[self.parts(self.rows)[peer]] = float("nan")
+            self.factors[self.parts(self.rows)[peer]] = float("nan")
 
     def takes(self, x: torch.Tensor) -> bool:
         self.rows = len(x)
@@ -79,13 +83,13 @@ class Watched(PeerExchange):
         super().send(peer, rows)
         self.log.append(("send", peer, rows))
 
-    def collect(self, own: torch.Tensor) -> None:
-        super().collect(own)
-        self.log.append(("collect", len(own)))
+    def collect(self, own: slice, eps: float) -> None:
+        super().collect(own, eps)
+        self.log.append(("collect", own.stop - own.start))
 
-    def share(self, rows: slice) -> None:
-        super().share(rows)
-        self.log.append(("share", rows.stop - rows.start))
+    def share(self, own: slice) -> None:
+        super().share(own)
+        self.log.append(("share", own.stop - own.start))
 
     def arrive(self, peer: int) -> None:
         super().arrive(peer)
@@ -146,6 +150,11 @@ class Rank:
         run = PagedRun(self.model, self.backend, 16, 1)
         logits = run.step([0], [PROMPT], 0)
         return torch.cat([logits, run.step([0], [[5]], 1)])
+
+    def quiet(self) -> None:
+        """Log no activation: a product that waits stands only for the usual one."""
+        for layer in self.layers:
+            layer.mlp.activation = norm_gate_up
 
     def exchanged(self) -> bool:
         return any(call[0] != "up" for call in self.log)
@@ -236,6 +245,100 @@ def test_a_kernel_that_finishes_heads_does_so_part_by_part(
     monkeypatch.setattr("minivllm.layers.attention.use_persistent", lambda rows, *shape, **kind: rows == 4)
     torch.testing.assert_close(World(folder, 2, backend, fold).step(), expected)
     assert sorted(seen) == [4, 4, 5, 5]  # of the one layer that is neither the first nor the last, on two ranks
+
+
+def different(rank: Rank) -> None:
+    """Norms of another eps each, folded into their products, and rows so small that it tells."""
+    rank.model.model.embed_tokens.weight.data *= 1e-2
+    for i, layer in enumerate(rank.layers):
+        for norm, product, eps in (
+            (layer.input_layernorm, layer.self_attn.qkv_proj, 1e-3 * 4**i),
+            (layer.post_attention_layernorm, layer.mlp.gate_up_proj, 2e-3 * 4**i),
+        ):
+            norm.eps = eps
+            product.fold(norm)
+
+
+class Waiting:
+    """In the place of products that wait by themselves: they read a part when it has arrived, and no earlier."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gate_up: bool = True, qkv: bool = True) -> None:
+        self.calls: list[tuple[str, int, int]] = []  # rank, rows
+        for module, kinds in (("attention", {"head_dim"} if qkv else set()), ("mlp", {"gated"} if gate_up else set())):
+            wanted = {*kinds, "parts"} if kinds else None
+            monkeypatch.setattr(
+                f"minivllm.layers.{module}.use_persistent",
+                lambda *shape, wanted=wanted, **kind: wanted == {name for name in kind if kind[name]},
+            )
+        monkeypatch.setattr("minivllm.layers.attention.persistent_qkv", self.qkv)
+        monkeypatch.setattr("minivllm.layers.mlp.persistent_gate_up", self.gate_up)
+
+    def product(
+        self, name: str, x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor | None, arrival: Arrival
+    ) -> torch.Tensor:
+        assert factors is not None and len(factors) == len(x)
+        out, ranks = x.new_full((len(x), len(weight)), float("nan")), len(arrival.arrived)
+        self.calls.append((name, arrival.rank, len(x)))
+        for rank in (*range(arrival.rank, ranks), *range(arrival.rank)):
+            rows = slice(rank * arrival.part_rows, (rank + 1) * arrival.part_rows)
+            if not len(x[rows]):
+                continue
+            while rank != arrival.rank and int(arrival.arrived[rank]) != arrival.number:
+                time.sleep(0)
+            out[rows] = F.linear(x[rows], weight) * factors[rows, None]
+        assert not out.isnan().any()
+        return out
+
+    def gate_up(
+        self, x: torch.Tensor, weight: torch.Tensor, factors: torch.Tensor | None, *, arrival: Arrival
+    ) -> torch.Tensor:
+        gate, up = self.product("gate_up", x, weight, factors, arrival).chunk(2, -1)
+        return F.silu(gate) * up
+
+    def qkv(
+        self, x: torch.Tensor, weight: torch.Tensor, heads: Heads, factors: torch.Tensor | None, *, keep: bool,
+        arrival: Arrival,
+    ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+        qkv = self.product("qkv", x, weight, factors, arrival)
+        q = qk_norm_rope_store(qkv, *heads, None, True)
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        _, k, v = qkv.view(len(x), -1, heads.head_dim).split(sizes, 1)
+        return (q, k, v) if keep else (q, None, None)
+
+
+@pytest.mark.parametrize("which", [{}, {"gate_up": False}, {"qkv": False}], ids=["both", "qkv", "gate_up"])
+@pytest.mark.parametrize("backend", [TorchBackend, Fresh])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_product_that_waits_by_itself_is_handed_all_rows_at_once(
+    tiny_checkpoint: Checkpoints, small_parts: None, backend: type[AttentionBackend], ranks: int,
+    which: dict[str, bool], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of four ranks the last has no rows: nobody waits for it but the stream."""
+    folder = tiny_checkpoint("qwen3", num_hidden_layers=3, head_dim=64)
+    one = World(folder, 1, backend, different).step()
+    unlike = World(folder, 1, backend).step()
+    assert not torch.allclose(one, unlike, rtol=1e-2)
+    world = World(folder, ranks, backend, lambda rank: (different(rank), rank.quiet()))
+    waiting = Waiting(monkeypatch, **which)
+    for _ in range(3):
+        torch.testing.assert_close(world.step(), one, rtol=1e-4, atol=1e-5)
+        calls = [("gate_up", rank, 9) for rank in range(ranks)] * 2 if which.get("gate_up", True) else []
+        calls += [("qkv", rank, 9) for rank in range(ranks)] if which.get("qkv", True) else []
+        assert sorted(waiting.calls) == sorted(calls)
+        waiting.calls.clear()
+        if ranks == 2:  # of four sums, the last of which is read whole
+            arrivals = [[call for call in rank.log if call[0] == "arrive"] for rank in world.ranks]
+            assert arrivals == [[("arrive", peer)] * (4 - len(calls) // 2) for peer in (1, 0)]
+
+
+def test_a_product_that_is_not_folded_or_of_another_activation_goes_part_by_part(
+    folder: Path, expected: torch.Tensor, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Waiting(monkeypatch)
+    torch.testing.assert_close(World(folder, change=Rank.quiet).step(), expected)
+    world = World(folder, change=different)  # its activations are logged
+    torch.testing.assert_close(world.step(), World(folder, 1, change=different).step(), rtol=1e-4, atol=1e-5)
+    assert sorted(waiting.calls) == [("qkv", 0, 9), ("qkv", 1, 9)]
 
 
 class OwnLayer(Qwen3Layer):
@@ -337,17 +440,49 @@ def test_an_exchange_sums_in_the_order_of_the_ranks(ranks: int) -> None:
     for t in (700, 1, 129, 513, 700):
         xs = [torch.randn(t, width).bfloat16() for _ in range(ranks)]
         with ThreadPoolExecutor(ranks) as pool:
-            sums = list(pool.map(lambda end, x: end.all_reduce(x).clone(), ends, xs))
-        for total in sums:
+            sums = list(pool.map(lambda end, x: end.all_reduce(x, 0.25).clone(), ends, xs))
+        for end, total in zip(ends, sums, strict=True):
             assert torch.equal(total, sums[0])
+            assert torch.equal(end.factors[:t], row_factors_reference(total, 0.25))
+        added = xs[0].clone()
+        owners = torch.cat([torch.full((part.stop - part.start,), i) for i, part in enumerate(ends[0].parts(t))])
+        added[:] = torch.stack([in_order(rank, xs) for rank in range(ranks)])[owners, torch.arange(t)]
+        assert torch.equal(sums[0], added)
         torch.testing.assert_close(sums[0].float(), sum(x.float() for x in xs), rtol=2e-2, atol=2e-2)
-    sizes = {2: [384, 316], 3: [256, 256, 188], 4: [256, 256, 188, 0]}
+    sizes = {2: [512, 188], 3: [256, 256, 188], 4: [256, 256, 188, 0]}
     assert [part.stop - part.start for part in ends[0].parts(700)] == sizes[ranks]
 
 
-def test_which_steps_an_exchange_takes() -> None:
+def in_order(rank: int, xs: list[torch.Tensor]) -> torch.Tensor:
+    """Own rows first, then the others' in their order, rounded each time."""
+    total = xs[rank].clone()
+    for other, x in enumerate(xs):
+        total += x if other != rank else 0
+    return total
+
+
+@pytest.mark.parametrize(("ranks", "rows", "width"), [(2, 700, 24), (3, 1001, 7), (4, 257, 1)])
+def test_arrays_that_others_write_to_start_at_lines_and_do_not_overlap(ranks: int, rows: int, width: int) -> None:
+    memory = [torch.zeros(PeerExchange.nbytes(ranks, rows, width, torch.bfloat16), dtype=torch.uint8)] * ranks
+    end = PeerExchange(1, memory, rows, width, torch.bfloat16)
+    arrived = end.arrival(rows).arrived
+    arrays = (end.stream, end.factors, end.inbox, arrived)
+    assert [tuple(array.shape) for array in arrays] == [
+        (rows, width), (rows,), (ranks - 1, end.arrival(rows).part_rows, width), (ranks,)
+    ]  # fmt: skip
+    starts = [array.data_ptr() - memory[0].data_ptr() for array in arrays]
+    starts[3] -= ranks * 4  # its second row
+    ends = [start + array.numel() * array.itemsize for start, array in zip(starts, arrays, strict=True)]
+    assert not any(start % 128 for start in starts)
+    assert all(stop <= start for stop, start in zip(ends, starts[1:], strict=False))
+    assert ends[3] + ranks * 4 <= len(memory[0])
+
+
+def test_which_steps_an_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     size = PeerExchange.nbytes(2, 8192, 8, torch.bfloat16)
     end = PeerExchange(0, [torch.zeros(size, dtype=torch.uint8)] * 2, 8192, 8, torch.bfloat16)
     assert end.takes(torch.zeros(4096, 8, dtype=torch.bfloat16)) and end.takes(torch.zeros(8192, 8).bfloat16())
     assert not end.takes(torch.zeros(4095, 8).bfloat16()) and not end.takes(torch.zeros(8193, 8).bfloat16())
     assert not end.takes(torch.zeros(4096, 8))
+    monkeypatch.setattr("minivllm.kernels.exchange.compiling", lambda: True)
+    assert not end.takes(torch.zeros(4096, 8).bfloat16())
