@@ -70,9 +70,9 @@ def _plan(
     cut = cut or persistent_cut(rows, lines, k, sms, gated, head_dim) or GRID
     clusters, box_rows, narrow = sms // cut.sharing, cut.rows, cut.lines // 2
     if cut.rounds:
-        assert gated and rows <= cut.sharing * cut.rows and lines <= cut.rounds * cut.lines * clusters
+        assert gated and rows <= cut.rows and lines <= cut.rounds * cut.lines * clusters
         clusters = min(clusters, lines // UNIT)
-        box_rows = 8 * cdiv(cdiv(rows, cut.sharing), 8)  # TMA writes them in eights
+        box_rows = 8 * cdiv(rows, 8)  # TMA writes them in eights
         narrow = max(cut.lines - UNIT, UNIT) // 2  # of a round with a unit less
     else:
         clusters = min(clusters, cdiv(rows, 2 * cut.rows) * cdiv(lines, cut.lines))

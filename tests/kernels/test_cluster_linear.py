@@ -30,7 +30,7 @@ from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, nor
 
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3584, 5120), (272, 72), (8, 8)]
 LARGE_SHAPES = [(17408, 5120), (5120, 8704), (19456, 2560), (4096, 12288)]
-TILES = [SMALL, MEDIUM, LARGE, WIDE, *(Tile(*sizes, True, 1) for sizes in [(1, 80), (2, 144), (3, 96), (4, 80)])]
+TILES = [SMALL, MEDIUM, LARGE, WIDE, Tile(1, 80, True, 1), Tile(2, 144, True, 1), Tile(3, 96, True, 1)]
 EPS = 1e-6
 
 
@@ -77,15 +77,6 @@ def test_few_and_many_rows_other_dtypes_and_devices_are_left_to_others():
         (64, 1024, 1020, torch.bfloat16),
     ]:
         assert not cluster.use_cluster(rows, n, k, dtype, torch.device("cuda"))
-
-
-def test_large_weights_of_more_than_192_rows_have_a_configuration_that_is_not_taken(monkeypatch):
-    monkeypatch.setattr(cluster.nvrtc, "available", lambda device: True)
-    monkeypatch.setattr(cluster, "num_sms", lambda device: 132)
-    for rows in (193, 256):
-        config = cluster_config(rows, 5120, 17408)
-        assert (config.tile.groups, config.tile.features, config.splits) == (4, 80, 2)
-        assert not cluster.use_cluster(rows, 5120, 17408, torch.bfloat16, torch.device("cuda"))
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_product_to_the_library(monkeypatch, caplog):
@@ -232,7 +223,7 @@ def test_chosen_configurations_are_right(gpu, rows, n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128, 136, 192, 193, 200, 256])
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128, 136, 192])
 @pytest.mark.parametrize(("n", "k"), LARGE_SHAPES)
 def test_even_shares_of_large_weights_are_right(gpu, rows, n, k):
     check(gpu, rows, n, k)

@@ -17,7 +17,7 @@ from minivllm.kernels import persistent_linear as persistent
 from minivllm.kernels._triton import num_sms
 from minivllm.kernels.cluster_config import LARGE_WEIGHT
 from minivllm.kernels.exchange import Arrival, part_rows
-from minivllm.kernels.persistent_config import GRID, busy, cut_kernel, even, even_cut, even_programs, persistent_cut
+from minivllm.kernels.persistent_config import GRID, busy, cut_kernel, even, even_cut, persistent_cut
 from minivllm.kernels.persistent_linear import persistent_gate_up, persistent_qkv
 from minivllm.kernels.rms_norm import rms_norm, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
@@ -28,8 +28,8 @@ ROWS = [1, 100, 1024, 1300, 8192]
 SHAPES = [(272, 72), (6144, 1024), (3584, 5120), (17408, 2560)]  # lines of the weight, k; some fill no tile
 LARGE = [(34816, 5120), (17408, 5120), (24576, 4096)]  # gate and up of Qwen3-14B, half of it, Qwen3-8B
 SMALL = [(16 * 133, 264), (16 * 265, 72), (16 * 5, 5120), (16, 64)]  # even shares of little, some of nothing
-SOME_ROWS = [65, 96, 128, 129, 160, 192, 193, 224, 256]
-PROGRAMS = [(2, 1), (3, 1), (2, 2)]  # warpgroups that multiply, and programs of a cluster
+SOME_ROWS = [65, 96, 128, 129, 160, 192]
+MOST_ROWS = [128, 192]  # of two and of three warpgroups that multiply
 HEADS = [(16, 8, 128, True, 1024), (32, 8, 64, False, 2048), (5, 1, 128, True, 72), (3, 1, 64, True, 640)]
 RANKS = [(rank, ranks) for ranks in (2, 4) for rank in range(ranks)]
 BF16, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 16
@@ -50,13 +50,13 @@ def test_a_share_is_positive_and_one_only_where_nothing_is_wasted(rows, n8, clus
     assert (share == 1) == whole
 
 
-@given(st.integers(1, 5000), st.sampled_from([39, 78, 114, 132, 144]), st.sampled_from(PROGRAMS))
-def test_even_shares_fit_the_chip_and_hold_each_line_once(units, sms, programs):
-    groups, sharing = programs
-    cut = even_cut(16 * units, sms, groups, sharing)
-    assert cut.lines <= 256 and cut.shared_bytes <= hopper.SHARED_BYTES - 1024 and cut.stages >= 3
+@given(st.integers(1, 5000), st.sampled_from([39, 78, 114, 132, 144]), st.sampled_from(MOST_ROWS))
+def test_even_shares_fit_the_chip_and_hold_each_line_once(units, sms, rows):
+    cut = even_cut(rows, 16 * units, sms)
+    assert cut.rows == rows and cut.sharing == 1
+    assert cut.lines <= 256 and cut.shared_bytes <= hopper.SHARED_BYTES - 1024 and cut.stages >= 4
     outputs = np.zeros(8 * units, dtype=int)
-    clusters = shares_of(units, min(sms // sharing, units), cut.rounds)
+    clusters = shares_of(units, min(sms, units), cut.rounds)
     sizes = [sum(there for _, there in rounds) for rounds in clusters]
     assert max(sizes) - min(sizes) <= 1
     for rounds in clusters:
@@ -65,11 +65,11 @@ def test_even_shares_fit_the_chip_and_hold_each_line_once(units, sms, programs):
             assert there in (cut.lines // 16, cut.lines // 16 - 1) and there > 0, "TMA has a box of each"
             outputs[8 * start : 8 * (start + there)] += 1
     assert (outputs == 1).all()
-    assert math.isclose(even(16 * units, sms // sharing), units / (sms // sharing) / cdiv(units, sms // sharing))
+    assert math.isclose(even(16 * units, sms), units / sms / cdiv(units, sms))
 
 
 def shares_of(units, clusters, rounds):
-    """First unit and units of each cluster's rounds; as ``Tiles`` of the .cu."""
+    """First unit and units of each program's rounds; as ``Tiles`` of the .cu."""
     starts = [units * c // clusters for c in range(clusters + 1)]
     return [
         [(start + mine * i // rounds, mine * (i + 1) // rounds - mine * i // rounds) for i in range(rounds)]
@@ -77,26 +77,21 @@ def shares_of(units, clusters, rounds):
     ]
 
 
-@given(st.integers(1, 300), st.integers(1, 256), st.sampled_from([3, 7, 20]), st.sampled_from(PROGRAMS))
-def test_even_shares_of_tiles_that_hold_old_lines_make_the_product(units, rows, sms, programs):
+@given(st.integers(1, 300), st.integers(1, 192), st.sampled_from([3, 7, 20]))
+def test_even_shares_of_tiles_that_hold_old_lines_make_the_product(units, rows, sms):
     """What a program does, in numpy: loads into a tile that holds NaN, a product of all of it, and what is written."""
-    groups, sharing = programs
-    rows = min(rows, 64 * groups * sharing)
-    cut, n, rng = even_cut(16 * units, sms, groups, sharing), 8 * units, np.random.default_rng(units)
+    cut, n, rng = even_cut(rows, 16 * units, sms), 8 * units, np.random.default_rng(units)
     x, weight = rng.standard_normal((rows, 3)), rng.standard_normal((2 * n, 3))
-    out, half, in_tile = np.full((rows, n), np.nan), cut.lines // 2, 8 * cdiv(cdiv(rows, sharing), 8)
-    for rounds in shares_of(units, min(sms // sharing, units), cut.rounds):
-        lines, x_tiles = np.full((cut.lines, 3), np.nan), np.full((sharing, cut.rows, 3), np.nan)
+    out, half = np.full((rows, n), np.nan), cut.lines // 2
+    for rounds in shares_of(units, min(sms, units), cut.rounds):
+        lines, x_tile = np.full((cut.lines, 3), np.nan), np.full((cut.rows, 3), np.nan)
         for start, there in rounds:
             for part in (0, 1):  # gate, up
                 first = 8 * start + part * n
                 lines[part * half : part * half + 8 * there] = weight[first : first + 8 * there]
-            for member in range(sharing):
-                mine = x[member * in_tile :][:in_tile]
-                x_tiles[member, : len(mine)], x_tiles[member, len(mine) : in_tile] = mine, 0
-                product = (x_tiles[member] @ lines.T)[: len(mine), : half + 8 * there]
-                result = product[:, : 8 * there] * product[:, half:]
-                out[member * in_tile :][: len(mine), 8 * start : 8 * (start + there)] = result
+            x_tile[:rows], x_tile[rows : 8 * cdiv(rows, 8)] = x, 0
+            product = (x_tile @ lines.T)[:rows, : half + 8 * there]
+            out[:, 8 * start : 8 * (start + there)] = product[:, : 8 * there] * product[:, half:]
     np.testing.assert_allclose(out, (x @ weight[:n].T) * (x @ weight[n:].T))
 
 
@@ -229,27 +224,25 @@ def test_uneven_shares_are_left_to_the_library(on_hopper, rows, n):
         (128, 34816, 5120, 144, 2),
         (129, 34816, 5120, 144, 2),
         (192, 34816, 5120, 144, 2),
-        (193, 34816, 5120, 176, 3),
-        (256, 34816, 5120, 176, 3),
-        (256, 17408, 5120, 144, 2),
-        (160, 24576, 4096, 192, 1),
+        (160, 17408, 5120, 144, 1),
+        (96, 24576, 4096, 192, 1),
     ],
 )
 def test_some_rows_of_large_weights_are_taken_in_even_shares(on_hopper, rows, n, k, lines, rounds):
     assert wanted(rows, n, k)
     cut = persistent_cut(rows, n, k, 132, True, 0)
     assert on_hopper.kernels == [cut_kernel(cut, True, 0)]
-    assert (cut.lines, cut.rounds, (cut.groups, cut.sharing)) == (lines, rounds, even_programs(rows))
-    assert 64 * cut.groups * cut.sharing >= rows
+    assert (cut.lines, cut.rounds, cut.rows) == (lines, rounds, 128 if rows <= 128 else 192)
 
 
 @pytest.mark.parametrize(
     ("rows", "n", "k", "kind"),
     [
         (64, 34816, 5120, {"gated": True}),
-        (257, 34816, 5120, {"gated": True}),
-        (200, 34816, 5120, {"head_dim": 128}),
-        (200, 4096, LARGE_WEIGHT // 4096, {"gated": True}),
+        (193, 34816, 5120, {"gated": True}),
+        (160, 34816, 5120, {"head_dim": 128}),
+        (160, 4096, LARGE_WEIGHT // 4096, {"gated": True}),
+        (160, 24576, 4096, {"gated": True}),  # shared memory has room for no wide tiles
         (160, 16 * 133, 1 << 14, {"gated": True}),  # one program has two units, the others one
     ],
 )
@@ -304,10 +297,10 @@ def test_every_variant_compiles(compiled, kind, parts):
     assert b"persistent_linear" in nvrtc.compile_cubin(source)
 
 
-@pytest.mark.parametrize(("groups", "sharing"), PROGRAMS)
-def test_every_even_share_compiles(compiled, groups, sharing):
-    for units in {1, 9, 11, 12 if groups > 2 else 16}:
-        cut = even_cut(16 * units * (132 // sharing), 132, groups, sharing)
+@pytest.mark.parametrize("rows", MOST_ROWS)
+def test_every_even_share_compiles(compiled, rows):
+    for units in (1, 9, 13)[: 3 if rows == 128 else 2]:  # larger tiles leave three stages
+        cut = even_cut(rows, 16 * units * 132, 132)
         assert cut.rounds == 1
         assert b"persistent_linear" in nvrtc.compile_cubin(cut_kernel(cut, True, 0).source)
 
@@ -346,27 +339,24 @@ def test_the_driver_is_told_the_launch(told, monkeypatch, rows, n, k, pairs, fac
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "grid", "sharing", "threads", "boxes"),
+    ("rows", "n", "k", "threads", "boxes"),
     [
-        (65, 17408, 2048, 132, 1, 384, (72, 64, 72)),  # n: features of the result
-        (129, 17408, 2048, 132, 1, 512, (72, 64, 136)),
-        (192, 12288, 4096, 132, 1, 512, (96, 88, 192)),
-        (193, 17408, 2048, 132, 2, 384, (88, 80, 104)),
-        (256, 8704, 2048, 132, 2, 384, (72, 64, 128)),
+        (65, 17408, 2048, 384, (72, 64, 72)),  # n: features of the result
+        (128, 12288, 4096, 384, (96, 88, 128)),
+        (129, 17408, 2048, 512, (72, 64, 136)),
+        (192, 8704, 2048, 512, (72, 64, 192)),
     ],
 )
-def test_the_driver_is_told_even_shares(told, rows, n, k, grid, sharing, threads, boxes):
+def test_the_driver_is_told_even_shares(told, rows, n, k, threads, boxes):
     x, weight = torch.zeros(rows, k, dtype=BF16), torch.empty(2 * n, k, dtype=BF16)
     out = persistent_gate_up(x, weight)
     ((config, kernel, (*values, _)),) = told.seen
     cut = persistent_cut(rows, 2 * n, k, 132, True, 0)
     assert cut.lines == 2 * boxes[0] and kernel == cut_kernel(cut, True, 0)
     assert values == [5, 5, 5, out.data_ptr(), None, rows, n, cdiv(k, 64), boxes[2], cut.rounds]
-    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (grid, threads, cut.shared_bytes)
-    attributes, names = {a.id: a.value for a in config.attrs}, told.driver.CUlaunchAttributeID
-    assert names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION in attributes
-    cluster = attributes.get(names.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-    assert (cluster.clusterDim.x if cluster else 1) == sharing
+    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (132, threads, cut.shared_bytes)
+    names = told.driver.CUlaunchAttributeID
+    assert [a.id for a in config.attrs] == [names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION], "no cluster"
     assert [(at, box) for at, *_, box, _ in told.maps] == list(
         zip([weight.data_ptr(), weight.data_ptr(), x.data_ptr()], boxes, strict=True)
     )
@@ -374,11 +364,11 @@ def test_the_driver_is_told_even_shares(told, rows, n, k, grid, sharing, threads
 
 def test_no_program_is_without_a_share(told):
     weight = torch.zeros(16 * 5, 64, dtype=BF16)
-    for groups, sharing in PROGRAMS:
-        persistent_gate_up(torch.zeros(70, 64, dtype=BF16), weight, None, even_cut(16 * 5, 132, groups, sharing))
+    for most in MOST_ROWS:
+        persistent_gate_up(torch.zeros(70, 64, dtype=BF16), weight, None, even_cut(most, 16 * 5, 132))
         config, kernel, (*values, _) = told.seen.pop()
-        assert config.gridDimX == 5 * sharing and values[-1] == 1 and ("LINES", 16) in kernel.macros
-        assert [box for *_, box, _ in told.maps[-3:]] == [8, 8, 8 * cdiv(cdiv(70, sharing), 8)]
+        assert config.gridDimX == 5 and values[-1] == 1 and ("LINES", 16) in kernel.macros
+        assert [box for *_, box, _ in told.maps[-3:]] == [8, 8, 72]
 
 
 def test_rows_that_tma_cannot_read_are_copied(told):
@@ -504,10 +494,10 @@ def test_gate_and_up_in_even_shares(gpu, rows, n, k):
     for given_factors in (None, factors):
         gate, up = (product if given_factors is None else product * factors[:, None]).chunk(2, -1)
         expected = F.silu(gate) * up
-        for groups, sharing in PROGRAMS:
-            if 64 * groups * sharing < rows:
+        for most in MOST_ROWS:
+            if most < rows:
                 continue
-            cut = even_cut(n, num_sms(gpu), groups, sharing)
+            cut = even_cut(most, n, num_sms(gpu))
             out = persistent_gate_up(x, weight, given_factors, cut)
             assert error(out, expected) < 6e-3, cut
             for _ in range(3):  # each starts while the one before runs
