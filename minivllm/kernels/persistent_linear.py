@@ -126,13 +126,6 @@ def persistent_gate_up(
     return out
 
 
-def qkv_outputs(t: int, weight: torch.Tensor, heads: Heads, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``persistent_qkv`` of t rows writes: q (t, heads, head_dim) and, with ``keep``, keys and values side by side
-    (t, 2 * kv heads, head_dim)."""
-    q = weight.new_empty((t, heads.num_heads, heads.head_dim))
-    return q, weight.new_empty((t, 2 * heads.num_kv_heads, heads.head_dim)) if keep else None
-
-
 def persistent_qkv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -140,14 +133,13 @@ def persistent_qkv(
     factors: torch.Tensor | None = None,
     *,
     keep: bool = False,
-    out: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     arrival: Arrival | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """``qk_norm_rope_store`` of ``persistent_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t,
-    heads, head_dim) and, with ``keep``, k and v (t, kv heads, head_dim) as they are in the cache; or writes them to
-    ``out``, rows of ``qkv_outputs`` of more. All of a head rotates; its dimension is one of ``HEAD_DIMS``. ``arrival``
-    as above."""
-    q, kept = qkv_outputs(x.shape[0], weight, heads, keep) if out is None else out
-    assert kept is None or kept.is_contiguous()
+    heads, head_dim) and, with ``keep``, k and v (t, kv heads, head_dim) as they are in the cache. All of a head
+    rotates; its dimension is one of ``HEAD_DIMS``. ``arrival`` as above."""
+    t, kv_heads = x.shape[0], heads.num_kv_heads
+    q = torch.empty((t, heads.num_heads, heads.head_dim), dtype=x.dtype, device=x.device)
+    kept = torch.empty((t, 2 * kv_heads, heads.head_dim), dtype=x.dtype, device=x.device) if keep else None
     _launch(x, weight, q, weight.shape[0], factors, heads=heads, kept=kept, arrival=arrival)
-    return (q, None, None) if kept is None else (q, *kept.split(heads.num_kv_heads, dim=1))
+    return (q, None, None) if kept is None else (q, kept[:, :kv_heads], kept[:, kv_heads:])

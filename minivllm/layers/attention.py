@@ -8,7 +8,7 @@ import torch
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
-from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, qkv_outputs, use_persistent
+from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.kernels.skinny_linear import linear_into
@@ -82,11 +82,12 @@ class Attention:
             qkv, scale = projection.unscaled(x, norm)
             return self(qkv, positions, backend, scale)
         heads, weight, folded = self._heads(positions, backend), projection.weight, projection.folded
+        normed = x if folded else norm(x)
         if some:
-            q = cluster_qkv(x if folded else norm(x), weight, heads, norm.eps if folded else None)
+            q = cluster_qkv(normed, weight, heads, norm.eps if folded else None)
             out = backend.attend(q, self)
         else:
-            normed, factors = _factored(x, norm, projection)
+            factors = row_factors(x, norm.eps) if folded else None
             q, new_k, new_v = persistent_qkv(normed, weight, heads, factors, keep=fresh)
             out = backend.attend(q, self, new_k, new_v)
         return out.view(-1, self.num_heads * self.head_dim)
@@ -100,30 +101,20 @@ class Attention:
         backend: AttentionBackend,
     ) -> torch.Tensor:
         """``of_stream`` of a large step, each part projected when it is there: by one product that waits for them, or
-        by one a part. ``projection`` is of no subclass."""
+        by the library's, one a part. ``projection`` is of no subclass."""
         if not stream.under_way:
             return self.of_stream(stream.whole(), norm, projection, positions, backend)
-        weight, t, d, usual = projection.weight, stream.shape[0], self.head_dim, self._usual(projection, backend)
-        product = (*weight.shape, weight.dtype, weight.device)
-        if usual and projection.folded and use_persistent(t, *product, head_dim=d, parts=True):
-            whole, given, arrival = stream.hand_over(norm.eps)
+        weight, t, usual = projection.weight, stream.shape[0], self._usual(projection, backend)
+        product = (t, *weight.shape, weight.dtype, weight.device)
+        if usual and projection.folded and use_persistent(*product, head_dim=self.head_dim, parts=True):
+            whole, factors, arrival = stream.hand_over(norm.eps)
             heads, keep = self._heads(positions, backend), backend.fresh_prompts
-            q, new_k, new_v = persistent_qkv(whole, weight, heads, given, keep=keep, arrival=arrival)
-            return backend.attend(q, self, new_k, new_v).view(-1, self.num_heads * d)
-        if not usual or not use_persistent(stream.fewest_rows, *product, head_dim=d):
-            qkv = weight.new_empty((t, len(weight)))
-            for part, x in stream.arriving():
-                linear_into(qkv[part.rows], norm(x), weight, projection.bias)
-            return self(qkv, positions, backend)
-        heads = self._heads(positions, backend)
-        q, kept = qkv_outputs(t, weight, heads, backend.fresh_prompts)
+            q, new_k, new_v = persistent_qkv(whole, weight, heads, factors, keep=keep, arrival=arrival)
+            return backend.attend(q, self, new_k, new_v).view(-1, self.num_heads * self.head_dim)
+        qkv = weight.new_empty((t, len(weight)))
         for part, x in stream.arriving():
-            rows = part.rows
-            mine = heads._replace(positions=positions[rows], slot_mapping=heads.slot_mapping[rows])
-            normed, factors = _factored(x, norm, projection)
-            persistent_qkv(normed, weight, mine, factors, out=(q[rows], None if kept is None else kept[rows]))
-        fresh = () if kept is None else kept.split(self.num_kv_heads, dim=1)
-        return backend.attend(q, self, *fresh).view(-1, self.num_heads * d)
+            linear_into(qkv[part.rows], norm(x), weight, projection.bias)
+        return self(qkv, positions, backend)
 
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""
@@ -202,10 +193,3 @@ class Attention:
             scale,
         )
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
-
-
-def _factored(
-    x: torch.Tensor, norm: RMSNorm, projection: QKVParallelLinear
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``persistent_qkv`` multiplies, and its rows' factors."""
-    return (x, row_factors(x, norm.eps)) if projection.folded else (norm(x), None)

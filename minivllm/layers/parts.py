@@ -42,10 +42,6 @@ class PartedStream:
     def shape(self) -> torch.Size:
         return self._x.shape
 
-    @property
-    def fewest_rows(self) -> int:
-        return min(part.rows.stop - part.rows.start for part in self.parts)
-
     def arriving(self) -> Iterator[tuple[Part, torch.Tensor]]:
         """Each part with its rows, for what is launched from then on: this rank's own, then those that the device
         waits for, which the host does not."""

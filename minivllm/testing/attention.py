@@ -13,6 +13,7 @@ import torch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec, CudaGraphs
 from minivllm.core.model_config import FrozenDict
 from minivllm.core.sampling_params import SamplingParams
+from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
 from minivllm.llm import LLM
 from minivllm.plugins.manager import default_registry
@@ -199,9 +200,17 @@ class AttentionConformance(Conformance):
         spec = self.spec(device)
         if not (most := self.build(spec).fused_decode_rows):
             pytest.skip("it declares no fused_decode_rows")
+        lens = (SMALL if device == "cpu" else LARGE)["decodes"][0]
+        self._fused_equals_separate(spec, lens[-most:], False)
+        for scaled in (False, True):
+            backend = self.build(spec)
+            backend.bind(Step(spec, lens, len(lens)).cache)
+            if backend.takes_qkv(len(lens), scaled, spec.head_dim):
+                self._fused_equals_separate(spec, lens, scaled)
+
+    def _fused_equals_separate(self, spec: AttentionSpec, lens: Lens, scaled: bool) -> None:
         heads, kv_heads, dim = self.shapes[0][:3]
-        lens = (SMALL if device == "cpu" else LARGE)["decodes"][0][-most:]
-        step = Step(spec, lens, len(lens))
+        step, device = Step(spec, lens, len(lens)), spec.device
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
@@ -211,6 +220,7 @@ class AttentionConformance(Conformance):
         norm = SimpleNamespace(weight=(random(dim) + 0.5).to(step.q), eps=1e-6)
         layer = Attention(LAYER.index, heads, kv_heads, dim, rotary, scale=spec.scale, q_norm=norm, k_norm=norm)  # type: ignore[arg-type]
         qkv, b = random(len(step.q), (heads + 2 * kv_heads) * dim).sub(0.5).to(step.q), step.batch
+        scale = RowScale(random(len(step.q), 96).mul(3).to(step.q), 1e-5) if scaled else None
         outs, caches = [], []
         for rows in (None, 0):
             backend, cache = self.build(spec), step.cache.clone()
@@ -218,7 +228,7 @@ class AttentionConformance(Conformance):
                 backend.fused_decode_rows = rows
             backend.bind(cache)
             backend.plan(b)
-            outs.append(layer(qkv, b.seq_lens.long() - 1, backend))
+            outs.append(layer(qkv.clone(), b.seq_lens.long() - 1, backend, scale))
             caches.append(cache)
         assert relative_error(*outs) < self.tolerances[spec.dtype]
         assert relative_error(*caches) < self.tolerances[spec.dtype]

@@ -218,35 +218,6 @@ class Fresh(TorchBackend):
         self.prefill(q, layer, out)
 
 
-@pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("backend", [TorchBackend, Fresh])
-def test_a_kernel_that_finishes_heads_does_so_part_by_part(
-    folder: Path, expected: torch.Tensor, small_parts: None, backend: type[AttentionBackend], folded: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    seen = []
-
-    def persistent_qkv(
-        x: torch.Tensor, weight: torch.Tensor, heads: Heads, factors: torch.Tensor | None, *, out: Any
-    ) -> None:
-        seen.append(len(x))
-        assert (factors is not None) == folded
-        assert len(x) == len(heads.positions) == len(heads.slot_mapping)
-        qkv = F.linear(x, weight) * (1 if factors is None else factors[:, None])
-        out[0].copy_(qk_norm_rope_store(qkv, *heads, None, True))
-        if out[1] is not None:
-            out[1].copy_(qkv.view(len(x), -1, heads.head_dim)[:, heads.num_heads :])
-
-    def fold(rank: Rank) -> None:
-        for layer in rank.layers if folded else []:
-            layer.self_attn.qkv_proj.fold(layer.input_layernorm)
-
-    monkeypatch.setattr("minivllm.layers.attention.persistent_qkv", persistent_qkv)
-    monkeypatch.setattr("minivllm.layers.attention.use_persistent", lambda rows, *shape, **kind: rows == 4)
-    torch.testing.assert_close(World(folder, 2, backend, fold).step(), expected)
-    assert sorted(seen) == [4, 4, 5, 5]  # of the one layer that is neither the first nor the last, on two ranks
-
-
 def different(rank: Rank) -> None:
     """Norms of another eps each, folded into their products, and rows so small that it tells."""
     rank.model.model.embed_tokens.weight.data *= 1e-2
