@@ -546,7 +546,7 @@ def test_a_projection_that_norms_rotates_and_stores(gpu, rows, heads, kv_heads, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("folded", [True, False])
-@pytest.mark.parametrize(("rows", "n", "k"), [(8192, 6144, 1024), (100, 34816, 5120), (200, 34816, 5120)])
+@pytest.mark.parametrize(("rows", "n", "k"), [(8192, 6144, 1024), (100, 34816, 5120), (180, 34816, 5120)])
 def test_what_the_layers_call_is_right_for_many_rows(gpu, rows, n, k, folded):
     x, weight = drawn(gpu, rows, n, k)
     x = x * torch.logspace(-1, 1, len(x), device=gpu).bfloat16()[:, None]
@@ -657,10 +657,10 @@ def test_of_two_launches_into_one_output_the_second_stays(gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [96, 160, 256])
+@pytest.mark.parametrize("rows", [96, 160])
 def test_a_chain_of_even_shares_in_a_graph_gives_the_same_bits_every_time(gpu, rows):
     """Products whose weights come while the kernel before still runs, 100 replays."""
-    hidden, inner, layers = 2048, 5120, 6
+    hidden, inner, layers = 2048, 8704, 4
     weights = [[drawn(gpu, 1, *size)[1] for size in ((2 * inner, hidden), (hidden, inner))] for _ in range(layers)]
     norm, start = torch.ones(hidden, device=gpu, dtype=BF16), torch.randn(rows, hidden, device=gpu).bfloat16()
     h = torch.empty_like(start)

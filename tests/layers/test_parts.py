@@ -194,6 +194,22 @@ def test_a_product_begins_with_its_ranks_own_rows_and_ends_with_them(
         assert log == [*layer, ("arrive", peer), *layer, *last, *decode]
 
 
+class Rehearsed(TorchBackend):
+    """Each of its steps stands for one that is captured."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        batch.graph_size = int(batch.query_start[-1])
+
+
+def test_a_step_that_stands_for_a_captured_one_exchanges_nothing(
+    folder: Path, expected: torch.Tensor, small_parts: None
+) -> None:
+    world = World(folder, backend=Rehearsed)
+    torch.testing.assert_close(world.step(), expected)
+    assert not any(rank.exchanged() for rank in world.ranks)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_says_the_same(tiny_checkpoint: Checkpoints, small_parts: None, ranks: int) -> None:
     folder = tiny_checkpoint("qwen3", num_hidden_layers=2)
