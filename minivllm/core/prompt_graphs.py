@@ -24,6 +24,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
+from minivllm.kernels.capture import rehearsal
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -116,7 +117,8 @@ class PromptGraphs:
         for key in self._plans:
             if key[0] == self.sizes[0] or key[0] >= _LARGE:
                 self._rehearse(*key)
-                self._forward(key[0])
+                with rehearsal():
+                    self._forward(key[0])
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
@@ -239,7 +241,8 @@ class PromptGraphs:
             return states[:: -(-len(states) // _COMPARED)]
 
         def eager(key: _Key, step: _Step) -> torch.Tensor:
-            return self._without_padding(self._forward(key[0]), key, step)
+            with rehearsal():
+                return self._without_padding(self._forward(key[0]), key, step)
 
         expected, differences = {}, {}
         for key in reversed(self._plans):

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minivllm.kernels._triton import cdiv, compiling
+from minivllm.kernels.capture import captured
 from minivllm.kernels.rms_norm import add_rows_factors
 
 MIN_PART = 2048  # rows: a product of fewer takes longer a row
@@ -106,9 +107,8 @@ class PeerExchange:
     def takes(self, x: torch.Tensor) -> bool:
         """Whether to sum products of a step of x, (t, width), here."""
         fits = MIN_PART * self.ranks <= x.shape[0] <= self.max_rows and x.dtype == self.stream.dtype
-        if not fits or x.device != self.device or compiling():  # kernels that are only compiled wait for nobody
-            return False
-        return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        # Kernels that are only compiled wait for nobody, and the numbers of calls are not a graph's to keep.
+        return fits and x.device == self.device and not compiling() and not captured(x)
 
     def parts(self, rows: int) -> list[slice]:
         """Each rank's rows of so many."""

@@ -181,10 +181,8 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
-        layers, exchange, batch = list(self.layers), self.tp.exchange, attention.batch
-        # The step before a capture runs as the captured one does, which has no exchange: it loads what that needs.
-        captured = batch is not None and batch.graph_size > 0
-        if exchange is not None and not captured and exchange.takes(x):
+        layers, exchange = list(self.layers), self.tp.exchange
+        if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
         for layer in layers:
             x = layer(x, positions, attention)

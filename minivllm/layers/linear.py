@@ -16,6 +16,7 @@ from torch import nn
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
+from minivllm.kernels.capture import captured
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.layers.norm import RMSNorm
@@ -166,7 +167,7 @@ class RowParallelLinear(LinearBase):
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         many = self.bias is None and x.shape[0] >= SUMMED_IN_HALVES
-        if many and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if many and not captured(x):
             return self._add_halves(residual, x)
         return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
+from minivllm.kernels.capture import rehearsal
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
     ColumnParallelLinear,
@@ -141,6 +142,9 @@ def test_many_tokens_are_summed_in_halves_and_the_residual_counts_once(
         assert [len(part) for part in tp.begun] == [-(-tokens // 2), tokens // 2]
         assert torch.equal(torch.cat(tp.begun), mine), "what is summed is not the residual itself"
         total += mine
+        with rehearsal():
+            layer.add_to(mine.clone(), x[:, 4 * rank : 4 * rank + 4].contiguous())
+        assert len(tp.begun) == 2, "a step that stands for a captured one sums as that does"
     torch.testing.assert_close(total, residual + x @ weight.T, atol=1e-5, rtol=1e-5)
 
 

@@ -22,6 +22,7 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.capture import rehearsal
 from minivllm.kernels.exchange import Arrival, PeerExchange
 from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store
@@ -194,20 +195,15 @@ def test_a_product_begins_with_its_ranks_own_rows_and_ends_with_them(
         assert log == [*layer, ("arrive", peer), *layer, *last, *decode]
 
 
-class Rehearsed(TorchBackend):
-    """Each of its steps stands for one that is captured."""
-
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
-        batch.graph_size = int(batch.query_start[-1])
-
-
 def test_a_step_that_stands_for_a_captured_one_exchanges_nothing(
     folder: Path, expected: torch.Tensor, small_parts: None
 ) -> None:
-    world = World(folder, backend=Rehearsed)
-    torch.testing.assert_close(world.step(), expected)
+    world = World(folder)
+    with rehearsal():
+        torch.testing.assert_close(world.step(), expected)
     assert not any(rank.exchanged() for rank in world.ranks)
+    torch.testing.assert_close(world.step(), expected)
+    assert all(rank.exchanged() for rank in world.ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
