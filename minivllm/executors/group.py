@@ -16,7 +16,7 @@ from minivllm.core.cuda_graphs import capture_graph
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.all_reduce import PeerAllReduce
-from minivllm.kernels.exchange import MIN_PART, PeerExchange
+from minivllm.kernels.exchange import PeerExchange, least_rows
 from minivllm.kernels.rms_norm import row_factors_reference
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str
 def with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int, dtype: torch.dtype) -> TensorParallel:
     """Sums of steps of up to ``rows`` tokens beside products, where peer memory works and steps may be large enough;
     after proving on this machine that they are right. Every rank calls this."""
-    if tp.peer is None or rows < MIN_PART * tp.size:
+    if tp.peer is None or rows < least_rows(tp.size):
         return tp
     device, why, exchange = torch.device("cuda", device_index), "", None
     try:

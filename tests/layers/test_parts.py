@@ -163,7 +163,7 @@ class Rank:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART", 2)
+    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART", 1)
     monkeypatch.setattr("minivllm.kernels.exchange._TILE", 1)
 
 
@@ -467,5 +467,8 @@ def test_which_steps_an_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert end.takes(torch.zeros(4096, 8, dtype=torch.bfloat16)) and end.takes(torch.zeros(8192, 8).bfloat16())
     assert not end.takes(torch.zeros(4095, 8).bfloat16()) and not end.takes(torch.zeros(8193, 8).bfloat16())
     assert not end.takes(torch.zeros(4096, 8))
+    size = PeerExchange.nbytes(4, 16384, 8, torch.bfloat16)
+    of_four = PeerExchange(0, [torch.zeros(size, dtype=torch.uint8)] * 4, 16384, 8, torch.bfloat16)
+    assert of_four.takes(torch.zeros(16384, 8).bfloat16()) and not of_four.takes(torch.zeros(16383, 8).bfloat16())
     monkeypatch.setattr("minivllm.kernels.exchange.compiling", lambda: True)
     assert not end.takes(torch.zeros(4096, 8).bfloat16())
