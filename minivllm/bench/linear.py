@@ -2,9 +2,10 @@
 
 Each product runs in a CUDA graph over as many distinct weights as it takes to read them from memory and not from L2;
 the time is that of a replay divided by the weights. ``ours`` is the fused kernel (past 16 rows the cluster kernel:
-gate-up with the norm taken in, qkv behind a norm kernel), ``library`` what does the same without it (norm kernel,
-cuBLAS, activation kernel). GB/s counts the weight once. ``--sweep`` tries kernel shapes of up to 16 rows and prints
-the best; ``--chain`` times a model's layers without their attention, with and without programmatic launch.
+gate-up with the norm taken in, qkv behind a norm kernel; or for gate-up the persistent kernel, where that is chosen),
+``library`` what does the same without it (norm kernel, cuBLAS, activation kernel). GB/s counts the weight once.
+``--sweep`` tries kernel shapes of up to 16 rows and prints the best; ``--chain`` times a model's layers without their
+attention, with and without programmatic launch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from minivllm.kernels import cluster_linear as cluster_module
 from minivllm.kernels import rms_norm as norm_module
 from minivllm.kernels import skinny_linear as skinny
 from minivllm.kernels.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
+from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.skinny_linear import SkinnyConfig
 
 EPS = 1e-6
@@ -129,8 +131,15 @@ class Bench:
             "gate_up": lambda w: cluster_gate_up(x, w, EPS),
             "add": lambda w: cluster_linear_add(x, w, out),
         }[kind]
+        if self.takes_persistent(rows):
+            return self._each(lambda w: persistent_gate_up(x, w, norm_module.row_factors(x, EPS)))
 
         return self._each(per_weight)
+
+    def takes_persistent(self, rows: int) -> bool:
+        product = self.product
+        shape = rows, product.weight_rows, product.k, torch.bfloat16, self.x.device
+        return product.kind == "gate_up" and use_persistent(*shape, gated=True)
 
     def ours(self, rows: int) -> Callable[[], None]:
         return self.skinny(rows) if rows <= skinny.MAX_ROWS else self.cluster(rows)
@@ -222,13 +231,13 @@ def compare(model: Shape) -> None:
             what = (rows, product.weight_rows, product.k, torch.bfloat16, bench.x.device)
             few = rows <= skinny.MAX_ROWS
             chosen = skinny.use_skinny(*what) if few else use_cluster(*what, gated=product.kind == "gate_up")
-            mark = "*" if chosen else " "
+            mark = "*" if chosen or bench.takes_persistent(rows) else " "
             cells.append(f"{mine * 1e6:6.1f}{mark}{library * 1e6:9.1f}{product.num_bytes / mine / 1e9:5.0f}")
         weight, floor = f"{product.weight_rows} x {product.k}", product.num_bytes / PEAK
         print(f"{product.name:<9}{weight:>14}{floor * 1e6:7.1f}" + "".join(f"{c:>21}" for c in cells), flush=True)
         del bench
         torch.cuda.empty_cache()
-    print("* what use_skinny or use_cluster chooses; GB/s of our kernel")
+    print("* what use_skinny, use_cluster or use_persistent chooses; GB/s of our kernel")
 
 
 # --------------------------------------------------------------------------- sweep

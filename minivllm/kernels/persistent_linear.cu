@@ -20,19 +20,18 @@ constexpr int TURN = FINISHING / ACROSS;  // rows that are finished side by side
 constexpr int AT_ONCE = EVEN ? 4 : 2;     // rows that a thread has in hand: one's loads beside another's sums
 
 #if EVEN
-// The rows are one tile, or one a program of a cluster. Lines are in units of 16, for 8 outputs: every cluster has as
-// many, or one less than others, and goes through them in as many rounds, each of PART units or one less. The kernel
-// starts by asking for weights: for so few rows these are what it waits for.
+// The rows are one tile, and a program is alone. Lines are in units of 16, for 8 outputs: every program has as many, or
+// one less than others, and goes through them in as many rounds, each of PART units or one less. The kernel starts by
+// asking for weights: for so few rows these are what it waits for.
 struct Tiles {
-  int start, units, first, stop, step, rows_each;
-  __device__ Tiles(int rows, int features, int tile_rows, int rounds)
-      : first(0), stop(rounds), step(1), rows_each(tile_rows) {
-    const int all = features / 8, clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
-    start = all * cluster / clusters, units = all * (cluster + 1) / clusters - start;
+  int start, units, first, stop, step;
+  __device__ Tiles(int rows, int features, int rounds) : first(0), stop(rounds), step(1) {
+    const int all = features / 8, programs = gridDim.x, program = blockIdx.x;
+    start = all * program / programs, units = all * (program + 1) / programs - start;
   }
   __device__ int at(int tile, int member, int& r0, int& f0) const {  // returns the tile's units
     const int before = units * tile / stop;
-    r0 = member * rows_each, f0 = (start + before) * 8;
+    r0 = 0, f0 = (start + before) * 8;
     return units * (tile + 1) / stop - before;
   }
 };
@@ -42,7 +41,7 @@ constexpr int WIDE = 8;  // feature tiles that take turns before the next rows: 
 
 struct Tiles {  // pairs of them, in the order in which they are computed
   int columns, block, first, stop, step;  // tiles of features; pairs of tiles in WIDE of those
-  __device__ Tiles(int rows, int features, int tile_rows, int rounds)
+  __device__ Tiles(int rows, int features, int rounds)
       : columns((features + OUTPUTS - 1) / OUTPUTS), block((rows + 2 * ROWS - 1) / (2 * ROWS) * WIDE),
         first(blockIdx.x / 2), stop(block / WIDE * columns), step(gridDim.x / 2) {}
   __device__ int at(int tile, int member, int& r0, int& f0) const {
@@ -67,8 +66,8 @@ struct Arrival {
 struct PartedTiles : Tiles {  // part by part, from this rank's own on
   const Arrival& parts;
   int rows, turn, row, before;  // parts gone before this one, its first row, and the tiles of those parts
-  __device__ PartedTiles(int all, int features, int tile_rows, int rounds, const Arrival& parts)
-      : Tiles(all, features, tile_rows, rounds), parts(parts), rows(all), turn(0), before(0) { take(); }
+  __device__ PartedTiles(int all, int features, int rounds, const Arrival& parts)
+      : Tiles(all, features, rounds), parts(parts), rows(all), turn(0), before(0) { take(); }
   __device__ void take() {
     const int part = parts.rank + turn;
     row = (part < parts.ranks ? part : part - parts.ranks) * parts.each;
@@ -154,9 +153,9 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
   const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
   const u32 summed = empty + 8 * STAGES, finished = summed + 8 * GROUPS;  // of each warpgroup's rows
 #if PARTS
-  PartedTiles order(rows, features, tile_rows, rounds, arrival);
+  PartedTiles order(rows, features, rounds, arrival);
 #else
-  const Tiles order(rows, features, tile_rows, rounds);
+  const Tiles order(rows, features, rounds);
 #endif
   const int in_tile = EVEN ? tile_rows : ROWS;  // rows that are loaded
 

@@ -2,7 +2,7 @@
 queries and keys, rotary embedding and cache write. The product's rows may be multiplied by a factor each first
 (``row_factors``: the norm in front, if its weight is folded into the product's). Rows and factors may be on their way
 here from other ranks, part by part (``exchange.Arrival``): tiles of rows that are there come first. And SiLU(gate) * up
-of 65 to 256 rows and large weights.
+of 65 to 192 rows and large weights.
 
 The kernel is CUDA C++ (``persistent_linear.cu``): a program a multiprocessor, alone or in clusters of two, goes through
 tiles of 128 or 192 rows by up to 256 lines of the weight; structure after CUTLASS's warp-specialized GEMMs (NVIDIA,
