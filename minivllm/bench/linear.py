@@ -131,8 +131,6 @@ class Bench:
             "gate_up": lambda w: cluster_gate_up(x, w, EPS),
             "add": lambda w: cluster_linear_add(x, w, out),
         }[kind]
-        if self.takes_persistent(rows):
-            return self._each(lambda w: persistent_gate_up(x, w, norm_module.row_factors(x, EPS)))
 
         return self._each(per_weight)
 
@@ -141,8 +139,14 @@ class Bench:
         shape = rows, product.weight_rows, product.k, torch.bfloat16, self.x.device
         return product.kind == "gate_up" and use_persistent(*shape, gated=True)
 
+    def persistent(self, rows: int) -> Callable[[], None]:
+        x = self.x[:rows]
+        return self._each(lambda w: persistent_gate_up(x, w, norm_module.row_factors(x, EPS)))
+
     def ours(self, rows: int) -> Callable[[], None]:
-        return self.skinny(rows) if rows <= skinny.MAX_ROWS else self.cluster(rows)
+        if rows <= skinny.MAX_ROWS:
+            return self.skinny(rows)
+        return self.persistent(rows) if self.takes_persistent(rows) else self.cluster(rows)
 
     def library(self, rows: int) -> Callable[[], None]:
         x, out, kind = self.x[:rows], self.out[:rows], self.product.kind

@@ -102,7 +102,7 @@ def busy(rows: int, n: int, clusters: int) -> float:
     return rows * n / (rounds * clusters * 2 * GRID.rows * GRID.lines)
 
 
-def even(n: int, clusters: int) -> float:
+def even(n: int, programs: int) -> float:
     """The same of even shares: the others' time beside that of the largest."""
     units = cdiv(n, UNIT)
-    return units / (cdiv(units, clusters) * clusters)
+    return units / (cdiv(units, programs) * programs)

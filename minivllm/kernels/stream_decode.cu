@@ -2,11 +2,12 @@
 //
 // Compiled for one (KV, G, D, QKV), behind hopper.cuh: key heads, query heads of each, their dimension, and whether q is
 // the packed projection: then queries are normed and rotated when they are read, and whoever has a sequence's last page
-// puts the new key and value into it, there and in the cache. The pages of all
-// sequences, one after another, are cut into equal shares, one a program. A warp asks for pages, keys and values of all
-// heads by TMA, as far ahead as there is room, from one sequence to the next. Eight warps take them: WARPS / KV a head,
-// each all its scores and so many of its output's dimensions. Scores are made transposed, keys by query heads: S' = K q'
-// and out' = V' P', so that eight columns of a tensor-core tile hold the query heads of a key head.
+// puts the new key and value into it, there and in the cache.
+// The pages of all sequences, one after another, are cut into equal shares, one a program. A warp asks for pages, keys
+// and values of all heads by TMA, as far ahead as there is room, from one sequence to the next. Eight warps take them:
+// WARPS / KV a head, each all its scores and so many of its output's dimensions. Scores are made transposed, keys by
+// query heads: S' = K q' and out' = V' P', so that eight columns of a tensor-core tile hold the query heads of a key
+// head.
 // A sequence in several shares: each leaves its part, and who comes last puts them together, for each warp by itself.
 // A program takes the sequences at the ends of its share first, so that this is over before its last pages come.
 

@@ -13,6 +13,7 @@ flash-decoding (Dao et al., 2023).
 """
 
 import ctypes
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -90,12 +91,17 @@ def _new_argument(new: NewTokens | None, k_cache: torch.Tensor, v_cache: torch.T
     assert new.positions.dtype == new.slot_mapping.dtype == torch.int64 and new.cos_sin.dtype == torch.float32
     assert new.cos_sin.shape[1] == k_cache.shape[3]  # all of a head rotates
     x, x_eps = (None, 0.0) if new.scale is None else new.scale
-    assert x is None or (x.stride(1) == 1 and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0)
+    assert x is None or _in_eights(x)
     tensors = (x, new.q_weight, new.k_weight, new.cos_sin, new.positions, new.slot_mapping, k_cache, v_cache)
     return _NewArgument(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         0 if x is None else x.stride(0), new.cos_sin.stride(0), 0 if x is None else x.shape[1], new.eps, x_eps,
     )  # fmt: skip
+
+
+def _in_eights(x: torch.Tensor) -> bool:
+    """Whether the kernel, which reads 16 bytes at once, reads its rows."""
+    return x.stride(1) == 1 and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
 
 
 class StreamWorkspace:
@@ -165,6 +171,8 @@ def stream_decode(
     ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), which need not start this late."""
     if compiling():
         return
+    if new is not None and new.scale is not None and not _in_eights(new.scale.x):
+        q, new = new.scale.applied_to(q), replace(new, scale=None)
     rows, _, dim = out.shape
     blocks, size, kv_heads = k_cache.shape[:3]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1

@@ -113,3 +113,18 @@ def gpu():
         pytest.skip("no Hopper GPU, or no cuda-bindings")
     torch.manual_seed(0)
     return device
+
+
+@pytest.fixture
+def captured():
+    """What a function launches, as a CUDA graph; it has run once before."""
+
+    def capture(step):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph
+
+    return capture

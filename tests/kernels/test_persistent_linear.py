@@ -658,7 +658,7 @@ def test_of_two_launches_into_one_output_the_second_stays(gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [96, 160])
-def test_a_chain_of_even_shares_in_a_graph_gives_the_same_bits_every_time(gpu, rows):
+def test_a_chain_of_even_shares_in_a_graph_gives_the_same_bits_every_time(gpu, captured, rows):
     """Products whose weights come while the kernel before still runs, 100 replays."""
     hidden, inner, layers = 2048, 8704, 4
     weights = [[drawn(gpu, 1, *size)[1] for size in ((2 * inner, hidden), (hidden, inner))] for _ in range(layers)]
@@ -676,11 +676,7 @@ def test_a_chain_of_even_shares_in_a_graph_gives_the_same_bits_every_time(gpu, r
     for first, down in weights:
         gate, up = (rms_norm(expected, norm.float(), EPS) @ first.float().T).chunk(2, -1)
         expected = expected + (F.silu(gate) * up) @ down.float().T
-    chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain()
+    graph = captured(chain)
     graph.replay()
     first_result = h.clone()
     assert error(first_result, expected) < 2e-2

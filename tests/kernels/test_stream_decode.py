@@ -3,6 +3,7 @@ reference, with garbage wherever nothing was stored."""
 
 import ctypes
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +134,15 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     assert (told.keys, told.values) == (k_cache.data_ptr(), v_cache.data_ptr())
     assert (told.x_stride, told.angles_stride, told.size) == (64, 128, 64)
     assert (told.eps, told.x_eps) == (pytest.approx(1e-6), pytest.approx(1e-5))
+    for unread in (
+        torch.ones(40, 60, dtype=BF16),
+        torch.ones(40, 65, dtype=BF16)[:, 1:],
+    ):  # applied before
+        seen.clear()
+        of_unread = replace(new, scale=RowScale(unread, 0.0))
+        stream_decode(qkv, k_cache, v_cache, tables, lens, 0.5, out, workspace, of_unread)
+        ((_, kernel, values),) = seen
+        assert kernel == stream._kernel(4, 5, 128, True) and values[-1].x is None and values[2] != qkv.data_ptr()
 
 
 def test_pages_are_counted(where):
@@ -212,7 +222,7 @@ def test_a_sequence_without_keys_gives_zeros(gpu):
 
 
 @pytest.mark.gpu
-def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, close):
+def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, captured, close):
     """In a graph, each behind a kernel that writes the newest keys and starts the next one late (the rotary kernel)."""
     lens = [_draw.randint(1, 700) for _ in range(60)]
     cases = [Case(lens, 16, 8, 128, gpu) for _ in range(3)]
@@ -230,11 +240,7 @@ def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, close):
 
     for case in cases[1:]:
         case.workspace = cases[0].workspace
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     for _ in range(4):
         for case, packed, slot in zip(cases, qkv, slots, strict=True):
             packed.normal_()
@@ -303,7 +309,7 @@ def test_a_packed_projection_is_normed_turned_stored_and_attended(
 
 
 @pytest.mark.gpu
-def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, close):
+def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, captured, close):
     """In a graph, each behind a product that starts the next kernel early."""
     from minivllm.kernels.cluster_linear import cluster_linear
 
@@ -319,11 +325,7 @@ def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, close):
             case.qkv = cluster_linear(case.x, weight)
             case.run(out, schedule=not i, early=bool(i))
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     for _ in range(4):
         for case in cases:
             case.x.normal_()
