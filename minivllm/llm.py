@@ -74,7 +74,7 @@ class LLM:
         earlier; for schedulers that have priorities.
 
         Raises:
-            RequestError: a prompt that can never run; none of the prompts is run, and the engine goes on.
+            RequestError: a prompt that can never run; the others are dropped, and the engine goes on.
         """
         many = _prompts(prompts)
         params = self._params(sampling_params, len(many))

@@ -24,6 +24,9 @@ from minivllm.core.interfaces import AttentionBackend, AttentionLayer, Attention
 
 logger = logging.getLogger("minivllm")
 
+# Of so many tokens in a step most fill tiles of 128 queries of one head: no need to gather those of a key head's group.
+_HEADS_APART = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -67,6 +70,11 @@ def _into(attend: Callable[..., Any], **usual: Any) -> Callable[..., None]:
 
 def _fa3(module: str, spec: AttentionSpec) -> Kernels:
     package, usual = import_module(module), {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
+    packs = "pack_gqa" in inspect.signature(package.flash_attn_varlen_func).parameters
+
+    def heads_apart(q: torch.Tensor) -> dict[str, bool]:
+        return {"pack_gqa": False} if packs and len(q) >= _HEADS_APART else {}
+
     paged, varlen = (_into(f, **usual) for f in (package.flash_attn_with_kvcache, package.flash_attn_varlen_func))
 
     def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
@@ -75,12 +83,15 @@ def _fa3(module: str, spec: AttentionSpec) -> Kernels:
     def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         paged(
             out, q, k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables,
-            cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len,
+            cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len, **heads_apart(q),
         )  # fmt: skip
 
     def fresh(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         start, longest = rows.query_start, rows.max_query_len
-        varlen(out, q, k, v, cu_seqlens_q=start, cu_seqlens_k=start, max_seqlen_q=longest, max_seqlen_k=longest)
+        varlen(
+            out, q, k, v, cu_seqlens_q=start, cu_seqlens_k=start, max_seqlen_q=longest, max_seqlen_k=longest,
+            **heads_apart(q),
+        )  # fmt: skip
 
     return Kernels(decode, prefill, fresh)
 

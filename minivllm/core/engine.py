@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 Prompt = str | list[int] | dict[str, Any]
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -38,7 +40,7 @@ class EngineStats:
     output_tokens: int = 0
     preemptions: int = 0
     max_batch_size: int = 0
-    host_time: float = 0.0  # in step(), less the time it waited for the device
+    host_time: float = 0.0  # of steps, less the time they waited for the device
     wait_time: float = 0.0
     launch_time: float = 0.0  # of host_time: in Executor.launch (on a CPU, the model itself)
 
@@ -72,6 +74,7 @@ class LLMEngine:
         self._by_sequence: dict[str, tuple[Request, Completion]] = {}
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
         self._arrivals = 0
+        self._prompt_tokens_since_step = 0
         self._eos = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
         self._dead: BaseException | None = None
         self._uninterrupted = Uninterrupted()
@@ -101,8 +104,12 @@ class LLMEngine:
         Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier, by
         schedulers that have priorities; with others only 0 is allowed.
 
+        Where nothing is under way and the requests since the last ``step`` fill one, it is launched here: the device
+        need not wait for the requests behind.
+
         Raises:
             RequestError: it can never run; the engine is as before.
+            EngineDeadError: as ``step``.
         """
         self.check_health()
         params = params if params is not None else SamplingParams()
@@ -139,6 +146,12 @@ class LLMEngine:
         self._arrivals += 1
         self._requests[request_id] = request
         self.stats.prompt_tokens += len(ids)
+        self._prompt_tokens_since_step += len(ids)
+        full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
+        if full and not self._under_way and self._depth > 1 and not self.scheduler.uses_priority:
+            began = time.perf_counter()
+            self._uninterruptedly(self._launch)
+            self.stats.host_time += time.perf_counter() - began
 
     def abort(self, request_id: str | list[str]) -> None:
         """End requests wherever they are; ids that are not known (any more) are passed over."""
@@ -164,33 +177,26 @@ class LLMEngine:
             EngineDeadError: a rank failed; every request of this engine is lost.
         """
         self.check_health()
+        return self._uninterruptedly(self._step)
+
+    def _uninterruptedly(self, act: Callable[[], _T]) -> _T:
+        """Nobody knows how far an act came that failed: the engine is dead then."""
         with self._uninterrupted:
             try:
-                return self._step()
+                return act()
             except Exception as error:
                 self._dead = error
                 if isinstance(error, MinivllmError):
                     raise
                 raise EngineDeadError(f"a step failed: {type(error).__name__}: {error}") from error
-            except BaseException as error:  # a second Ctrl-C: nobody knows how far the step came
+            except BaseException as error:  # a second Ctrl-C
                 self._dead = error
                 raise
 
     def _step(self) -> list[RequestOutput]:
-        began = time.perf_counter()
-        while len(self._under_way) < self._depth:
-            planned = time.perf_counter()
-            batch = self.scheduler.schedule()
-            if batch is None:
-                break
-            self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
-            if self.observer is not None:
-                self.observer.scheduled(batch, planned)
-            launched = time.perf_counter()
-            self._under_way.append((batch, self.executor.launch(batch)))
-            self.stats.launch_time += time.perf_counter() - launched
-            if self.observer is not None:
-                self.observer.launched(batch)
+        began, self._prompt_tokens_since_step = time.perf_counter(), 0
+        while len(self._under_way) < self._depth and self._launch():
+            pass
         if not self._under_way:
             return []
         batch, handle = self._under_way.popleft()
@@ -207,6 +213,22 @@ class LLMEngine:
         self.stats.wait_time += done - waited
         self.stats.host_time += time.perf_counter() - began - (done - waited)
         return outputs
+
+    def _launch(self) -> bool:
+        """Schedule and launch a step; False if none can run before one under way is taken in."""
+        planned = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return False
+        self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+        if self.observer is not None:
+            self.observer.scheduled(batch, planned)
+        launched = time.perf_counter()
+        self._under_way.append((batch, self.executor.launch(batch)))
+        self.stats.launch_time += time.perf_counter() - launched
+        if self.observer is not None:
+            self.observer.launched(batch)
+        return True
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)

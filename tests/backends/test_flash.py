@@ -37,6 +37,7 @@ class Package(ModuleType):
     def __init__(self, *, out: bool) -> None:
         super().__init__("fake_flash")
         self.calls: list[str] = []
+        self.takes_packing, self.packs = out, list[bool | None]()
         if out:
             self.flash_attn_varlen_func = self._varlen_out
             self.flash_attn_with_kvcache = self._kvcache_out
@@ -44,10 +45,12 @@ class Package(ModuleType):
             self.flash_attn_varlen_func = lambda *a, **k: self._varlen(*a, **k)
             self.flash_attn_with_kvcache = lambda *a, **k: self._kvcache(*a, **k)
 
-    def _varlen_out(self, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _varlen_out(self, *args: Any, out: torch.Tensor, pack_gqa: bool | None = None, **options: Any) -> torch.Tensor:
+        self.packs.append(pack_gqa)
         return out.copy_(self._varlen(*args, **options))
 
-    def _kvcache_out(self, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _kvcache_out(self, *args: Any, out: torch.Tensor, pack_gqa: bool | None = None, **options: Any) -> torch.Tensor:
+        self.packs.append(pack_gqa)
         return out.copy_(self._kvcache(*args, **options))
 
     def _varlen(
@@ -114,6 +117,17 @@ def test_equals_attention_written_out(package: Package, name: str, window: int |
     assert relative_error(step.run(backend), step.expected()) < 2e-5  # of both ways, where there are two
     assert backend.fresh_prompts == (name in FRESH)
     assert ("varlen" in package.calls) == (name in FRESH)
+
+
+@pytest.mark.parametrize("name", ["prompts", "chunks"])
+def test_heads_of_many_queries_go_apart(package: Package, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(SPEC, *SMALL[name])
+    tokens = int(step.batch.query_start[-1])
+    for least, apart in ((tokens, False), (tokens + 1, None)):
+        monkeypatch.setattr(flash, "_HEADS_APART", least)
+        package.packs.clear()
+        step.run(FlashBackend(SPEC))
+        assert set(package.packs) == ({apart} if package.takes_packing else set())
 
 
 def test_one_step_after_another_decides_anew(package: Package) -> None:

@@ -535,6 +535,42 @@ def test_requests_may_come_while_others_run(engine: Engine) -> None:
     assert final == {str(i): reference_tokens(folder, p, 8) for i, p in enumerate(prompts)}
 
 
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_a_full_step_does_not_wait_for_the_requests_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, pipeline: bool
+) -> None:
+    llm = engine(**SMALL, **{"scheduler.max_num_batched_tokens": 16, "scheduler.async_scheduling": pipeline})
+    prompts, launched, after = [[n + 3] * 7 for n in range(6)], [], []
+    expected = tokens(run(llm, prompts))
+    llm.reset_prefix_cache()
+    launch = llm.engine.executor.launch
+    monkeypatch.setattr(llm.engine.executor, "launch", lambda batch: launched.append(batch) or launch(batch))
+    for n, prompt in enumerate(prompts):
+        llm.engine.add_request(str(n), prompt, GREEDY)
+        after.append(len(launched))
+    assert after == ([0, 0, 1, 1, 1, 1] if pipeline else [0] * 6)
+    outputs: dict[str, RequestOutput] = {}
+    while llm.engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.engine.step() if output.finished}
+    assert tokens([outputs[str(n)] for n in range(6)]) == expected
+    with pytest.raises(RequestError, match="prompt 6: token id 512"):
+        run(llm, [*prompts, [512]])
+    assert not llm.engine.has_unfinished_requests()
+    usable(llm)
+
+
+def test_a_full_step_that_fails_at_once_ends_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(batch: Any) -> Any:
+        raise ValueError("boom")
+
+    llm = engine(**SMALL, **{"scheduler.max_num_batched_tokens": 16})
+    monkeypatch.setattr(llm.engine.executor, "launch", fail)
+    with pytest.raises(EngineDeadError, match="ValueError: boom"):
+        llm.engine.add_request("0", [5] * 16, GREEDY)
+    with pytest.raises(EngineDeadError, match="stopped earlier"):
+        llm.engine.step()
+
+
 def test_a_step_with_nothing_to_do_is_empty(engine: Engine) -> None:
     llm = engine(**SMALL)
     assert llm.engine.step() == [] and not llm.engine.has_unfinished_requests()
