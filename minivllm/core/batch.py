@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,6 +46,25 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + len(self.token_ids)
+
+    def apart(self) -> tuple[Batch, Batch]:
+        """The decodes, with all new blocks, and the prompts, with all admissions, as two batches to launch in turn.
+
+        In this order: a prompt may share a block that a decode of the same step completes.
+        """
+        d, none = self.num_decodes, _none()
+
+        def rows(some: slice) -> dict[str, Any]:
+            return {n: getattr(self, n)[some] for n in ("slots", "generations", "num_computed", "num_new", "samples")}
+
+        decodes = replace(
+            self, **rows(slice(d)), token_ids=none, admitted_slots=none, admitted_params=self.admitted_params[:0],
+            known_ids=none, known_lens=none,
+        )  # fmt: skip
+        prompts = replace(
+            self, **rows(slice(d, None)), num_decodes=0, block_slots=none, block_indices=none, block_ids=none
+        )
+        return decodes, prompts
 
 
 @dataclass(slots=True)

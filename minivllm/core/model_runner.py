@@ -18,7 +18,7 @@ from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult, overr
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
-    from minivllm.core.interfaces import AttentionBackend, Model, Sampler
+    from minivllm.core.interfaces import AttentionBackend, Model, Sampler, StepHandle
     from minivllm.core.prompt_graphs import PromptGraphs
 
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
@@ -72,6 +72,37 @@ class PendingStep:
         return StepResult(token_ids, Logprobs(self.rows[lp.rows], host[0], host[1], host[2], host[3]))
 
 
+@dataclass(slots=True)
+class StepApart:
+    """A step launched as two, its decodes and its prompts."""
+
+    decodes: PendingStep
+    prompts: PendingStep
+
+    def result(self) -> StepResult:
+        first, second = self.decodes.result(), self.prompts.result()
+        tokens = np.concatenate([first.token_ids, second.token_ids])
+        both = ((first.logprobs, 0), (second.logprobs, len(first.token_ids)))
+        asked = [(logprobs, at) for logprobs, at in both if logprobs is not None]
+        return StepResult(tokens, _stacked(asked) if asked else None)
+
+
+def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:
+    """One behind the other, each with its batch's first row; where one has fewer of a row's best, zeros follow them."""
+    k = max(part.top.shape[1] for part, _ in parts)
+
+    def wide(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, ((0, 0), (0, k - x.shape[1])))
+
+    return Logprobs(
+        np.concatenate([part.rows + at for part, at in parts]),
+        np.concatenate([part.sampled for part, _ in parts]),
+        np.concatenate([part.rank for part, _ in parts]),
+        np.concatenate([wide(part.top_ids) for part, _ in parts]),
+        np.concatenate([wide(part.top) for part, _ in parts]),
+    )
+
+
 class ModelRunner:
     """Owns the device's slot state and turns batches into launched work.
 
@@ -103,11 +134,14 @@ class ModelRunner:
         self._turn = 0
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: Batch) -> StepHandle:
         if len(batch.block_slots):
             self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
         if self.graphs is not None and batch.num_decodes == len(batch.slots):
             return self.graphs.launch(batch)
+        if self.graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
+            decodes, prompts = batch.apart()
+            return StepApart(self.graphs.launch(decodes), self._launch_eager(prompts))
         return self._launch_eager(batch)
 
     # ------------------------------------------------------------------ eager

@@ -8,7 +8,8 @@ for prompts that all start in it, where the backend has a faster way for those.
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
 # input_ids, positions, slot_mapping (T,) int64
 # query_start (R + 1,) int32   seq_lens (R,) int32   block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
-All rows go to the backend as prompt rows, decodes too. The row behind the last holds the tokens of the padding: its
+All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
+weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
 context is one key long, so that they see nothing; they write into block 0, which nobody owns.
 """
 
@@ -38,6 +39,7 @@ _FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts t
 _WASTE = 0.25  # of _FLOP: padding allowed
 _FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
+_APART_FLOP = 8e9  # a token: up to 8 GB of layers, which are read in 2 ms, where launching a step eagerly takes 10
 _PICKED_FROM = 256  # tokens: up to here a product takes as long as reading its weights, however few rows it has
 _PROOF_ROWS = 4  # sequences of a step that proves a graph, or as many as its tokens need
 _COMPARED = 256  # hidden states of it, spread evenly: an eager step's are kept until all graphs are captured
@@ -82,6 +84,7 @@ class PromptGraphs:
         self.full = step if limit < step and step * flop <= _FULL_FLOP else 0
         self.sizes = prompt_sizes(min(limit, step), self.full)
         self.waste = int(_WASTE * _FLOP / flop)
+        self.apart = flop <= _APART_FLOP
         top = self.sizes[-1] if self.sizes else 0
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
@@ -156,14 +159,23 @@ class PromptGraphs:
 
     def size_for(self, batch: Batch) -> int | None:
         """The graph for this step; None if it had better run eagerly."""
-        tokens, d = batch.num_tokens, batch.num_decodes
-        if not self.sizes or tokens > self.sizes[-1] or d > _MAX_DECODES:
+        d = batch.num_decodes
+        if d > _MAX_DECODES or (d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT):
             return None
-        if d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT:
+        return self._size_for(batch.num_tokens)
+
+    def _size_for(self, tokens: int) -> int | None:
+        if not self.sizes or tokens > self.sizes[-1]:
             return None
         size = next(size for size in self.sizes if size >= tokens)
         waste = min(self.waste, int(_FULL_WASTE * size)) if size == self.full else self.waste
         return size if size - tokens <= waste else None
+
+    def takes_apart(self, batch: Batch) -> bool:
+        """Whether this step of decodes and prompts had better be two, each a graph."""
+        if not self.apart or not batch.num_decodes or self.size_for(batch) is not None:
+            return False
+        return self._size_for(len(batch.token_ids)) is not None
 
     def launch(
         self, size: int, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,

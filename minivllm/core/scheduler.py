@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
     from minivllm.core.interfaces import BlockManager
 
-_LOOK_AHEAD = 32  # how many waiting sequences a step considers: what it costs does not grow with the queue
+_LOOK_AHEAD = 32  # how many waiting sequences a step passes over: what it costs does not grow with the queue
 _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
 _NEVER = 1 << 62
 _WATERMARK = 0.01  # the share of the pool that an admission leaves free for running sequences to grow
@@ -192,15 +192,14 @@ class SlotScheduler(Scheduler):
         return chunks
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
-        at, looked, retry_at, no_room = 0, 0, _NEVER, False
-        while at < len(self.waiting) and looked < _LOOK_AHEAD and budget > 0 and self._free_slots:
+        at, retry_at, no_room = 0, _NEVER, False  # ``at``: so many are passed over
+        while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0 and self._free_slots:
             if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
                 break  # nobody goes before the head any more
             seq = self.waiting[at]
             if seq.status is not Status.WAITING:
                 del self.waiting[at]
                 continue
-            looked += 1
             known = len(seq.known)
             cached = self.blocks.match(seq)
             lacking = self.lacking(seq, cached)

@@ -21,7 +21,7 @@ from minivllm.executors.progress import Progress
 from minivllm.executors.ring import Bell, Reader, Ring, Writer
 
 if TYPE_CHECKING:
-    from minivllm.core.model_runner import PendingStep
+    from minivllm.core.interfaces import StepHandle
     from minivllm.executors.worker import Worker
     from minivllm.plugins.registry import Registry
 
@@ -38,7 +38,7 @@ class RankProcess:
         self.doing = "at its start"
         self.ready = False
         self.steps = Reader(Ring(hello.steps_fd, hello.size, hello.step_bytes), hello.rank, Bell(*hello.bell_fds))
-        self._pending: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self) -> None:

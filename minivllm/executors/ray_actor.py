@@ -16,7 +16,7 @@ from minivllm.executors.messages import Build, Failed, Pulse, Ready, Still, deco
 from minivllm.executors.progress import Progress
 
 if TYPE_CHECKING:
-    from minivllm.core.model_runner import PendingStep
+    from minivllm.core.interfaces import StepHandle
     from minivllm.executors.worker import Worker
 
 
@@ -24,7 +24,7 @@ class RankActor:
     def __init__(self, build: bytes, rank: int, size: int) -> None:
         self.build, self.rank, self.size = build, rank, size
         self.worker: Worker | None = None
-        self.pending: queue.SimpleQueue[tuple[int, PendingStep]] = queue.SimpleQueue()
+        self.pending: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
         self.store: Any = None
         self.progress: Progress | None = None
         self.failed = b""  # last words

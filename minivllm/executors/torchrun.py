@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch
     from minivllm.core.model_config import ModelConfig
-    from minivllm.core.model_runner import PendingStep
     from minivllm.plugins.registry import Registry
 
 _TIMEOUT = 600.0  # seconds that ranks may come to the same step apart
@@ -142,7 +141,7 @@ class _Step:
 
     __slots__ = ("check", "executor", "pending", "step")
 
-    def __init__(self, executor: TorchrunExecutor, check: _SameStep, step: int, pending: PendingStep) -> None:
+    def __init__(self, executor: TorchrunExecutor, check: _SameStep, step: int, pending: StepHandle) -> None:
         self.executor, self.check, self.step, self.pending = executor, check, step, pending
 
     def result(self) -> StepResult:

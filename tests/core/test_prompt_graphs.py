@@ -4,6 +4,7 @@ graphs. On a GPU: ``tests/gpu``."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.backends.torch import TorchBackend
 from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch
-from minivllm.core.model_runner import ModelRunner
+from minivllm.core.model_runner import ModelRunner, PendingStep, StepApart
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
 from minivllm.errors import MinivllmError
@@ -40,7 +41,7 @@ def batch(decodes: list[int], prompts: list[int]) -> Batch:
 @pytest.fixture
 def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
-    made.sizes, made.full, made.waste = prompt_sizes(1024, 1600), 1600, 300
+    made.sizes, made.full, made.waste, made.apart = prompt_sizes(1024, 1600), 1600, 300, True
     return made
 
 
@@ -73,6 +74,40 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
     graphs: PromptGraphs, decodes: list[int], prompts: list[int], size: int | None
 ) -> None:
     assert graphs.size_for(batch(decodes, prompts)) == size
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prompts", "apart"),
+    [
+        ([10] * 33, [40], True),
+        ([5000], [40], True),
+        ([10] * 33, [1590], True),
+        ([10] * 32, [40], False),  # one graph holds them
+        ([10] * 33, [600], False),  # no graph for so many tokens
+        ([], [600], False),
+    ],
+)
+def test_many_decodes_and_prompts_go_apart_where_each_has_a_graph(
+    graphs: PromptGraphs, decodes: list[int], prompts: list[int], apart: bool
+) -> None:
+    step = batch(decodes, prompts)
+    assert graphs.takes_apart(step) == apart
+    graphs.apart = False  # of a model whose weights take long to read
+    assert not graphs.takes_apart(step)
+
+
+def test_the_parts_of_a_batch_make_it_up() -> None:
+    step = batch([10, 20, 30], [4, 5])
+    blocks, ids = np.arange(2, dtype=np.int32), np.arange(9, dtype=np.int32)
+    step = replace(step, token_ids=ids, block_slots=blocks, block_ids=blocks, admitted_slots=blocks, known_ids=ids)
+    decodes, prompts = step.apart()
+    assert (decodes.num_decodes, prompts.num_decodes) == (3, 0)
+    assert (decodes.num_tokens, prompts.num_tokens) == (3, 9)
+    for name in (field.name for field in fields(step)):
+        whole, first, second = (getattr(part, name) for part in (step, decodes, prompts))
+        if isinstance(whole, np.ndarray):
+            assert np.concatenate([first, second]).tolist() == whole.tolist(), name
+    assert len(decodes.block_slots) == len(prompts.admitted_slots) == 2 and len(prompts.known_ids) == 9
 
 
 @pytest.mark.parametrize("others", [10**7, 10**10, 10**12])
@@ -214,6 +249,52 @@ def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]]
     assert {rows for size, rows in log if size == 512} == {4 if picks else 512}
     smaller = [(size, rows) for size, rows in log if size < 512]
     assert smaller and all(size == rows for size, rows in smaller)
+
+
+def test_steps_apart_give_what_whole_ones_give(
+    llm: LLM, log: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, and log-probabilities of different numbers of the best on either side."""
+    rng = np.random.default_rng(0)
+    runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    prompts = [rng.integers(5, 1000, n).tolist() for n in (30, 15, 40, 60, 29, 20, 31)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=3 + i, ignore_eos=True, logprobs=(None, 1, 3)[i % 3])
+        for i in range(len(prompts))
+    ]
+
+    def say() -> list[Any]:
+        return [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    expected = say()
+    decodes: list[int] = []
+
+    def launch(batch: Batch) -> PendingStep:
+        decodes.append(len(batch.slots))
+        return runner._launch_eager(batch)  # type: ignore[no-any-return]
+
+    runner.graphs = SimpleNamespace(launch=launch)
+    runner.prompt_graphs = PromptGraphs(runner, 512, TensorParallel())
+    runner.prompt_graphs.capture(llm.engine.num_blocks, VOCAB)
+    monkeypatch.setattr(prompt_graphs, "_MAX_DECODES", 0)
+    whole = ModelRunner.launch
+    apart: list[tuple[int, int]] = []
+
+    def noted(self: ModelRunner, batch: Batch) -> Any:
+        step = whole(self, batch)
+        if isinstance(step, StepApart):
+            apart.append((batch.num_decodes, len(batch.slots)))
+        return step
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    for ours, theirs in zip(say(), expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for got, wanted in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+            assert got.keys() == wanted.keys()
+            for token in wanted:
+                assert got[token].logprob == pytest.approx(wanted[token].logprob, abs=1e-4)
+                assert got[token].rank == wanted[token].rank
+    assert apart and all(0 < d < n for d, n in apart) and len(decodes) > len(apart)
 
 
 # --------------------------------------------------------------------------- proofs

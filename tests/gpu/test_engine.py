@@ -13,7 +13,9 @@ import torch
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core import prompt_graphs
-from minivllm.core.interfaces import AttentionSpec
+from minivllm.core.batch import Batch
+from minivllm.core.interfaces import AttentionSpec, StepHandle
+from minivllm.core.model_runner import ModelRunner, StepApart
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.plugins.manager import load_plugins
 
@@ -103,6 +105,36 @@ def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
                 graphs = llm.engine.executor._worker.runner.graphs  # type: ignore[attr-defined]
                 assert graphs._replays == int(graphs.steps) > 500
     assert told[0] == told[1]
+
+
+def test_many_decodes_and_the_prompts_beside_them_are_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart: list[tuple[int, int]] = []
+    launch = ModelRunner.launch
+
+    def noted(self: ModelRunner, batch: Batch) -> StepHandle:
+        step = launch(self, batch)
+        if isinstance(step, StepApart):
+            apart.append((batch.num_decodes, len(batch.token_ids)))
+        return step
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    prompts = [p for p in PROMPTS for _ in range(15)]
+    params = [
+        SamplingParams(
+            temperature=0.8 if i % 3 else 0, seed=i, max_tokens=5 + 7 * i % 40, ignore_eos=True, logprobs=i % 4
+        )
+        for i in range(len(prompts))
+    ]
+    said = []
+    for eager in (True, None):
+        with LLM("demo", attention="triton", dtype="float32", enforce_eager=eager, max_num_seqs=64) as llm:
+            outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+            said.append(
+                [(o.token_ids, [{t: lp.rank for t, lp in at.items()} for at in o.logprobs or []]) for o in outputs]
+            )
+        assert bool(apart) == (not eager)
+    assert said[0] == said[1]
+    assert all(decodes > 32 and tokens for decodes, tokens in apart)
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
