@@ -102,7 +102,7 @@ class TritonBackend(AttentionBackend):
         return out
 
     def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
-        if rows <= self.fused_decode_rows or not self.fused_decode_rows:
+        if not self.fused_decode_rows or (rows <= self.fused_decode_rows and not scaled):
             return super().takes_qkv(rows, scaled, rotary_dim)
         return self._stream is not None and rotary_dim == self.spec.head_dim and self._stream.takes_qkv()
 
@@ -110,8 +110,10 @@ class TritonBackend(AttentionBackend):
         batch, workspace, stream = self.batch, self._workspace, self._stream
         assert batch is not None and workspace is not None
         rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
-        if stream is None or not (stream.suits(rows) if new is None else rows > self.fused_decode_rows):
-            stream = None
+        if stream is not None:
+            scaled = new is not None and new.scale is not None
+            suits = stream.suits(rows) if new is None else scaled or rows > self.fused_decode_rows
+            stream = stream if suits else None
         holder = stream or workspace
         first = layer.index == 0 or self._scheduled is not holder  # a graph is captured after an eager step of its plan
         self._scheduled = holder

@@ -1,4 +1,4 @@
-"""Linear layers over 17 to 256 rows, on Hopper: products whose weights are on their way before the input is there.
+"""Linear layers over 9 to 256 rows, on Hopper: products whose weights are on their way before the input is there.
 
 With the residual addition behind, SiLU(gate) * up, or all that stands between a projection and attention; the last two
 with the norm in front, if its weight is folded into theirs. Large weights are read so for fewer rows, too.
@@ -33,7 +33,7 @@ from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch, loads, p
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
-MIN_ROWS, MAX_ROWS = 17, 256
+MIN_ROWS, MAX_ROWS = 9, 256
 
 
 def use_cluster(

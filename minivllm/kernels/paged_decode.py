@@ -320,14 +320,15 @@ _ROWS = 4, 16, 192  # up to so many rows the first configuration is taken, the s
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
     """What measured best on an H200 (docs/performance.md): tiles of 32 KiB of keys and as much of values; of a quarter
-    of that for many rows, whose contexts may be short. Some rows are cut into little more than two a multiprocessor.
+    of that for many rows, whose contexts may be short. Few rows are cut into little more than two a multiprocessor:
+    a long context's parts wait for room otherwise, and there are more to merge.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
     if rows > _ROWS[2]:
         return DecodeConfig(min(max((8 << 10) // padded, 16), 64), num_warps=4, num_stages=3, programs=4 * num_sms)
     block_n = min(max((32 << 10) // padded, 16), 128)
     small = block_n * padded < 32 << 10
-    programs = 2 if _ROWS[0] < rows <= _ROWS[1] and not small else 4
+    programs = 2 if rows <= _ROWS[0] or (rows <= _ROWS[1] and not small) else 4
     return DecodeConfig(
         block_n,
         num_warps=4,

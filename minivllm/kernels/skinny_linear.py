@@ -1,7 +1,7 @@
-"""Linear layers over few rows (1 to 16): the weight streams through once, with the norm in front and the residual
-addition or SiLU * up behind it in the same kernel. Up to 256 rows take ``cluster_linear``'s products, gate and up of
-1,024 and more, or of large weights, ``persistent_linear``'s, where those are faster; the rest, and other devices, the
-library's.
+"""Linear layers over few rows (1 to 8, or 16): the weight streams through once, with the norm in front and the residual
+addition or SiLU * up behind it in the same kernel. 9 to 256 rows take ``cluster_linear``'s products where there are
+such, gate and up of 1,024 and more, or of large weights, ``persistent_linear``'s, where those are faster; the rest, and
+other devices, the library's.
 
 Bytes moved: the weight, n * k elements. Qwen3-0.6B's four products a layer in bf16: 8.4 + 4.2 + 12.6 + 6.3 MB, so
 7.3 µs at 4.3 TB/s; the LM head's 311 MB 72 µs. A kernel takes longer than its stream only by what stands after
@@ -39,6 +39,7 @@ from minivllm.kernels.rms_norm import RowScale, rms_norm, row_factors
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
+_MOST_BEFORE_CLUSTERS = 8  # rows: a product of more is faster in ``cluster_linear``, if it can be had there
 # A row's rms may be left to what reads the product, which reads the row of x as well; some read it several times. With
 # more rows, or larger ones, that costs more than the norm's kernel does.
 MAX_UNSCALED_ROWS, MAX_UNSCALED_SIZE = 1024, 2048
@@ -354,7 +355,9 @@ def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
 def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, num_sms: int) -> SkinnyConfig:
     """n: features of the output, so half the weight's rows if gated."""
     width = 2 if gated else 1
-    if rows > 4 and dtype != torch.float16:  # x * norm_weight may not fit a float16
+    if (rows > 4 and dtype != torch.float16) or (
+        rows > 2 and dtype == torch.bfloat16
+    ):  # x * norm_weight may not fit a float16
         slice_ = 64 if gated else 128
         return SkinnyConfig(0, 4, min(cdiv(k, 4 * slice_), 4), slice=slice_)
     steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load a lane each
@@ -500,8 +503,11 @@ def linear_add_reference(
 # --------------------------------------------------------------------------- what layers call
 
 
-def _few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return use_skinny(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device)
+def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> bool:
+    rows = x.shape[0]
+    if not use_skinny(rows, weight.shape[0], weight.shape[1], x.dtype, x.device):
+        return False
+    return rows <= _MOST_BEFORE_CLUSTERS or bias is not None or not _some_rows(x, weight, gated)
 
 
 def _some_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
@@ -517,7 +523,7 @@ def _many_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (t, k), weight (n, k); returns (t, n)."""
-    if _few_rows(x, weight):
+    if _few_rows(x, weight, bias):
         return linear_triton(x, weight, bias)
     return _many_rows(x, weight, bias)
 
@@ -534,7 +540,7 @@ def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``linear(rms_norm(x), weight, bias)``: x (t, k), norm_weight (k,), weight (n, k); returns (t, n)."""
-    if _few_rows(x, weight):
+    if _few_rows(x, weight, bias):
         return norm_linear_triton(x, norm_weight, eps, weight, bias)
     return _many_rows(rms_norm(x, norm_weight, eps), weight, bias)
 
@@ -544,7 +550,8 @@ def norm_linear_unscaled(
 ) -> tuple[torch.Tensor, RowScale | None]:
     """``norm_linear`` where norm_weight is folded into weight, and ones; and what its rows are still to be multiplied
     by. Many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
-    if MAX_ROWS < x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE:
+    some = _MOST_BEFORE_CLUSTERS < x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
+    if some and not _few_rows(x, weight):
         return _many_rows(x, weight), RowScale(x, eps)
     return norm_linear(x, norm_weight, eps, weight), None
 
@@ -559,7 +566,7 @@ def norm_gate_up(
 ) -> torch.Tensor:
     """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i). ``folded``: as above,
     and there is no bias."""
-    if _few_rows(x, weight):
+    if _few_rows(x, weight, bias, gated=True):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
     if bias is None and _some_rows(x, weight, gated=True):
         if folded and gate_up_takes_norm(x.shape[0], weight.shape[0], weight.shape[1]):
@@ -578,7 +585,7 @@ def linear_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
     """Adds ``linear(x, weight, bias)`` to ``residual`` (t, n) in place, and returns it."""
-    if _few_rows(x, weight):
+    if _few_rows(x, weight, bias):
         return linear_add_triton(x, weight, bias, residual)
     if bias is None and _some_rows(x, weight):
         return cluster_linear_add(x, weight, residual)

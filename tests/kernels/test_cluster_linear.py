@@ -216,7 +216,7 @@ def check(gpu, rows, n, k, config=None):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 100, 128, 129, 200, 256])
+@pytest.mark.parametrize("rows", [9, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 256])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_chosen_configurations_are_right(gpu, rows, n, k):
     check(gpu, rows, n, k)
@@ -230,7 +230,7 @@ def test_even_shares_of_large_weights_are_right(gpu, rows, n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [17, 32, 64, 65, 100, 128, 200, 256])
+@pytest.mark.parametrize("rows", [9, 16, 17, 32, 64, 65, 100, 128, 200, 256])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "hidden"),
     [(16, 8, 128, 1024), (32, 8, 64, 2048), (20, 4, 128, 5120), (2, 1, 128, 72), (3, 1, 64, 640)],

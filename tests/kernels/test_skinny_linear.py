@@ -99,6 +99,15 @@ def test_chosen_configurations_are_right(where, close, rows, n, k):
     check_all(where, close, rows, n, k, None)
 
 
+def test_from_nine_rows_on_clusters_are_taken_where_they_can_be_had(monkeypatch):
+    weight, bias = torch.empty(64, 64), torch.empty(64)
+    monkeypatch.setattr(skinny, "use_skinny", lambda *shape: True)
+    for clusters in (True, False):
+        monkeypatch.setattr(skinny, "use_cluster", lambda *shape, gated, clusters=clusters: clusters)
+        few = [skinny._few_rows(torch.empty(rows, 64), weight, b) for rows in (8, 9) for b in (None, bias)]
+        assert few == [True, True, not clusters, True]
+
+
 def test_the_layers_entries_take_the_reference_on_the_cpu():
     x, g, w, b = tensors(("cpu", torch.float32), 2, 8, 16, bias=True)
     assert torch.equal(skinny.linear(x, w, b), torch.nn.functional.linear(x, w, b))
