@@ -6,6 +6,7 @@ from functools import cache
 from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
 
+SMALL_WEIGHT = 6 << 20  # elements up to which waves of small tiles are enough, however many rows
 LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
 HEADS_TILE = 128  # features: one head, or two
 MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
@@ -87,8 +88,21 @@ def cluster_config(
     return _even_config(rows, n, k, sms, gated) if n * k > LARGE_WEIGHT else _wave_config(rows, n, k, sms, gated)
 
 
+def is_long(n: int, k: int) -> bool:
+    """Whether k is what there is most to share of, in a weight that is neither small nor large."""
+    return SMALL_WEIGHT < n * k <= LARGE_WEIGHT and k >= 2 * n
+
+
+def _long_config(rows: int, n: int, k: int, sms: int) -> ClusterConfig:
+    """All rows in one tile, k in four: a program takes in fewer of them so than with narrow tiles of half of k."""
+    tile, splits = Tile(2, 8 * cdiv(n, 8 * (_clustered(sms) // 4)), True, 1), 4
+    return ClusterConfig(tile, _stages(tile, rows, cdiv(k, STEP), splits, SHARED_BYTES), 1, splits)
+
+
 def _wave_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterConfig:
     """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one."""
+    if 64 < rows <= 128 and not gated and is_long(n, k):
+        return _long_config(rows, n, k, sms)
     steps = cdiv(k, STEP)
     tile = SMALL if rows <= 32 else MEDIUM
     if rows > 64 and _programs(tile, rows, n) > sms:

@@ -23,8 +23,10 @@ from minivllm.kernels._triton import cdiv, compiling, num_sms
 from minivllm.kernels.cluster_config import (
     HEADS_TILE,
     LARGE_WEIGHT,
+    SMALL_WEIGHT,
     ClusterConfig,
     cluster_config,
+    is_long,
     received_bytes,
     tile_kernel,
     tile_rows,
@@ -47,8 +49,10 @@ def use_cluster(
     elif n * k > LARGE_WEIGHT:
         faster = rows <= 64 or (rows <= 192 and not gated and k > n)  # gated: persistent_linear's
     else:
-        small = n * k <= 6 << 20 and (rows <= 128 or min(n, k) <= 1024)
-        faster = MIN_ROWS <= rows <= (MAX_ROWS if small else 64)  # beyond, the library's larger tiles are as good
+        small = n * k <= SMALL_WEIGHT and (rows <= 128 or min(n, k) <= 1024)
+        long = not gated and is_long(n, k)
+        most = MAX_ROWS if small else 128 if long else 64  # beyond, the library's larger tiles are as good
+        faster = MIN_ROWS <= rows <= most
     if not faster:
         return False
     config = cluster_config(rows, n, k, num_sms(device), gated, head_dim)

@@ -28,7 +28,7 @@ from minivllm.kernels.rms_norm import rms_norm
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
 
-SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (3584, 5120), (272, 72), (8, 8)]
+SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 8192), (3584, 5120), (272, 72), (8, 8)]
 LARGE_SHAPES = [(17408, 5120), (5120, 8704), (19456, 2560), (4096, 12288)]
 TILES = [SMALL, MEDIUM, LARGE, WIDE, Tile(1, 80, True, 1), Tile(2, 144, True, 1), Tile(3, 96, True, 1)]
 EPS = 1e-6
