@@ -24,8 +24,9 @@ from minivllm.core.interfaces import AttentionBackend, AttentionLayer, Attention
 
 logger = logging.getLogger("minivllm")
 
-# Of so many tokens in a step most fill tiles of 128 queries of one head: no need to gather those of a key head's group.
-_HEADS_APART = 4096
+# Queries of a key head's heads are gathered in one tile of 128. Where prompts fill tiles of one head, which those of so
+# many tokens do, that takes longer than it saves; of a captured step, whose prompts nobody knows, it is assumed.
+_HEADS_APART, _CAPTURED_APART = 96, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Rows:
     block_tables: torch.Tensor  # (n, width) int32
     max_query_len: int
     max_seq_len: int  # an upper bound; of decodes: what the block table can hold, so that a graph has one value
+    heads_apart: bool = False  # whether most prompts fill tiles with queries of one head
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, torch.Tensor], None]  # q, k, v, rows, out
@@ -70,11 +72,7 @@ def _into(attend: Callable[..., Any], **usual: Any) -> Callable[..., None]:
 
 def _fa3(module: str, spec: AttentionSpec) -> Kernels:
     package, usual = import_module(module), {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
-    packs = "pack_gqa" in inspect.signature(package.flash_attn_varlen_func).parameters
-
-    def heads_apart(q: torch.Tensor) -> dict[str, bool]:
-        return {"pack_gqa": False} if packs and len(q) >= _HEADS_APART else {}
-
+    unpacked = "pack_gqa" in inspect.signature(package.flash_attn_varlen_func).parameters and spec.head_dim >= 128
     paged, varlen = (_into(f, **usual) for f in (package.flash_attn_with_kvcache, package.flash_attn_varlen_func))
 
     def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
@@ -83,14 +81,14 @@ def _fa3(module: str, spec: AttentionSpec) -> Kernels:
     def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         paged(
             out, q, k, v, cache_seqlens=rows.seq_lens, page_table=rows.block_tables,
-            cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len, **heads_apart(q),
+            cu_seqlens_q=rows.query_start, max_seqlen_q=rows.max_query_len,
         )  # fmt: skip
 
     def fresh(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
         start, longest = rows.query_start, rows.max_query_len
         varlen(
             out, q, k, v, cu_seqlens_q=start, cu_seqlens_k=start, max_seqlen_q=longest, max_seqlen_k=longest,
-            **heads_apart(q),
+            **({"pack_gqa": False} if unpacked and rows.heads_apart else {}),
         )  # fmt: skip
 
     return Kernels(decode, prefill, fresh)
@@ -236,15 +234,16 @@ class FlashBackend(AttentionBackend):
         if d < batch.num_seqs:
             seq_lens, captured = batch.seq_lens[d:], batch.graph_size
             start = batch.query_start[d:] - d if d else batch.query_start
-            whole = batch.whole_prompts
+            whole, query_lens = batch.whole_prompts, batch.host_query_lens[d:]
             self.fresh_prompts = whole and self._kernels.fresh is not None
             self._prompt_rows = Rows(
                 start,
                 seq_lens,
                 start if whole else self._key_start(seq_lens, captured),
                 batch.block_tables[d:],
-                captured or int(np.max(batch.host_query_lens[d:])),
+                captured or int(np.max(query_lens)),
                 width if captured else int(np.max(batch.host_seq_lens[d:])),
+                captured >= _CAPTURED_APART if captured else float(np.mean(query_lens)) >= _HEADS_APART,
             )
 
     def _key_start(self, seq_lens: torch.Tensor, captured: int) -> torch.Tensor:

@@ -36,6 +36,7 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
 MIN_ROWS, MAX_ROWS = 9, 256
+MIN_LONG_ROWS = 3  # of a long weight
 
 
 def use_cluster(
@@ -52,7 +53,7 @@ def use_cluster(
         small = n * k <= SMALL_WEIGHT and (rows <= 128 or min(n, k) <= 1024)
         long = not gated and is_long(n, k)
         most = MAX_ROWS if small else 128 if long else 64  # beyond, the library's larger tiles are as good
-        faster = MIN_ROWS <= rows <= most
+        faster = (MIN_LONG_ROWS if long else MIN_ROWS) <= rows <= most
     if not faster:
         return False
     config = cluster_config(rows, n, k, num_sms(device), gated, head_dim)

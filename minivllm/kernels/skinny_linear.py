@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.cluster_config import LARGE_WEIGHT
+from minivllm.kernels.cluster_linear import MIN_ROWS as MIN_CLUSTER_ROWS
 from minivllm.kernels.cluster_linear import (
     cluster_gate_up,
     cluster_linear,
@@ -39,7 +40,6 @@ from minivllm.kernels.rms_norm import RowScale, rms_norm, row_factors
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
-_MOST_BEFORE_CLUSTERS = 8  # rows: a product of more is faster in ``cluster_linear``, if it can be had there
 # A row's rms may be left to what reads the product, which reads the row of x as well; some read it several times. With
 # more rows, or larger ones, that costs more than the norm's kernel does.
 MAX_UNSCALED_ROWS, MAX_UNSCALED_SIZE = 1024, 2048
@@ -507,7 +507,7 @@ def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     rows = x.shape[0]
     if not use_skinny(rows, weight.shape[0], weight.shape[1], x.dtype, x.device):
         return False
-    return rows <= _MOST_BEFORE_CLUSTERS or bias is not None or not _some_rows(x, weight, gated)
+    return rows <= 2 or bias is not None or not _some_rows(x, weight, gated)
 
 
 def _some_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
@@ -550,7 +550,7 @@ def norm_linear_unscaled(
 ) -> tuple[torch.Tensor, RowScale | None]:
     """``norm_linear`` where norm_weight is folded into weight, and ones; and what its rows are still to be multiplied
     by. Many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
-    some = _MOST_BEFORE_CLUSTERS < x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
+    some = MIN_CLUSTER_ROWS <= x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
     if some and not _few_rows(x, weight):
         return _many_rows(x, weight), RowScale(x, eps)
     return norm_linear(x, norm_weight, eps, weight), None

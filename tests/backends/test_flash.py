@@ -49,8 +49,7 @@ class Package(ModuleType):
         self.packs.append(pack_gqa)
         return out.copy_(self._varlen(*args, **options))
 
-    def _kvcache_out(self, *args: Any, out: torch.Tensor, pack_gqa: bool | None = None, **options: Any) -> torch.Tensor:
-        self.packs.append(pack_gqa)
+    def _kvcache_out(self, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
         return out.copy_(self._kvcache(*args, **options))
 
     def _varlen(
@@ -119,15 +118,15 @@ def test_equals_attention_written_out(package: Package, name: str, window: int |
     assert ("varlen" in package.calls) == (name in FRESH)
 
 
-@pytest.mark.parametrize("name", ["prompts", "chunks"])
-def test_heads_of_many_queries_go_apart(package: Package, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(SPEC, *SMALL[name])
-    tokens = int(step.batch.query_start[-1])
-    for least, apart in ((tokens, False), (tokens + 1, None)):
-        monkeypatch.setattr(flash, "_HEADS_APART", least)
-        package.packs.clear()
-        step.run(FlashBackend(SPEC))
-        assert set(package.packs) == ({apart} if package.takes_packing else set())
+@pytest.mark.parametrize(("head_dim", "mean"), [(128, 8), (128, 9), (64, 8)])
+def test_heads_of_long_prompts_go_apart(
+    package: Package, head_dim: int, mean: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_HEADS_APART", mean)
+    spec = replace(SPEC, head_dim=head_dim)
+    Step(spec, [(9, 9), (7, 7)], 0).run(FlashBackend(spec))
+    apart = False if head_dim == 128 and mean == 8 else None
+    assert set(package.packs) == ({apart} if package.takes_packing else set())
 
 
 def test_one_step_after_another_decides_anew(package: Package) -> None:
@@ -142,7 +141,10 @@ def test_what_is_captured_reads_the_cache(package: Package) -> None:
     step.batch.graph_size = 16
     backend = FlashBackend(SPEC)
     backend.plan(step.batch)
-    assert not backend.fresh_prompts
+    assert not backend.fresh_prompts and backend._prompt_rows is not None and not backend._prompt_rows.heads_apart
+    step.batch.graph_size = flash._CAPTURED_APART
+    backend.plan(step.batch)
+    assert backend._prompt_rows.heads_apart
 
 
 def hybrid(spec: AttentionSpec) -> AttentionBackend:

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from minivllm.kernels import cluster_linear
 from minivllm.kernels import skinny_linear as skinny
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.skinny_linear import SkinnyConfig
@@ -99,13 +100,24 @@ def test_chosen_configurations_are_right(where, close, rows, n, k):
     check_all(where, close, rows, n, k, None)
 
 
-def test_from_nine_rows_on_clusters_are_taken_where_they_can_be_had(monkeypatch):
+def test_clusters_go_first_where_they_can_be_had(monkeypatch):
     weight, bias = torch.empty(64, 64), torch.empty(64)
     monkeypatch.setattr(skinny, "use_skinny", lambda *shape: True)
     for clusters in (True, False):
         monkeypatch.setattr(skinny, "use_cluster", lambda *shape, gated, clusters=clusters: clusters)
-        few = [skinny._few_rows(torch.empty(rows, 64), weight, b) for rows in (8, 9) for b in (None, bias)]
+        few = [skinny._few_rows(torch.empty(rows, 64), weight, b) for rows in (2, 3) for b in (None, bias)]
         assert few == [True, True, not clusters, True]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "taken"),
+    [(8, 1024, 3072, False), (9, 1024, 3072, True), (2, 2048, 8192, False), (3, 2048, 8192, True)],
+)
+def test_from_where_on_clusters_are_taken(monkeypatch, rows, n, k, taken):
+    monkeypatch.setattr(cluster_linear.nvrtc, "available", lambda device: True)
+    monkeypatch.setattr(cluster_linear, "num_sms", lambda device: 132)
+    monkeypatch.setattr(cluster_linear, "loads", lambda kernel, device: True)
+    assert cluster_linear.use_cluster(rows, n, k, torch.bfloat16, torch.device("cuda")) == taken
 
 
 def test_the_layers_entries_take_the_reference_on_the_cpu():

@@ -148,7 +148,7 @@ def test_many_tokens_are_summed_in_halves_and_the_residual_counts_once(
     torch.testing.assert_close(total, residual + x @ weight.T, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 1024, 1025])
+@pytest.mark.parametrize("rows", [1, 8, 9, 1024, 1025])
 def test_a_norm_folded_into_columns(rows: int) -> None:
     """Twice, and once more after both were loaded again: the product of many rows is left to be scaled."""
     x, norm = torch.randn(rows, 12) * 3, RMSNorm(12, 1e-2)
@@ -163,7 +163,7 @@ def test_a_norm_folded_into_columns(rows: int) -> None:
             assert torch.equal(norm.weight, torch.ones(12))
             torch.testing.assert_close(layer.after_norm(x, norm), expected)
             got, scale = layer.unscaled(x, norm)
-            assert (scale is None) == (rows not in (17, 1024))
+            assert (scale is None) == (rows not in (9, 1024))
             torch.testing.assert_close(got if scale is None else scale.applied_to(got), expected)
     assert torch.equal(x, before)
 
