@@ -232,21 +232,22 @@ class ModelRunner:
         return self.sampler.sample(self.model.compute_logits(hidden), slots, positions)
 
     @torch.inference_mode()
-    def dry_run(self, num_tokens: int, max_len: int) -> None:
-        """A step as large as any: ``num_tokens`` of prompts in as few sequences as it takes, then a full decode batch's
-        logits. Everything goes to block 0; nothing is kept."""
-        parts = min(-(-num_tokens // max_len), self.num_slots)
-        new = np.full(parts, min(num_tokens // parts, max_len), dtype=np.int32)
+    def dry_run(self, num_tokens: int, max_len: int, num_decodes: int = 0) -> None:
+        """A step as large as any: ``num_decodes`` and ``num_tokens`` of prompts in as few sequences as it takes, then a
+        full decode batch's logits. Everything goes to block 0; nothing is kept."""
+        parts = min(-(-num_tokens // max_len), self.num_slots - num_decodes)
+        chunk, n = min(num_tokens // parts, max_len), num_decodes + parts
+        new = np.array([1] * num_decodes + [chunk] * parts, dtype=np.int32)
         none = np.empty(0, dtype=np.int32)
         batch = Batch(
             step=-1,
-            slots=np.arange(parts, dtype=np.int32),
-            generations=np.zeros(parts, dtype=np.int64),
-            num_computed=np.zeros(parts, dtype=np.int32),
+            slots=np.arange(n, dtype=np.int32),
+            generations=np.zeros(n, dtype=np.int64),
+            num_computed=np.zeros(n, dtype=np.int32),
             num_new=new,
-            samples=np.ones(parts, dtype=bool),
-            num_decodes=0,
-            token_ids=np.zeros(int(new.sum()), dtype=np.int32),
+            samples=np.ones(n, dtype=bool),
+            num_decodes=num_decodes,
+            token_ids=np.zeros(chunk * parts, dtype=np.int32),
             block_slots=none,
             block_indices=none,
             block_ids=none,

@@ -245,7 +245,8 @@ def test_a_capture_of_prompts_that_went_wrong_is_noticed(attention: str, monkeyp
 LATE_KERNELS = """
 from contextlib import contextmanager
 import triton
-from minivllm import LLM
+from minivllm import LLM, SamplingParams
+from minivllm.core.prompt_graphs import PromptGraphs
 from minivllm.executors import worker
 
 late, compile_only = [], worker.compile_only
@@ -257,8 +258,10 @@ def then_listen():
     triton.knobs.compilation.listener = lambda src, **_: late.append(src.name)
 
 worker.compile_only = then_listen
-with LLM("demo", attention="triton", max_num_seqs=16, num_gpu_blocks_override=64) as llm:
-    llm.generate("Once upon a time", use_tqdm=False)
+PromptGraphs.takes_apart = lambda self, batch: False  # but eager
+params = [SamplingParams(max_tokens=3 + i % 30, ignore_eos=True) for i in range(230)]
+with LLM("demo", attention="triton", max_num_seqs=200, num_gpu_blocks_override=1000) as llm:
+    llm.generate(["Once upon a time"] * 230, params, use_tqdm=False)
 print(late)
 """
 
