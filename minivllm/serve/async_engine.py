@@ -297,17 +297,17 @@ class AsyncEngine:
 
     def _add(self, add: _Add) -> BaseException | None:
         for i, (name, prompt) in enumerate(zip(add.request_ids, add.prompts, strict=True)):
+            self.timings.arrived(name, add.arrived)  # before: it may be scheduled at once
             try:
                 self.engine.add_request(name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority)
             except EngineDeadError:
                 raise
             except Exception as error:  # the request's fault, or a bug that it came upon: the others go on
                 self.engine.abort(list(add.request_ids[:i]))
-                self.timings.forget(add.request_ids[:i])
+                self.timings.forget(add.request_ids[: i + 1])
                 if isinstance(error, RequestError) and len(add.prompts) > 1:
                     return RequestError(f"prompt {i}: {error}")
                 return error
-            self.timings.arrived(name, add.arrived)
         return None
 
     def _tell(self, function: Callable[..., None], *args: object) -> None:

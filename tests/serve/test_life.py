@@ -16,7 +16,7 @@ from streams import events, streamed
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.sampling_params import RequestOutputKind
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, RequestError
 from minivllm.serve.async_engine import Aborted, AsyncEngine
 
 COMPLETIONS = "/v1/completions"
@@ -209,3 +209,28 @@ def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> No
     finally:
         engine.stop()
     llm.engine.scheduler.check()
+
+
+def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM]) -> None:
+    """It is scheduled while it is added; one that is refused was never there."""
+
+    async def session(engine: AsyncEngine) -> None:
+        engine.start()
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        for name in ("a", "b"):
+            async for _ in await engine.generate([name], [[5] * 20], params):
+                pass
+        with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
+            await engine.generate(["c", "d"], [[5] * 20, []], params)
+        while engine.engine.has_unfinished_requests():
+            await asyncio.sleep(0.01)
+
+    llm = make_llm("scheduler.max_num_batched_tokens=16")
+    engine = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(session(engine))
+    finally:
+        engine.stop()
+    timings = engine.timings
+    queued, first, whole = (int(h.counts.sum()) for h in (timings.queue, timings.first_token, timings.whole_request))
+    assert first == whole == 2 <= queued and not timings._arrived
