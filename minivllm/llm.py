@@ -86,11 +86,12 @@ class LLM:
             for number, (prompt, one, urgency) in enumerate(zip(many, params, priorities, strict=True)):
                 name = str(self._number)
                 self._number += 1
+                ids.append(name)  # before: Ctrl-C may find it added
                 try:
                     self.engine.add_request(name, prompt, one, priority=urgency)
                 except RequestError as error:
+                    ids.pop()
                     raise RequestError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
-                ids.append(name)
             return self._run(ids, use_tqdm)
         except BaseException:
             self.engine.abort(ids)

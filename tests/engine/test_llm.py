@@ -369,6 +369,14 @@ def test_one_bad_prompt_is_named_and_none_is_run(engine: Engine) -> None:
     usable(llm)
 
 
+def test_an_id_that_generate_would_take_is_refused_and_goes_on(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    llm.engine.add_request("0", [1, 2], GREEDY)
+    with pytest.raises(RequestError, match="'0' is already waiting"):
+        run(llm, [[3]])
+    assert [o.request_id for o in drain(llm)] == ["0"]
+
+
 def test_an_id_twice_is_refused(engine: Engine) -> None:
     llm = engine(**SMALL)
     llm.engine.add_request("a", [1, 2], GREEDY)
@@ -401,6 +409,22 @@ def test_ctrl_c_in_generate_leaves_a_usable_engine(engine: Engine, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         run(llm, prompts_of(10), GREEDY.clone(max_tokens=30))
     monkeypatch.undo()
+    usable(llm)
+
+
+def test_ctrl_c_while_requests_come_in_leaves_none(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL, **{"scheduler.max_num_batched_tokens": 16})
+    launch = llm.engine.executor.launch
+
+    def interrupted(batch: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return launch(batch)
+
+    monkeypatch.setattr(llm.engine.executor, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, [[5] * 16, [6] * 16])
+    monkeypatch.undo()
+    assert not llm.engine.has_unfinished_requests()
     usable(llm)
 
 
