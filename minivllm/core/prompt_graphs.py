@@ -39,7 +39,7 @@ _FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts t
 _WASTE = 0.25  # of _FLOP: padding allowed
 _FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
-_APART_FLOP = 8e9  # a token: up to 8 GB of layers, which are read in 2 ms, where launching a step eagerly takes 10
+_APART_BYTES = 8e9  # of the layers' weights, experts and all: read in 2 ms, where launching a step eagerly takes 10
 _PICKED_FROM = 256  # tokens: up to here a product takes as long as reading its weights, however few rows it has
 _PROOF_ROWS = 4  # sequences of a step that proves a graph, or as many as its tokens need
 _COMPARED = 256  # hidden states of it, spread evenly: an eager step's are kept until all graphs are captured
@@ -71,20 +71,23 @@ class PromptGraphs:
     def __init__(self, runner: ModelRunner, max_tokens: int, tp: TensorParallel) -> None:
         self.runner, device, rows = runner, runner.device, runner.num_slots + 1
         self.block_tables = torch.zeros((rows, runner.block_table.shape[1]), dtype=torch.int32, device=device)
-        layers = sum(
-            p.numel()
+        weights = [
+            p
             for name, p in runner.model.named_parameters()  # type: ignore[attr-defined]
-            if p.dim() == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        )
+            if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        ]
         # of the fullest rank: all must take the same graphs, and a model need not be split evenly
-        layers = -tp.minimum(-layers, device)
-        flop = 2 * max(layers, 1)  # a token
+        products, read = (
+            -tp.minimum(-n, device)
+            for n in (sum(p.numel() for p in weights if p.dim() == 2), sum(p.nbytes for p in weights))
+        )
+        flop = 2 * max(products, 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
         step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)
         self.full = step if limit < step and step * flop <= _FULL_FLOP else 0
         self.sizes = prompt_sizes(min(limit, step), self.full)
         self.waste = int(_WASTE * _FLOP / flop)
-        self.apart = flop <= _APART_FLOP
+        self.apart = read <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)

@@ -110,22 +110,35 @@ def test_the_parts_of_a_batch_make_it_up() -> None:
     assert len(decodes.block_slots) == len(prompts.admitted_slots) == 2 and len(prompts.known_ids) == 9
 
 
+def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int]) -> PromptGraphs:
+    """Of a rank with weights of these shapes, where another has so many for products, and so many bytes."""
+    tensors = [(name, torch.nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in weights.items()]
+    runner = SimpleNamespace(
+        device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16,
+        model=SimpleNamespace(named_parameters=lambda: tensors),
+    )  # fmt: skip
+    their = iter(others)
+    tp = SimpleNamespace(minimum=lambda number, device: min(number, -next(their)))
+    return PromptGraphs(runner, 8192, tp)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("others", [10**7, 10**10, 10**12])
 def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
-    def sizes(weights: int, other: int) -> tuple[list[int], int, int]:
-        """Of a rank, where the other has so many weights."""
-        layer = torch.nn.Parameter(torch.empty(weights, 1, device="meta"))
-        runner = SimpleNamespace(
-            device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16,
-            model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]),
-        )  # fmt: skip
-        tp = SimpleNamespace(minimum=lambda number, device: min(number, -other))
-        graphs = PromptGraphs(runner, 8192, tp)  # type: ignore[arg-type]
-        return graphs.sizes, graphs.full, graphs.waste
+    def sizes(weights: int, other: int) -> tuple[list[int], int, int, bool]:
+        graphs = made_for({"layer.weight": (weights, 1)}, (other, 4 * other))
+        return graphs.sizes, graphs.full, graphs.waste, graphs.apart
 
     few = 10**9
     assert sizes(few, others) == sizes(others, few)
     assert sizes(few, few) != sizes(10**10, 10**10) != sizes(10**12, 10**12)
+
+
+@pytest.mark.parametrize(("experts", "apart"), [(0, True), (40, True), (80, False)])
+def test_steps_go_apart_where_all_weights_are_read_quickly(experts: int, apart: bool) -> None:
+    weights = {"embed_tokens.weight": (10**10, 1), "layer.weight": (10**8, 1), "experts": (experts, 5000, 5000)}
+    graphs = made_for(weights, (0, 0))
+    assert graphs.apart == apart  # 0.4 GB and 0.1 an expert
+    assert graphs.sizes == made_for(weights | {"experts": (0, 1, 1)}, (0, 0)).sizes
 
 
 def test_no_sizes_no_graph(graphs: PromptGraphs) -> None:
