@@ -17,6 +17,7 @@ import numpy as np
 from minivllm.bench.workloads import make_prompt
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
+from minivllm.core.garbage import frozen
 from minivllm.core.interfaces import Executor, StepResult
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -93,13 +94,10 @@ def measure_host(config: EngineConfig, options: WorkloadOptions, registry: Regis
     }
     times: dict[tuple[int, int], list[float]] = {case: [] for case in engines}
     gc.collect()
-    gc.freeze()  # else a collection walks the queued requests, as it would not in a server that does the same
-    try:
+    with frozen():  # else a collection walks the queued requests
         for _ in range(-(-options.steps // _TURN)):
             for case, engine in engines.items():
                 times[case] += _turn(engine, case[0])
-    finally:
-        gc.unfreeze()
     rows = []
     for (running, waiting), seconds in times.items():
         us = 1e6 * np.array(seconds[: options.steps])

@@ -16,6 +16,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from minivllm.core.garbage import frozen
 from minivllm.executors.messages import Failed, Hello, Link, Ready
 from minivllm.executors.progress import Progress
 from minivllm.executors.ring import Bell, Reader, Ring, Writer
@@ -53,7 +54,8 @@ class RankProcess:
             returning.start()
         self.ready = True
         self.link.send(Ready(worker.num_blocks, worker.describe(), notes))
-        self._serve(worker)
+        with frozen():
+            self._serve(worker)
         if returning is not None:
             self._pending.put(None)
             returning.join(5)

@@ -20,6 +20,7 @@ import uvicorn
 
 from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
+from minivllm.core.garbage import frozen
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.serve.app import ServerOptions, create_app
 from minivllm.serve.async_engine import AsyncEngine
@@ -62,7 +63,8 @@ def run(composed: Composed) -> int:
             config, async_engine, options.shutdown_timeout, f"{hello}\n{curl_line(url, name, key=key is not None)}"
         )
         try:
-            server.run(sockets=[listener])
+            with frozen():
+                server.run(sockets=[listener])
         finally:
             async_engine.stop()
         if async_engine.error is not None:
