@@ -128,17 +128,17 @@ class Worker:
         decodes, prompts = self._graphs(self.runner)
         if self.device_type == "cuda":
             self.runner.attention.bind(self._cache(0, device))
+            most = self.spec.max_num_batched_tokens
             with compile_only():
+                for beside in (1, 5, 17, num_slots - 1):  # decodes, between which kernels differ that take longest
+                    if 0 < beside < num_slots:
+                        self.runner.dry_run(min(most, 512), self.max_model_len, beside)
                 if decodes is not None:
                     decodes.launch_all_kinds()
                 if prompts is not None:
                     prompts.launch_all_kinds()
-                most = self.spec.max_num_batched_tokens
                 for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
                     self.runner.dry_run(min(most, tokens), self.max_model_len)
-                for beside in (1, 5, 17, num_slots - 1):  # decodes, between which their kernels differ
-                    if 0 < beside < num_slots:
-                        self.runner.dry_run(min(most, 512), self.max_model_len, beside)
         self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))
         if decodes is not None:
