@@ -129,6 +129,15 @@ def test_decodes_come_first_and_prompts_fill_the_budget() -> None:
     w.drain()
 
 
+@BOTH
+def test_a_step_admits_as_many_short_prompts_as_fit(name: str) -> None:
+    w = world(name, max_num_seqs=100, max_num_batched_tokens=160, num_blocks=400, block_size=4)
+    for i in range(120):
+        w.add(Ask(prompt(2, first=i), max_tokens=3))
+    w.step()
+    assert len(w.scheduler.running) >= 80
+
+
 def test_prefill_first_computes_prompts_alone_then_decodes() -> None:
     w = world("prefill_first", depth=1, max_num_batched_tokens=8)
     w.add(Ask(prompt(3), max_tokens=20))
