@@ -76,18 +76,18 @@ class PromptGraphs:
             for name, p in runner.model.named_parameters()  # type: ignore[attr-defined]
             if not name.endswith(("embed_tokens.weight", "lm_head.weight"))
         ]
-        # of the fullest rank: all must take the same graphs, and a model need not be split evenly
-        products, read = (
-            -tp.minimum(-n, device)
-            for n in (sum(p.numel() for p in weights if p.dim() == 2), sum(p.nbytes for p in weights))
-        )
-        flop = 2 * max(products, 1)  # a token
+
+        def fullest(number: int) -> int:
+            """The rank's that has most: all must take the same graphs, and a model need not be split evenly."""
+            return -tp.minimum(-number, device)
+
+        flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
         step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)
         self.full = step if limit < step and step * flop <= _FULL_FLOP else 0
         self.sizes = prompt_sizes(min(limit, step), self.full)
         self.waste = int(_WASTE * _FLOP / flop)
-        self.apart = read <= _APART_BYTES
+        self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
         self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)

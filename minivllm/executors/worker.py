@@ -130,7 +130,7 @@ class Worker:
             self.runner.attention.bind(self._cache(0, device))
             most = self.spec.max_num_batched_tokens
             with compile_only():
-                for beside in (1, 5, 17, num_slots - 1):  # decodes, between which kernels differ that take longest
+                for beside in dict.fromkeys((1, 5, 17, num_slots - 1)):  # decodes, whose kernels take longest
                     if 0 < beside < num_slots:
                         self.runner.dry_run(min(most, 512), self.max_model_len, beside)
                 if decodes is not None:

@@ -6,7 +6,7 @@ from functools import cache
 from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
 
-SMALL_WEIGHT = 6 << 20  # elements up to which waves of small tiles are enough, however many rows
+SMALL_WEIGHT = 6 << 20  # elements up to which small tiles in one wave are fast for 128 rows and more, too
 LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
 HEADS_TILE = 128  # features: one head, or two
 MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
@@ -85,7 +85,11 @@ def cluster_config(
     """
     if head_dim:
         return _heads_config(rows, n, k, sms, head_dim)
-    return _even_config(rows, n, k, sms, gated) if n * k > LARGE_WEIGHT else _wave_config(rows, n, k, sms, gated)
+    if n * k > LARGE_WEIGHT:
+        return _even_config(rows, n, k, sms, gated)
+    if 64 < rows <= 128 and not gated and is_long(n, k):
+        return _long_config(rows, n, k, sms)
+    return _wave_config(rows, n, k, sms, gated)
 
 
 def is_long(n: int, k: int) -> bool:
@@ -101,8 +105,6 @@ def _long_config(rows: int, n: int, k: int, sms: int) -> ClusterConfig:
 
 def _wave_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterConfig:
     """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one."""
-    if 64 < rows <= 128 and not gated and is_long(n, k):
-        return _long_config(rows, n, k, sms)
     steps = cdiv(k, STEP)
     tile = SMALL if rows <= 32 else MEDIUM
     if rows > 64 and _programs(tile, rows, n) > sms:

@@ -355,9 +355,8 @@ def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
 def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, num_sms: int) -> SkinnyConfig:
     """n: features of the output, so half the weight's rows if gated."""
     width = 2 if gated else 1
-    if (rows > 4 and dtype != torch.float16) or (
-        rows > 2 and dtype == torch.bfloat16
-    ):  # x * norm_weight may not fit a float16
+    tensor_cores = dtype != torch.float16  # where x * norm_weight may not fit
+    if tensor_cores and rows > (2 if dtype == torch.bfloat16 else 4):
         slice_ = 64 if gated else 128
         return SkinnyConfig(0, 4, min(cdiv(k, 4 * slice_), 4), slice=slice_)
     steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load a lane each
