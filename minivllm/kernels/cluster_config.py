@@ -60,7 +60,7 @@ class Tile:
 def tile_kernel(tile: Tile) -> Kernel:
     macros = {"GROUPS": tile.groups, "COLUMNS": tile.columns, "ROWS_FIRST": int(tile.rows_first),
               "MIN_PROGRAMS": tile.programs, "GATED": int(tile.gated), "HEAD": tile.head_dim}  # fmt: skip
-    return Kernel("cluster_linear", tile.columns, tuple(macros.items()))
+    return Kernel("cluster_linear", (tile.columns,), tuple(macros.items()))
 
 
 SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)

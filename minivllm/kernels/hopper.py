@@ -25,11 +25,11 @@ SHARED_BYTES = 227 * 1024  # what a program may have
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``name``.cu of this folder behind ``macros``, hopper.cuh and, if ``columns`` is not 0, ``multiply``, a product of
-    64 lines by so many."""
+    """``name``.cu of this folder behind ``macros``, hopper.cuh and ``multiply``, a product of 64 lines by so many, of
+    each of ``columns``."""
 
     name: str
-    columns: int
+    columns: tuple[int, ...]
     macros: tuple[tuple[str, int], ...]
 
     @property
@@ -37,7 +37,7 @@ class Kernel:
         folder = Path(__file__).parent
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         texts = [(folder / file).read_text() for file in ("hopper.cuh", f"{self.name}.cu")]
-        return macros + texts[0] + (_multiply(self.columns) if self.columns else "") + texts[1]
+        return macros + texts[0] + "".join(map(_multiply, self.columns)) + texts[1]
 
 
 def _multiply(n: int) -> str:

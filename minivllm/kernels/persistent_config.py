@@ -62,7 +62,7 @@ def cut_kernel(cut: Cut, gated: bool, head_dim: int, parts: bool = False) -> Ker
     assert not (parts and cut.rounds)
     macros = {"GATED": int(gated), "HEAD": head_dim, "GROUPS": cut.groups, "LINES": cut.lines, "CLUSTER": cut.sharing,
               "STAGES": cut.stages, "EVEN": int(cut.rounds > 0), "PARTS": int(parts)}  # fmt: skip
-    return Kernel("persistent_linear", cut.lines, tuple(macros.items()))
+    return Kernel("persistent_linear", (cut.lines,), tuple(macros.items()))
 
 
 @cache

@@ -68,7 +68,7 @@ def fits_stream(
 @cache
 def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False) -> Kernel:
     macros = (("KV", num_kv_heads), ("G", group), ("D", head_dim), ("QKV", int(qkv)), ("MAX_STAGES", _MAX_STAGES))
-    return Kernel("stream_decode", 0, macros)
+    return Kernel("stream_decode", (), macros)
 
 
 _POINTERS = ("x", "query_norm", "key_norm", "angles", "positions", "slots", "keys", "values")

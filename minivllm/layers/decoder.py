@@ -6,6 +6,7 @@ A model file subclasses ``DecoderLayer`` for what is special about it and names 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
 from typing import ClassVar, Protocol, cast
 
 import torch
@@ -14,8 +15,13 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.chain_linear import MAX_ROWS as MAX_CHAIN_ROWS
+from minivllm.kernels.chain_linear import MIN_ROWS as MIN_CHAIN_ROWS
+from minivllm.kernels.chain_linear import ChainShape, chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
+from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.sampling import Shard
+from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -75,7 +81,10 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """x: (t, hidden), the residual stream; returns it, or, of those tokens alone that the last layer picks, a new
         one."""
-        heads = self.attention.of_stream(x, norm, self.qkv_proj, positions, attention)
+        return self.add(x, self.attention.of_stream(x, norm, self.qkv_proj, positions, attention), attention)
+
+    def add(self, x: torch.Tensor, heads: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """What ``forward`` does behind attention, of its output (t, width)."""
         return self.o_proj.add_to(*self._pick(x, heads, attention))
 
     def in_parts(
@@ -140,9 +149,10 @@ class DecoderLayer(nn.Module):
         if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
             attention._pick = _last_tokens
 
-    def goes_in_parts(self) -> bool:
-        """Whether ``in_parts`` may stand for ``forward``. One of one's own, here or in a part of it, reads the stream
-        whole, and so does a hook. Asked at each large step, as modules may be replaced at any time."""
+    def is_usual(self) -> bool:
+        """Whether another way through the same parts may stand for ``forward``. One of one's own, here or in a part of
+        it, reads the stream whole, and so does a hook. Asked at each such step, as modules may be replaced at any
+        time."""
         attention, mlp = self.self_attn, self.mlp
         return (
             is_plain(self, DecoderLayer)
@@ -150,7 +160,6 @@ class DecoderLayer(nn.Module):
             and isinstance(self.post_attention_layernorm, RMSNorm)
             and isinstance(attention, SelfAttention)
             and is_plain(attention, SelfAttention)
-            and attention._pick is _all_tokens
             and isinstance(attention.attention, Attention)
             and type(attention.attention).of_stream is Attention.of_stream
             and type(attention.qkv_proj) is QKVParallelLinear
@@ -160,12 +169,45 @@ class DecoderLayer(nn.Module):
             and adds_parts(mlp.down_proj)
         )
 
+    def goes_in_parts(self) -> bool:
+        return self.is_usual() and cast(SelfAttention, self.self_attn)._pick is _all_tokens
+
     def in_parts(self, stream: PartedStream, positions: torch.Tensor, attention: AttentionBackend, eps: float) -> None:
         """``forward`` of a layer that ``goes_in_parts``; leaves sums under way. ``eps``: of the norm behind."""
         assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, GatedMLP)
         behind = self.post_attention_layernorm
         self.self_attn.in_parts(stream, self.input_layernorm, positions, attention, behind.eps)
         self.mlp.in_parts(stream, behind, eps)
+
+
+    def chain_shape(self) -> ChainShape | None:
+        """Of a layer of one rank whose products ``chain_linear`` may compute: its norms are folded into them."""
+        attention, mlp = self.self_attn, self.mlp
+        if not self.is_usual():
+            return None
+        assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
+        usual = type(attention.attention) is Attention and type(mlp.gate_up_proj) is MergedColumnParallelLinear
+        folded = attention.qkv_proj.folded and mlp.gate_up_proj.folded
+        if not usual or not folded or mlp.activation is not norm_gate_up or attention.o_proj.tp.size > 1:
+            return None
+        hidden, width = attention.o_proj.weight.shape
+        return ChainShape(hidden, width, mlp.down_proj.weight.shape[1], attention.qkv_proj.weight.shape[0])
+
+    def chain(
+        self,
+        x: torch.Tensor,
+        heads: torch.Tensor,
+        behind: DecoderLayer,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """What follows attention, and attention of the layer ``behind``: adds to x (t, hidden) in place and returns
+        (t, width). Both have a ``chain_shape``, the same."""
+        own, mlp, its = self.self_attn, self.mlp, behind.self_attn
+        assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP) and isinstance(its, SelfAttention)
+        up, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
+        qkv = chain_linear(heads, own.o_proj.weight, x, up, eps, mlp.down_proj.weight, its.qkv_proj.weight)
+        return its.attention(qkv, positions, attention, RowScale(x, behind.input_layernorm.eps))
 
 
 class Decoder(nn.Module):
@@ -184,9 +226,29 @@ class Decoder(nn.Module):
         layers, exchange = list(self.layers), self.tp.exchange
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
+        elif self._goes_chained(layers, x):
+            x, layers = self._chained(cast(list[DecoderLayer], layers), x, positions, attention), []
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
+
+    def _goes_chained(self, layers: list[nn.Module], x: torch.Tensor) -> bool:
+        """Whether that is faster, and all layers are made for it; the last one may pick tokens."""
+        if not MIN_CHAIN_ROWS <= len(x) <= MAX_CHAIN_ROWS or not x.is_cuda or self.tp.size > 1:
+            return False
+        shapes = {layer.chain_shape() if isinstance(layer, DecoderLayer) else None for layer in layers}
+        shape = shapes.pop() if len(shapes) == 1 else None
+        return shape is not None and use_chain(len(x), shape, x.dtype, x.device)
+
+    def _chained(
+        self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """The stream behind all layers, each one's products and the next one's projection in one kernel."""
+        first, last = cast(SelfAttention, layers[0].self_attn), cast(SelfAttention, layers[-1].self_attn)
+        heads = first.attention.of_stream(x, layers[0].input_layernorm, first.qkv_proj, positions, attention)
+        for layer, behind in pairwise(layers):
+            heads = layer.chain(x, heads, behind, positions, attention)
+        return cast(torch.Tensor, layers[-1].mlp(last.add(x, heads, attention), layers[-1].post_attention_layernorm))
 
     def _in_parts(
         self,
