@@ -179,7 +179,6 @@ class DecoderLayer(nn.Module):
         self.self_attn.in_parts(stream, self.input_layernorm, positions, attention, behind.eps)
         self.mlp.in_parts(stream, behind, eps)
 
-
     def chain_shape(self) -> ChainShape | None:
         """Of a layer of one rank whose products ``chain_linear`` may compute: its norms are folded into them."""
         attention, mlp = self.self_attn, self.mlp
