@@ -112,14 +112,14 @@ class TritonBackend(AttentionBackend):
         rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
         if stream is not None:
             scaled = new is not None and new.scale is not None
-            suits = stream.suits(rows) if new is None else scaled or rows > self.fused_decode_rows
+            suits = stream.takes_heads() if new is None else scaled or rows > self.fused_decode_rows
             stream = stream if suits else None
         holder = stream or workspace
         first = layer.index == 0 or self._scheduled is not holder  # a graph is captured after an eager step of its plan
         self._scheduled = holder
         if stream is not None:
             if first:
-                schedule_stream(stream, batch.seq_lens, rows)
+                schedule_stream(stream, batch.block_tables, batch.seq_lens, rows)
             stream_decode(
                 q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, stream, new,
                 early=not first,

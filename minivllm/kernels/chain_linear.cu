@@ -189,45 +189,51 @@ struct Stream {
   }
 };
 
-// 1 / rms of this thread's two rows of x, whose squares are there when the first stage is.
-__device__ __forceinline__ void read_factors(float (&factors)[2], const float* squares, int rows, float eps,
-                                             const Ring& ring) {
-  const Unit<Gate> unit(rows);
-  barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
+// The squares of this thread's two rows of x, a quarter of their parts; they are there when the first stage is. They are
+// asked for ahead of the product, and added up behind it.
+struct Squares {
+  float4 parts[2][PARTS / 16];
+
+  __device__ __forceinline__ void read(const float* squares, int rows, const Ring& ring) {
+    const Unit<Gate> unit(rows);
+    barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int line = unit.line() + 8 * half;
-    const float* parts = squares + (unit.first_row + line) * PARTS + unit.column() * 2;
-    factors[half] = 0.f;
+    for (int half = 0; half < 2; half++) {
+      const int line = unit.line() + 8 * half;
+      const float* from = squares + (unit.first_row + line) * PARTS + unit.column() * 2;
 #pragma unroll
-    for (int i = 0; i < PARTS; i += 16) {
-      const float4 four = unit.has(line, rows) ? *(const float4*)(parts + i) : make_float4(0.f, 0.f, 0.f, 0.f);
-      factors[half] += four.x + four.y + (four.z + four.w);
+      for (int i = 0; i < PARTS / 16; i++)
+        parts[half][i] = unit.has(line, rows) ? *(const float4*)(from + i * 16) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
+  // 1 / rms.
+  __device__ __forceinline__ float factor(int half, float eps) const {
+    float sum = 0.f;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    factors[half] += __shfl_xor_sync(~0u, factors[half], 1), factors[half] += __shfl_xor_sync(~0u, factors[half], 2);
-    factors[half] = rsqrtf(factors[half] * (1.f / HIDDEN) + eps);
+    for (int i = 0; i < PARTS / 16; i++)
+      sum += parts[half][i].x + parts[half][i].y + (parts[half][i].z + parts[half][i].w);
+    sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
+    return rsqrtf(sum * (1.f / HIDDEN) + eps);
   }
-}
+};
 
 // SiLU(gate) * up of rows divided by their rms.
-__device__ __forceinline__ void write_hidden(const float (&sums)[Gate::COLUMNS / 2], const float (&factors)[2],
-                                             u16* hidden, int rows) {
+__device__ __forceinline__ void write_hidden(const float (&sums)[Gate::COLUMNS / 2], const Squares& squares,
+                                             u16* hidden, int rows, float eps) {
   const Unit<Gate> unit(rows);
   constexpr int OUTPUTS = Gate::COLUMNS / 2;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int line = unit.line() + 8 * half;
+    const float factor = squares.factor(half, eps);
     u16* to = hidden + (u64)(unit.first_row + line) * INNER + unit.feature(Gate::FEATURES / 2, OUTPUTS) + unit.column();
 #pragma unroll
     for (int j = 0; j < OUTPUTS / 8; j++) {
       float y[2];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float gate = sums[4 * j + 2 * half + e] * factors[half];
-        y[e] = __fdividef(gate, 1.f + __expf(-gate)) * (sums[4 * (j + OUTPUTS / 8) + 2 * half + e] * factors[half]);
+        const float gate = sums[4 * j + 2 * half + e] * factor;
+        y[e] = __fdividef(gate, 1.f + __expf(-gate)) * (sums[4 * (j + OUTPUTS / 8) + 2 * half + e] * factor);
       }
       if (unit.has(line, rows)) *(u32*)(to + j * 8) = pack(y[0], y[1]);
     }
@@ -303,10 +309,11 @@ chain_linear(const __grid_constant__ TensorMap o, const __grid_constant__ Tensor
       tell(counts);
     }
     if (Unit<Gate>(rows).mine) {
-      float factors[2], sums[Gate::COLUMNS / 2];
-      read_factors(factors, squares, rows, eps, ring);
+      float sums[Gate::COLUMNS / 2];
+      Squares of_rows;
+      of_rows.read(squares, rows, ring);
       multiply_unit<Gate>(sums, ring);
-      write_hidden(sums, factors, hidden, rows);
+      write_hidden(sums, of_rows, hidden, rows, eps);
       tell(counts + 1);
     }
     if (adding.mine) {

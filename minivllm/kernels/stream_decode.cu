@@ -11,7 +11,7 @@
 // A sequence in several shares: each leaves its part, and who comes last puts them together, for each warp by itself.
 // A program takes the sequences at the ends of its share first, so that this is over before its last pages come.
 
-constexpr int PAGE = 16, WARPS = 8, LEAST = 2;  // keys; pages a program has at least, where there are programs enough
+constexpr int PAGE = 16, WARPS = 8;  // keys
 constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
 constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
 constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
@@ -124,7 +124,7 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
 stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
-              const int* tables, const int* lengths, const int* starts_of, float* partial, int* arrived,
+              const int* tables, const int* lengths, const int* starts_of, const int* shares, float* partial, int* arrived,
               long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale,
               const __grid_constant__ New its_new) {
   extern __shared__ unsigned char memory[];
@@ -134,32 +134,41 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   const u32 full = shared_address(barriers), empty = full + 8 * MAX_STAGES;
   int* starts = (int*)(memory + (pages_at - shared_address(memory)) + stages * STAGE_BYTES);  // (rows + 1,) pages
 
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&keys) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&values) : "memory");
-  }
   if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int program = blockIdx.x;
+  const int* its_share = shares + program * (SHARE + NAMED);
+  const int first = its_share[0], last = its_share[1], first_row = its_share[2], last_row = its_share[3];
+  const int sequences = first < last ? last_row - first_row + 1 : 0;
+  int asked = 0;  // pages that the share names, asked for before anything else is known
+  if (warp == WARPS) {
+    const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || !early ? 0 : its_share[5]), stages);
+    if (lane == 0) {
+      for (int s = 0; s < stages; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    for (; asked < named; asked++) {
+      const int its = __shfl_sync(~0u, block, asked);
+      if (lane == 0) {
+        const u32 bar = full + 8 * asked, to = pages_at + asked * STAGE_BYTES;
+        barrier_expect(bar, STAGE_BYTES);
+        load_page(to, &keys, its, bar);
+        load_page(to + PART_BYTES, &values, its, bar);
+      }
+    }
+  }
   for (int i = threadIdx.x; i <= rows; i += blockDim.x) starts[i] = starts_of[i];
   __syncthreads();
 
   const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
-  const int program = blockIdx.x;
-  const int first = program < programs ? program * all / programs : all;
-  const int last = program < programs ? (program + 1) * all / programs : all;
-  int first_row = 0, last_row = 0;
-  for (int i = lane; i < rows; i += 32) first_row += starts[i + 1] <= first, last_row += starts[i + 1] < last;
-  first_row = __reduce_add_sync(~0u, first_row), last_row = __reduce_add_sync(~0u, last_row);
-  const int sequences = first < last ? last_row - first_row + 1 : 0;
   int stage = 0, round = 0;
 
   if (warp == WARPS) {  // asks for pages
+    stage = asked % stages, round = asked / stages;
     bool waited = !early;
     for (int n = 0; n < sequences; n++) {
       const int row = n ? first_row + n - 1 : last_row;
       const int begin = starts[row], end = starts[row + 1], stop = min(end, last);
-      int page = max(begin, first);
+      int page = max(begin, first) + (n ? 0 : asked);
       while (page < stop) {
         const int some = min(stop - page, 32);
         const int block = lane < some ? tables[row * table_stride + page - begin + lane] : 0;
@@ -333,18 +342,23 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       __threadfence();
       if (lane == 0) arrived[row * WARPS + warp] = 0;
       state.clear();
-      for (int p = from; p <= to && holds; p++) {  // in this order, its own as well: who is last makes no difference
+      State other, coming;  // the next part is on its way while one is added
+      auto read = [&](State& part, int p) {
         const float* its_part = partial + ((long long)(p * 2 + (p != to)) * WARPS + warp) * PIECE + at;
-        State other;
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-          for (int i = 0; i < 4; i++) other.out[t][i] = __ldcg(its_part + (4 * t + i) * 32);
+          for (int i = 0; i < 4; i++) part.out[t][i] = __ldcg(its_part + (4 * t + i) * 32);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          other.top[i] = __ldcg(its_part + (4 * TILES + i) * 32);
-          other.sum[i] = __ldcg(its_part + (4 * TILES + 2 + i) * 32);
+          part.top[i] = __ldcg(its_part + (4 * TILES + i) * 32);
+          part.sum[i] = __ldcg(its_part + (4 * TILES + 2 + i) * 32);
         }
+      };
+      if (holds) read(coming, from);
+      for (int p = from; p <= to && holds; p++) {  // in this order, its own as well: who is last makes no difference
+        other = coming;
+        if (p < to) read(coming, p + 1);
         state.raise(other.top[0], other.top[1]);
         other.raise(state.top[0], state.top[1]);
 #pragma unroll

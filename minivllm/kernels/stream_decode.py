@@ -7,9 +7,10 @@ heads of 128) run ahead from one sequence to the next, also ahead of the kernel 
 takes the packed projection instead of q, and norms, rotates and stores: what that costs a program at its two or three
 sequences lies beside its loads.
 
-Once a step ``schedule_stream`` adds up where each sequence's pages start; programs find their shares themselves. The
-kernel is CUDA C++ (``stream_decode.cu``). Shares after Stream-K (Osama et al., 2023), parts put together as in
-flash-decoding (Dao et al., 2023).
+Once a step ``schedule_stream`` adds up where each sequence's pages start, and tells each program its share, with the
+blocks of its first pages, so that these are asked for when one line has been read. The kernel is CUDA C++
+(``stream_decode.cu``). Shares after Stream-K (Osama et al., 2023), parts put together as in flash-decoding (Dao et al.,
+2023).
 """
 
 import ctypes
@@ -26,27 +27,58 @@ from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 
 _PAGE, _WARPS, _MAX_STAGES = 16, 8, 24
+_LEAST = 2  # pages a program has, where there are programs enough
+_SHARE, _NAMED = 8, 32  # numbers of a program's share; blocks of its first pages
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
-_FEW_HEADS, _FEW_ROWS = 2, 192  # of so few query heads a key head ``paged_decode`` is as fast for more rows
 MAX_ROWS = 1024
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["seq_lens"])
-def _starts_kernel(
+@triton.jit(do_not_specialize=["rows", "table_stride"], do_not_specialize_on_alignment=["seq_lens", "tables"])
+def _shares_kernel(
     seq_lens,  # (rows,) int32
+    tables,  # (rows, …) int32
+    table_stride,
     starts,  # (rows + 1,) int32, written
+    shares,  # (programs, _SHARE + _NAMED) int32, written
     rows,
     PAGE: tl.constexpr,
+    LEAST: tl.constexpr,
+    SHARE: tl.constexpr,
+    NAMED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program writes one of the stream's. All of them count the pages; the first writes where they start."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row = tl.arange(0, BLOCK)
-    pages = (tl.load(seq_lens + row, mask=row < rows, other=0) + PAGE - 1) // PAGE
-    tl.store(starts + 1 + row, tl.cumsum(tl.maximum(pages, 1), 0), mask=row < rows)
-    tl.store(starts + row, tl.zeros([BLOCK], tl.int32), mask=row == 0)
+    row, program, grid = tl.arange(0, BLOCK), tl.program_id(0), tl.num_programs(0)
+    live = row < rows
+    pages = (tl.load(seq_lens + row, mask=live, other=0) + PAGE - 1) // PAGE
+    pages = tl.where(live, tl.maximum(pages, 1), 0)
+    ends, all_pages = tl.cumsum(pages, 0), tl.sum(pages)
+    if program == 0:
+        tl.store(starts + 1 + row, ends, mask=live)
+        tl.store(starts + row, tl.zeros([BLOCK], tl.int32), mask=row == 0)
+    programs = tl.minimum(grid, tl.maximum(all_pages // LEAST, 1))
+    first = tl.minimum(program, programs) * all_pages // programs
+    last = tl.minimum(program + 1, programs) * all_pages // programs
+    first_row = tl.sum((live & (ends <= first)).to(tl.int32))
+    last_row = tl.sum((live & (ends < last)).to(tl.int32))
+    end = tl.sum(tl.where(row == last_row, ends, 0))
+    begin = tl.sum(tl.where(row == last_row, ends - pages, 0))
+    page = tl.maximum(begin, first)
+    some = tl.minimum(tl.maximum(tl.minimum(end, last) - page, 0), NAMED)
+    to = shares + program * (SHARE + NAMED)
+    tl.store(to, first)
+    tl.store(to + 1, last)
+    tl.store(to + 2, first_row)
+    tl.store(to + 3, last_row)
+    tl.store(to + 4, some)  # of its first sequence's pages, whose blocks follow
+    tl.store(to + 5, (page + some == end).to(tl.int32))  # whether the last of them has the new token
+    name = tl.arange(0, NAMED)
+    blocks = tl.load(tables + last_row * table_stride + page - begin + name, mask=name < some, other=0)
+    tl.store(to + SHARE + name, blocks)
 
 
 def fits_stream(
@@ -67,8 +99,9 @@ def fits_stream(
 
 @cache
 def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False) -> Kernel:
-    macros = (("KV", num_kv_heads), ("G", group), ("D", head_dim), ("QKV", int(qkv)), ("MAX_STAGES", _MAX_STAGES))
-    return Kernel("stream_decode", (), macros)
+    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "MAX_STAGES": _MAX_STAGES,
+              "LEAST": _LEAST, "SHARE": _SHARE, "NAMED": _NAMED}  # fmt: skip
+    return Kernel("stream_decode", (), tuple(macros.items()))
 
 
 _POINTERS = ("x", "query_norm", "key_norm", "angles", "positions", "slots", "keys", "values")
@@ -107,8 +140,8 @@ def _in_eights(x: torch.Tensor) -> bool:
 class StreamWorkspace:
     """The static buffers of ``stream_decode`` for at most ``max_rows`` rows: allocated once, shared by all layers.
 
-    starts (max_rows + 1,) int32, pages before each sequence's; partial: parts of sequences that programs share; arrived
-    (max_rows, warps) int32, zero between launches.
+    starts (max_rows + 1,) int32, pages before each sequence's; shares, see ``_shares_kernel``; partial: parts of
+    sequences that programs share; arrived (max_rows, warps) int32, zero between launches.
     """
 
     def __init__(
@@ -118,11 +151,11 @@ class StreamWorkspace:
         self.kernel, self.kernel_qkv = (
             _kernel(num_kv_heads, num_heads // num_kv_heads, head_dim, qkv) for qkv in (False, True)
         )
-        self._few_heads = num_heads <= _FEW_HEADS * num_kv_heads
         self.programs = num_sms(device)
         self.block = max(next_power_of_2(max_rows), 16)
         tiles = head_dim * num_kv_heads // _WARPS // 16
         self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.shares = torch.zeros((self.programs, _SHARE + _NAMED), dtype=torch.int32, device=device)
         self.partial = torch.zeros((self.programs, 2, _WARPS, 4 * tiles + 4, 32), dtype=torch.float32, device=device)
         self.arrived = torch.zeros((max_rows, _WARPS), dtype=torch.int32, device=device)
         self.pdl = use_pdl(device)
@@ -137,19 +170,20 @@ class StreamWorkspace:
             self.pdl,
         )
 
-    def suits(self, rows: int) -> bool:
-        """Whether this is the faster kernel for so many rows, and loads."""
-        return (rows <= _FEW_ROWS or not self._few_heads) and loads(self.kernel, self.device)
+    def takes_heads(self) -> bool:
+        """Whether it loads for queries apart from keys and values."""
+        return loads(self.kernel, self.device)
 
     def takes_qkv(self) -> bool:
         """Whether it loads for the packed projection."""
         return loads(self.kernel_qkv, self.device)
 
 
-def schedule_stream(workspace: StreamWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
-    """Where the pages of the first ``rows`` contexts start. Once a step (inside the graph): all layers share it."""
-    _starts_kernel[(1,)](
-        seq_lens, workspace.starts, rows, PAGE=_PAGE, BLOCK=workspace.block, PDL=workspace.pdl,
+def schedule_stream(workspace: StreamWorkspace, block_tables: torch.Tensor, seq_lens: torch.Tensor, rows: int) -> None:
+    """Who has which pages of the first ``rows`` contexts. Once a step (inside the graph): all layers share it."""
+    _shares_kernel[(workspace.programs,)](
+        seq_lens, block_tables, block_tables.stride(0), workspace.starts, workspace.shares, rows, PAGE=_PAGE,
+        LEAST=_LEAST, SHARE=_SHARE, NAMED=_NAMED, BLOCK=workspace.block, PDL=workspace.pdl,
         num_warps=4, launch_pdl=workspace.pdl,
     )  # fmt: skip
 
@@ -179,7 +213,8 @@ def stream_decode(
     assert q.stride(-1) == 1 and (new is not None or q.stride(1) == dim) and out.stride(1) == dim
     function = load(workspace.kernel if new is None else workspace.kernel_qkv, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
-    tensors = (q, out, block_tables, seq_lens, workspace.starts, workspace.partial, workspace.arrived)
+    starts, shares = workspace.starts, workspace.shares
+    tensors = (q, out, block_tables, seq_lens, starts, shares, workspace.partial, workspace.arrived)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     stride = ctypes.c_longlong(block_tables.stride(0))
     numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, workspace.stages, int(early))

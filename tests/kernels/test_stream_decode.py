@@ -61,12 +61,11 @@ def test_other_attention_is_left_to_the_other_kernel(on_hopper, what):
     assert not fits(**what)
 
 
-def test_rows_are_left_to_the_other_kernel_where_it_is_faster_or_this_one_does_not_load(on_hopper):
-    few, many = (StreamWorkspace(256, heads, 8, 128, "cpu") for heads in (16, 32))
-    assert few.suits(192) and not few.suits(193)
-    assert many.suits(256)
+def test_it_is_taken_where_it_loads(on_hopper):
+    workspace = StreamWorkspace(256, 16, 8, 128, "cpu")
+    assert workspace.takes_heads() and workspace.takes_qkv()
     on_hopper.loads = False
-    assert not few.suits(1) and not many.suits(1)
+    assert not workspace.takes_heads() and not workspace.takes_qkv()
 
 
 @pytest.mark.parametrize("qkv", [False, True])
@@ -93,7 +92,7 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     """The kernel's arguments, read back from their addresses."""
     driver = pytest.importorskip("cuda.bindings.driver")
     seen, maps = [], []
-    kinds = [ctypes.c_void_p] * 7 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float, stream._NewArgument]
+    kinds = [ctypes.c_void_p] * 8 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float, stream._NewArgument]
 
     def launched(config, kernel, addresses, extra):
         at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
@@ -113,7 +112,7 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     stream_decode(q, k_cache, v_cache, tables, lens, 0.5, out, workspace, early=True)
     ((config, kernel, values),) = seen
     assert kernel == stream._kernel(4, 5, 128) and bytes(values.pop()) == bytes(ctypes.sizeof(stream._NewArgument))
-    tensors = (q, out, tables, lens, workspace.starts, workspace.partial, workspace.arrived)
+    tensors = (q, out, tables, lens, workspace.starts, workspace.shares, workspace.partial, workspace.arrived)
     numbers = [33, 20 * 128, 20 * 128, 40, workspace.stages, 1]
     assert values[:-1] == [5, 5, *(t.data_ptr() for t in tensors), *numbers]
     assert values[-1] == pytest.approx(0.5 * 1.4426950408889634)
@@ -127,7 +126,7 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     stream_decode(qkv, k_cache, v_cache, tables, lens, 0.5, out, workspace, new)
     ((_, kernel, values),) = seen
     assert kernel == stream._kernel(4, 5, 128, True)
-    assert values[2] == qkv.data_ptr() and values[10:15] == [28 * 128, 20 * 128, 40, workspace.stages, 0]
+    assert values[2] == qkv.data_ptr() and values[11:16] == [28 * 128, 20 * 128, 40, workspace.stages, 0]
     told = values[-1]
     assert (told.x, told.query_norm, told.key_norm) == (x.data_ptr(), weights.data_ptr(), None)
     assert (told.angles, told.positions, told.slots) == (angles.data_ptr(), positions.data_ptr(), slots.data_ptr())
@@ -145,12 +144,28 @@ def test_the_driver_is_told_the_launch(monkeypatch):
         assert kernel == stream._kernel(4, 5, 128, True) and values[-1].x is None and values[2] != qkv.data_ptr()
 
 
-def test_pages_are_counted(where):
+@pytest.mark.parametrize("lens", [[1, 16, 17, 0, 300, 32], [700, 3, 5000], [1], [40] * 8], ids=str)
+def test_pages_are_counted_and_shared_out(where, lens, monkeypatch):
     device, _ = where
-    lens = [1, 16, 17, 0, 300, 32]
+    monkeypatch.setattr(stream, "num_sms", lambda device: 6)
     workspace = StreamWorkspace(8, 16, 8, 128, device)
-    schedule_stream(workspace, torch.tensor(lens, dtype=torch.int32, device=device), len(lens))
-    assert workspace.starts[:7].tolist() == [0, 1, 2, 4, 5, 24, 26]  # of an empty sequence one is read, and not heeded
+    tables = torch.arange(8 * 400, dtype=torch.int32, device=device).view(8, 400)
+    schedule_stream(workspace, tables, torch.tensor(lens, dtype=torch.int32, device=device), len(lens))
+    pages = [max(-(-n // 16), 1) for n in lens]  # of an empty sequence one is read, and not heeded
+    starts = [sum(pages[:i]) for i in range(len(pages) + 1)]
+    assert workspace.starts[: len(starts)].tolist() == starts
+    where_page = [(row, i) for row, n in enumerate(pages) for i in range(n)]
+    programs = min(6, max(len(where_page) // 2, 1))
+    for program, told in enumerate(workspace.shares.tolist()):
+        first, last = (min(p, programs) * len(where_page) // programs for p in (program, program + 1))
+        assert told[:2] == [first, last]
+        if first == last:
+            assert told[4] == 0
+            continue
+        rows = where_page[first][0], where_page[last - 1][0]
+        own = [(row, i) for row, i in where_page[first:last] if row == rows[1]][:32]  # it begins with its last sequence
+        assert told[2:6] == [*rows, len(own), own[-1][1] == pages[rows[1]] - 1]
+        assert told[8 : 8 + len(own)] == [row * 400 + i for row, i in own]
 
 
 # --------------------------------------------------------------------------- on Hopper
@@ -188,7 +203,7 @@ class Case:
     def run(self, out=None, schedule=True, early=False):
         out = torch.full_like(self.q, float("nan")) if out is None else out
         if schedule:
-            schedule_stream(self.workspace, self.lens, len(self.lens))
+            schedule_stream(self.workspace, self.tables, self.lens, len(self.lens))
         scale = self.q.shape[-1] ** -0.5
         stream_decode(self.q, *self.cache, self.tables, self.lens, scale, out, self.workspace, early=early)
         return out
@@ -268,7 +283,7 @@ class Packed(Case):
     def run(self, out=None, schedule=True, early=False):
         out = torch.full_like(self.q, float("nan")) if out is None else out
         if schedule:
-            schedule_stream(self.workspace, self.lens, len(self.lens))
+            schedule_stream(self.workspace, self.tables, self.lens, len(self.lens))
         args = (*self.cache, self.tables, self.lens, self.q.shape[-1] ** -0.5, out, self.workspace)
         stream_decode(self.qkv, *args, self.new, early)
         return out
