@@ -3,6 +3,7 @@ reference, with garbage wherever nothing was stored."""
 
 import ctypes
 import random
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -200,6 +201,13 @@ class Case:
         self.workspace = StreamWorkspace(max(len(lens), 16), heads, kv_heads, dim, device)
         assert fits_stream(heads, kv_heads, dim, 16, BF16, self.q.device, None, len(lens))
 
+    def sibling(self):
+        """Another layer's: keys, values and queries of its own, all else the same."""
+        other = copy(self)
+        other.cache = torch.where(self.cache.isnan(), self.cache, torch.randn_like(self.cache))
+        other.q = torch.randn_like(self.q)
+        return other
+
     def run(self, out=None, schedule=True, early=False):
         out = torch.full_like(self.q, float("nan")) if out is None else out
         if schedule:
@@ -240,7 +248,8 @@ def test_a_sequence_without_keys_gives_zeros(gpu):
 def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, captured, close):
     """In a graph, each behind a kernel that writes the newest keys and starts the next one late (the rotary kernel)."""
     lens = [_draw.randint(1, 700) for _ in range(60)]
-    cases = [Case(lens, 16, 8, 128, gpu) for _ in range(3)]
+    cases = [Case(lens, 16, 8, 128, gpu)]
+    cases += [cases[0].sibling() for _ in range(2)]
     qkv = [torch.randn(len(lens), 32 * 128, device=gpu, dtype=BF16) for _ in cases]
     cos_sin = torch.cat([torch.ones(1000, 64, device=gpu), torch.zeros(1000, 64, device=gpu)], 1)  # no turn
     positions = cases[0].lens.long() - 1
@@ -253,8 +262,6 @@ def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, captured, 
             case.q = qk_norm_rope_store(qkv[i], *args)
             case.run(out, schedule=True, early=False) if not i else case.run(out, schedule=False, early=True)
 
-    for case in cases[1:]:
-        case.workspace = cases[0].workspace
     graph = captured(step)
     for _ in range(4):
         for case, packed, slot in zip(cases, qkv, slots, strict=True):
@@ -279,6 +286,12 @@ class Packed(Case):
         scale = RowScale(self.x, 1e-5) if scaled else None
         self.new = NewTokens(*weights, 1e-6, torch.cat([turns.cos(), turns.sin()], 1), positions, self.slots, scale)
         self.cache.flatten(1, 2)[:, self.slots] = float("nan")
+
+    def sibling(self):
+        other = super().sibling()
+        other.qkv, other.x = torch.randn_like(self.qkv), torch.randn_like(self.x)
+        other.new = replace(self.new, scale=RowScale(other.x, 1e-5))
+        return other
 
     def run(self, out=None, schedule=True, early=False):
         out = torch.full_like(self.q, float("nan")) if out is None else out
@@ -329,11 +342,10 @@ def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, captured, close
     from minivllm.kernels.cluster_linear import cluster_linear
 
     lens = [_draw.randint(1, 700) for _ in range(60)]
-    cases = [Packed(lens, 16, 8, 128, gpu, True, True) for _ in range(3)]
+    cases = [Packed(lens, 16, 8, 128, gpu, True, True)]
+    cases += [cases[0].sibling() for _ in range(2)]
     weights = [torch.randn(4096, 1024, device=gpu).mul_(1 / 32).to(BF16) for _ in cases]
     outs = [torch.empty_like(case.q) for case in cases]
-    for case in cases[1:]:
-        case.workspace = cases[0].workspace
 
     def step():
         for i, (case, weight, out) in enumerate(zip(cases, weights, outs, strict=True)):
