@@ -200,10 +200,10 @@ def stream_decode(
     new: NewTokens | None = None,
     early: bool = False,
 ) -> None:
-    """After ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks, 16, kv
-    heads, head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in ``paged_decode``.
-    With ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), which need not start this
-    late."""
+    """After ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks, 16,
+    kv heads, head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in
+    ``paged_decode``. With ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), which need
+    not start this late."""
     if compiling():
         return
     if new is not None and new.scale is not None and not _in_eights(new.scale.x):
