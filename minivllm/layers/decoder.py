@@ -170,6 +170,7 @@ class DecoderLayer(nn.Module):
         )
 
     def goes_in_parts(self) -> bool:
+        """``is_usual``, and nobody picks tokens of it."""
         return self.is_usual() and cast(SelfAttention, self.self_attn)._pick is _all_tokens
 
     def in_parts(self, stream: PartedStream, positions: torch.Tensor, attention: AttentionBackend, eps: float) -> None:
@@ -180,14 +181,14 @@ class DecoderLayer(nn.Module):
         self.mlp.in_parts(stream, behind, eps)
 
     def chain_shape(self) -> ChainShape | None:
-        """Of a layer of one rank whose products ``chain_linear`` may compute: its norms are folded into them."""
+        """Of a layer whose products ``chain_linear`` may compute, on one rank: its norms are folded into them."""
         attention, mlp = self.self_attn, self.mlp
         if not self.is_usual():
             return None
         assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
         usual = type(attention.attention) is Attention and type(mlp.gate_up_proj) is MergedColumnParallelLinear
         folded = attention.qkv_proj.folded and mlp.gate_up_proj.folded
-        if not usual or not folded or mlp.activation is not norm_gate_up or attention.o_proj.tp.size > 1:
+        if not usual or not folded or mlp.activation is not norm_gate_up:
             return None
         hidden, width = attention.o_proj.weight.shape
         return ChainShape(hidden, width, mlp.down_proj.weight.shape[1], attention.qkv_proj.weight.shape[0])
@@ -233,11 +234,13 @@ class Decoder(nn.Module):
 
     def _goes_chained(self, layers: list[nn.Module], x: torch.Tensor) -> bool:
         """Whether that is faster, and all layers are made for it; the last one may pick tokens."""
-        if not MIN_CHAIN_ROWS <= len(x) <= MAX_CHAIN_ROWS or not x.is_cuda or self.tp.size > 1:
+        if not MIN_CHAIN_ROWS <= len(x) <= MAX_CHAIN_ROWS or self.tp.size > 1:
             return False
         shapes = {layer.chain_shape() if isinstance(layer, DecoderLayer) else None for layer in layers}
         shape = shapes.pop() if len(shapes) == 1 else None
-        return shape is not None and use_chain(len(x), shape, x.dtype, x.device)
+        if shape is None or not use_chain(len(x), shape, x.dtype, x.device):
+            return False
+        return all(cast(DecoderLayer, layer).goes_in_parts() for layer in layers[:-1])
 
     def _chained(
         self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

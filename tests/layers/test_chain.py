@@ -1,0 +1,133 @@
+"""Layers whose products go in one kernel between two attentions: the same comes out, and a layer with anything of its
+own in it is left alone. With the reference in the kernel's place; the kernel itself: ``tests/kernels``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import PagedRun, attention_spec
+from torch.nn import functional as F
+
+from minivllm.backends.torch import TorchBackend
+from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.chain_linear import ChainShape
+from minivllm.layers.attention import Attention
+from minivllm.layers.linear import MergedColumnParallelLinear
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.qwen3 import Qwen3ForCausalLM
+
+Checkpoints = Callable[..., Path]
+PROMPT = list(range(7, 7 + 31 * 9, 31))
+
+
+class World:
+    """A model of one rank on the CPU, its norms folded into the products behind them."""
+
+    def __init__(self, folder: Path, fold: bool = True) -> None:
+        config = read_model_config(folder)
+        self.model: Any = build_model(
+            Qwen3ForCausalLM, config, TensorParallel(), "cpu", torch.float32, iterate_safetensors(folder), 256
+        )
+        self.layers: Any = list(self.model.model.layers)
+        self.backend = TorchBackend(attention_spec(config))
+        for norm, product in norm_pairs(self.model) if fold else ():
+            product.fold(norm)
+
+    def step(self) -> torch.Tensor:
+        """Logits behind a prompt (1, vocab), then behind a token more."""
+        run = PagedRun(self.model, self.backend, 16, 1)
+        return torch.cat([run.step([0], [PROMPT], 0), run.step([0], [[5]], 1)])
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3", num_hidden_layers=3)
+
+
+@pytest.fixture
+def chained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of the kernel, which is for any number of them, and faster."""
+    calls: list[int] = []
+
+    def reference(
+        heads: torch.Tensor, o: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, eps: float, down: torch.Tensor,
+        qkv: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        calls.append(len(x))
+        x += heads @ o.T
+        gate, up = (F.rms_norm(x, (x.shape[1],), eps=eps) @ gate_up.T).chunk(2, dim=1)
+        x += (F.silu(gate) * up) @ down.T
+        return x @ qkv.T
+
+    monkeypatch.setattr("minivllm.layers.decoder.MIN_CHAIN_ROWS", 1)
+    monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, shape, dtype, device: True)
+    monkeypatch.setattr("minivllm.layers.decoder.chain_linear", reference)
+    return calls
+
+
+def test_the_same_comes_out_of_layers_that_are_chained(folder: Path, chained: list[int]) -> None:
+    expected = World(folder, fold=False).step()
+    assert not chained, "its norms are not folded"
+    torch.testing.assert_close(World(folder).step(), expected)
+    assert chained == [9, 9, 1, 1], "between each two layers of three, at each step"
+
+
+def test_the_shape_is_that_of_the_weights(folder: Path) -> None:
+    world = World(folder)
+    config = world.model.config
+    width = config.num_heads * config.head_dim
+    qkv = width + 2 * config.num_kv_heads * config.head_dim
+    shape = ChainShape(config.hidden_size, width, config.intermediate_size, qkv)
+    assert {layer.chain_shape() for layer in world.layers} == {shape}
+
+
+class OwnGateUp(MergedColumnParallelLinear):
+    pass
+
+
+class OwnAttention(Attention):
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return super().__call__(*args)
+
+
+def unfold(world: World) -> None:
+    world.layers[1].mlp.gate_up_proj.folded = False
+
+
+def hook(world: World) -> None:
+    world.layers[1].register_forward_hook(lambda module, inputs, output: None)
+
+
+def activate(world: World) -> None:
+    own = world.layers[1].mlp.activation
+    world.layers[1].mlp.activation = lambda *args: own(*args)
+
+
+def replace_product(world: World) -> None:
+    world.layers[1].mlp.gate_up_proj.__class__ = OwnGateUp
+
+
+def replace_attention(world: World) -> None:
+    world.layers[1].self_attn.attention.__class__ = OwnAttention
+
+
+def pick_early(world: World) -> None:
+    world.layers[1].pick_last_tokens()
+
+
+@pytest.mark.parametrize("change", [unfold, hook, activate, replace_product, replace_attention, pick_early])
+def test_one_layer_with_something_of_its_own_leaves_all_as_they_are(
+    folder: Path, chained: list[int], change: Callable[[World], None]
+) -> None:
+    world = World(folder)
+    change(world)
+    if change is unfold:  # what the weights hold is left as it is: only the answer is asked for
+        assert world.layers[1].chain_shape() is None and world.layers[0].chain_shape() is not None
+        return
+    if change is not pick_early:  # of a layer that is not the last one nothing sensible comes
+        torch.testing.assert_close(world.step(), World(folder, fold=False).step())
+    assert not chained and not world.model.model._goes_chained(world.layers, torch.zeros(9, 64))
