@@ -142,7 +142,18 @@ def use_chain(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.de
     if not nvrtc.available(device):
         return False
     config = chain_config(rows, shape, num_sms(device))
-    return config is not None and loads(chain_kernel(shape, config), device)
+    if config is None or not loads(chain_kernel(shape, config), device):
+        return False
+    return compiling() or _fits(shape, config, device)
+
+
+@cache
+def _fits(shape: ChainShape, config: ChainConfig, device: torch.device) -> bool:
+    """Whether all programs, which wait for each other, run at once there. Fewer multiprocessors than the device has may
+    be this process's."""
+    with torch.cuda.device(device):
+        there = nvrtc.clusters_at_once(load(chain_kernel(shape, config), device), _launch_shape(config, False))
+    return config.programs <= 2 * there
 
 
 @cache

@@ -172,6 +172,14 @@ def _launch_config(shape: LaunchShape, stream: int) -> Any:
     return config
 
 
+def clusters_at_once(function: Any, shape: LaunchShape) -> int:
+    """How many clusters of a kernel the current device runs beside each other."""
+    from cuda.bindings import driver
+
+    config = _launch_config(shape, torch.cuda.current_stream().cuda_stream)
+    return int(_checked(driver.cuOccupancyMaxActiveClusters(function, config)))
+
+
 def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:
     """Start a kernel on torch's current stream. ``arguments``: the address of each, to be read before this returns."""
     from cuda.bindings import driver

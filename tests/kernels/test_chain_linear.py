@@ -2,6 +2,7 @@
 against float32, from buffers full of NaN."""
 
 import ctypes
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -80,16 +81,25 @@ def test_shapes_that_do_not_divide_have_none():
 def test_where_it_is_faster(monkeypatch):
     monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
     monkeypatch.setattr(chain, "num_sms", lambda device: 132)
-    loading = SimpleNamespace(works=True)
+    loading, room = SimpleNamespace(works=True), SimpleNamespace(clusters=64)
     monkeypatch.setattr(chain, "loads", lambda kernel, device: loading.works)
+    monkeypatch.setattr(chain, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(nvrtc, "clusters_at_once", lambda function, shape: room.clusters)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    chain._fits.cache_clear()
     shape, cuda = SHAPES["Qwen3-0.6B"], torch.device("cuda")
     assert use_chain(65, shape, BF16, cuda) and use_chain(256, shape, BF16, cuda)
     assert not use_chain(64, shape, BF16, cuda) and not use_chain(257, shape, BF16, cuda)
     assert not use_chain(128, shape, torch.float16, cuda) and not use_chain(128, shape, BF16, torch.device("cpu"))
     assert not use_chain(96, ChainShape(4096, 4096, 12288, 6144), BF16, cuda), "Qwen3-8B: little stands between kernels"
     assert not use_chain(128, ChainShape(1024, 2048, 3072, 8 * 509), BF16, cuda)
-    loading.works = False
+    room.clusters = 63
+    chain._fits.cache_clear()
+    assert not use_chain(128, shape, BF16, cuda), "its programs wait for one that never runs"
+    loading.works, room.clusters = False, 64
+    chain._fits.cache_clear()
     assert not use_chain(128, shape, BF16, cuda)
+    chain._fits.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [72, 256])
@@ -162,6 +172,12 @@ def test_the_driver_is_told_the_launch(monkeypatch):
 
 
 # --------------------------------------------------------------------------- on Hopper
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", SHAPES)
+def test_it_runs_on_this_gpu(gpu, model):
+    assert all(use_chain(rows, SHAPES[model], BF16, gpu) for rows in ROWS)
 
 
 @pytest.mark.gpu
