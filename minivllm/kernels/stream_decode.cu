@@ -136,7 +136,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
 
   if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
   const int program = blockIdx.x;
-  const int* its_share = shares + program * (SHARE + NAMED);
+  const int* its_share = shares + program * (SHARE + NAMED);  // as _shares_kernel writes it
   const int first = its_share[0], last = its_share[1], first_row = its_share[2], last_row = its_share[3];
   const int sequences = first < last ? last_row - first_row + 1 : 0;
   int asked = 0;  // pages that the share names, asked for before anything else is known
