@@ -236,11 +236,11 @@ class Decoder(nn.Module):
         """Whether that is faster, and all layers are made for it; the last one may pick tokens."""
         if not MIN_CHAIN_ROWS <= len(x) <= MAX_CHAIN_ROWS or self.tp.size > 1:
             return False
-        shapes = {layer.chain_shape() if isinstance(layer, DecoderLayer) else None for layer in layers}
-        shape = shapes.pop() if len(shapes) == 1 else None
-        if shape is None or not use_chain(len(x), shape, x.dtype, x.device):
+        shapes = (layer.chain_shape() if isinstance(layer, DecoderLayer) else None for layer in layers)
+        shape = next(shapes, None)
+        if shape is None or not use_chain(len(x), shape, x.dtype, x.device) or any(other != shape for other in shapes):
             return False
-        return all(cast(DecoderLayer, layer).goes_in_parts() for layer in layers[:-1])
+        return all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
 
     def _chained(
         self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
