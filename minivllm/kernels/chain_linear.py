@@ -16,19 +16,20 @@ bytes a cycle: Qwen3-0.6B at 256 rows 1.4 MB, 12 µs. Idea: persistent kernels t
 
 import ctypes
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
+from minivllm.kernels.cluster_config import tile_rows
 from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel, load, loads
 from minivllm.kernels.pdl import use_pdl
 
 MIN_ROWS, MAX_ROWS = 65, 256
 _MOST_WEIGHTS = 1 << 27  # elements; beyond, what stands between kernels is little beside them
-_MAX_COLUMNS = 256  # of a warpgroup's product: wgmma's, and registers
+_MOST_FEATURES = 256  # of a unit: wgmma's columns, and lines that TMA loads at once
 _THREADS = 256  # that multiply
 _FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 _LEAST_STAGES = 4
@@ -92,16 +93,13 @@ def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | 
     qkv = _unit(rows, shape.qkv, programs, False)
     if add is None or gate is None or qkv is None or shape.hidden // add.columns % 16:
         return None
-    largest = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4
-    steps = {"add": (shape.width // 2, shape.inner // 2), "gate": (shape.hidden,), "qkv": (shape.hidden,)}
-    units = {}
-    for name, unit in (("add", add), ("gate", gate), ("qkv", qkv)):
-        if any(k % STEP for k in steps[name]):
-            return None
-        most = [a for a in (4, 2, 1) if a * unit.step_bytes <= largest and not any(k // STEP % a for k in steps[name])]
-        units[name] = Unit(unit.rows, unit.features, most[0])
+    most_bytes = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4  # of a stage
     wanted = max(2 * _units(rows, add, shape.hidden), _units(rows, gate, 2 * shape.inner), _units(rows, qkv, shape.qkv))
-    config = ChainConfig(**units, stages=0, programs=cdiv(wanted, 2) * 2)
+    add = _deepened(add, most_bytes, shape.width // 2, shape.inner // 2)
+    gate, qkv = (_deepened(unit, most_bytes, shape.hidden) for unit in (gate, qkv))
+    if add is None or gate is None or qkv is None:
+        return None
+    config = ChainConfig(add, gate, qkv, stages=0, programs=cdiv(wanted, 2) * 2)
     stages = (SHARED_BYTES - _FIXED_BYTES - _sent_bytes(add)) // config.stage_bytes
     return replace(config, stages=stages) if stages >= _LEAST_STAGES else None
 
@@ -109,14 +107,19 @@ def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | 
 def _unit(rows: int, n: int, most: int, gated: bool) -> Unit | None:
     """Cuts n features, gate's and up's counted both, into at most ``most`` units of all rows."""
     found = []
-    for tile_rows in (64, 128):
-        step = (8 if tile_rows == 128 else 16) * (2 if gated else 1)
-        tiles = most // cdiv(rows, tile_rows)
-        if tiles:
+    for unit_rows in (64, 128):
+        step = (8 if unit_rows == 128 else 16) * (2 if gated else 1)
+        if tiles := most // cdiv(rows, unit_rows):
             first = cdiv(cdiv(n, tiles), step) * step
-            found += [Unit(tile_rows, f) for f in range(first, 513, step) if n % f == 0][:1]
-    found = [unit for unit in found if unit.columns <= _MAX_COLUMNS and unit.features <= 256]
+            found += [Unit(unit_rows, f) for f in range(first, _MOST_FEATURES + 1, step) if n % f == 0][:1]
     return min(found, key=lambda unit: unit.rows + unit.features, default=None)
+
+
+def _deepened(unit: Unit, most_bytes: int, *ks: int) -> Unit | None:
+    """With as many steps a stage as fit and divide the products' k; None: k is not of whole steps."""
+    fitting = (a for a in (4, 2, 1) if a * unit.step_bytes <= most_bytes and not any(k % (a * STEP) for k in ks))
+    at_once = next(fitting, None)
+    return None if at_once is None else replace(unit, at_once=at_once)
 
 
 def _units(rows: int, unit: Unit, n: int) -> int:
@@ -162,12 +165,7 @@ def _counts(device: torch.device) -> torch.Tensor:
     return torch.zeros(4, dtype=torch.int32, device=device)
 
 
-def _box_rows(rows: int, unit: Unit) -> int:
-    """Rows of a unit, if all have as many; TMA writes them in eights."""
-    return 8 * cdiv(cdiv(rows, cdiv(rows, unit.rows)), 8)
-
-
-@lru_cache(maxsize=256)
+@cache
 def _launch_shape(config: ChainConfig, pdl: bool) -> nvrtc.LaunchShape:
     return nvrtc.LaunchShape((config.programs, 1, 1), (2, 1, 1), _THREADS + 64, config.shared_bytes, pdl)
 
@@ -202,7 +200,7 @@ def chain_linear(
     weights = ((o, add.features), (gate_up, gate_box), (down, add.features), (qkv, last.features))
     inputs = ((heads, add), (x, gate), (hidden, add), (x, last))
     maps = [_map(weight, lines) for weight, lines in weights]
-    maps += [_map(tensor, _box_rows(rows, unit)) for tensor, unit in inputs]
+    maps += [_map(tensor, tile_rows(unit.rows, rows)) for tensor, unit in inputs]
     tensors = (x, hidden, projection, squares, _counts(device))
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     number, factor = ctypes.c_int(rows), ctypes.c_float(eps)

@@ -177,10 +177,10 @@ def _programs(tile: Tile, rows: int, n: int) -> int:
     return cdiv(n, tile.features) * cdiv(rows, tile.rows)
 
 
-def tile_rows(tile: Tile, rows: int) -> int:
-    """Rows of each tile, if they share evenly; TMA writes them in eights."""
-    return 8 * cdiv(cdiv(rows, cdiv(rows, tile.rows)), 8)
+def tile_rows(most: int, rows: int) -> int:
+    """Rows of each tile, of ``most`` at most, if as few as will do share evenly; TMA writes them in eights."""
+    return 8 * cdiv(cdiv(rows, cdiv(rows, most)), 8)
 
 
 def received_bytes(tile: Tile, rows: int, splits: int) -> int:
-    return (splits - 1) * cdiv(tile_rows(tile, rows), splits) * tile.pitch_bytes
+    return (splits - 1) * cdiv(tile_rows(tile.rows, rows), splits) * tile.pitch_bytes

@@ -75,7 +75,7 @@ def _plan(
     assert config is not None
     tile = config.tile
     assert (tile.gated, tile.head_dim) == (gated, head_dim) and (eps is None or tile.squaring)
-    box_rows = tile_rows(tile, rows)
+    box_rows = tile_rows(tile.rows, rows)
     assert cdiv(rows, box_rows) % config.sharing == 0
     shape = nvrtc.LaunchShape(
         (cdiv(n, tile.outputs), cdiv(rows, box_rows), config.splits),

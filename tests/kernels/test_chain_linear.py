@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from minivllm.kernels import chain_linear as chain
 from minivllm.kernels import hopper, nvrtc
 from minivllm.kernels.chain_linear import ChainShape, Unit, chain_config, chain_kernel, chain_linear, use_chain
+from minivllm.kernels.cluster_config import tile_rows
 
 BF16, EPS = torch.bfloat16, 1e-6
 SHAPES = {  # of published models
@@ -50,7 +51,7 @@ def check(rows, shape, sms):
         assert unit.columns <= 256 and unit.columns % (16 if gated else 8) == 0, "wgmma's, and boxes of whole swizzles"
         assert unit.features <= 256, "TMA's boxes"
         assert unit.at_once * unit.step_bytes <= config.stage_bytes
-        box_rows = chain._box_rows(rows, unit)
+        box_rows = tile_rows(unit.rows, rows)
         assert box_rows <= unit.rows and box_rows % 8 == 0 and box_rows * cdiv(rows, unit.rows) >= rows
     assert shape.hidden // config.add.columns % 16 == 0, "a row's squares are read in sixteens"
     return True

@@ -51,7 +51,7 @@ def test_every_configuration_fits_the_chip(rows, n8, k8, sms, kind):
     if config is None:
         assert n * k > 1 << 24 and "head_dim" not in kind
         return
-    tile, in_tile = config.tile, tile_rows(config.tile, rows)
+    tile, in_tile = config.tile, tile_rows(config.tile.rows, rows)
     assert (tile.gated, tile.head_dim) == (kind.get("gated", False), kind.get("head_dim", 0))
     used = config.stages * tile.stage_bytes + received_bytes(tile, rows, config.splits) + 1024
     assert used <= 227 * 1024 - 1024
@@ -144,7 +144,7 @@ def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
         cluster._launch(x, weight, out, add=add, gated=gated, eps=eps)
     chosen = cluster_config(rows, lines, k, 132, gated)
     assert chosen.splits > 1 or chosen.sharing > 1, "no cluster: a case that tells too little"
-    tile, in_tile = chosen.tile, tile_rows(chosen.tile, rows)
+    tile, in_tile = chosen.tile, tile_rows(chosen.tile.rows, rows)
     assert len(told.seen) == 2
     for config, kernel, (*values, heads) in told.seen:
         assert kernel == tile_kernel(tile)
