@@ -8,14 +8,18 @@
 // WARPS / KV a head, each all its scores and so many of its output's dimensions. Scores are made transposed, keys by
 // query heads: S' = K q' and out' = V' P', so that eight columns of a tensor-core tile hold the query heads of a key
 // head.
-// A sequence in several shares: each leaves its part, and who comes last puts them together, for each warp by itself.
-// A program takes the sequences at the ends of its share first, so that this is over before its last pages come.
+// A sequence in several shares: each leaves its part, and the last of them puts them together, for each warp by itself.
+// It waits for the parts' words themselves, which need no fence and no count. A program goes through its sequences from
+// the last one to the first, so that what it leaves is there when others want it, and what it waits for comes last.
+// Programs before it run by then, as they start in order.
 
 constexpr int PAGE = 16, WARPS = 8;  // keys
 constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
 constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
 constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
-constexpr int PIECE = (4 * TILES + 4) * 32;     // floats that a warp leaves of a sequence: outputs, maxima, sums
+constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
+constexpr u32 ABSENT = 0xFFFFFFFF;              // a word of a part that is not there
+constexpr u32 PATIENCE = 1 << 27;               // looks at a part, about a minute: then it is an error, no hang
 
 __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {
   asm volatile(
@@ -120,11 +124,57 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     scale(exp2_of(top[0] - first), exp2_of(top[1] - second));
     top[0] = first, top[1] = second;
   }
+  __device__ void add(State& other) {
+    raise(other.top[0], other.top[1]);
+    other.raise(top[0], top[1]);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[t][i] += other.out[t][i];
+    sum[0] += other.sum[0], sum[1] += other.sum[1];
+  }
+
+  // A lane's part of a sequence in memory. Its words tell by themselves that they are there: none that arithmetic makes
+  // is ABSENT, a NaN of the other sign.
+  __device__ void leave(float4* to) const {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) put(to + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
+    put(to + TILES * 32, top[0], top[1], sum[0], sum[1]);
+  }
+  __device__ void look(const float4* from) {
+#pragma unroll
+    for (int t = 0; t < TILES; t++) get(from + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
+    get(from + TILES * 32, top[0], top[1], sum[0], sum[1]);
+  }
+  __device__ bool is_whole() const {
+    bool whole = is_there(top[0]) && is_there(top[1]) && is_there(sum[0]) && is_there(sum[1]);
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) whole &= is_there(out[t][i]);
+    return whole;
+  }
+  static __device__ void take_away(float4* from) {
+    const float absent = __uint_as_float(ABSENT);
+#pragma unroll
+    for (int t = 0; t <= TILES; t++) put(from + t * 32, absent, absent, absent, absent);
+  }
+
+ private:
+  static __device__ bool is_there(float x) { return __float_as_uint(x) != ABSENT; }
+  static __device__ void put(float4* to, float a, float b, float c, float d) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+  }
+  static __device__ void get(const float4* from, float& a, float& b, float& c, float& d) {
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(from) : "memory");
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
 stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
-              const int* tables, const int* lengths, const int* starts_of, const int* shares, float* partial, int* arrived,
+              const int* tables, const int* lengths, const int* starts_of, const int* shares, float4* parts,
               long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale,
               const __grid_constant__ New its_new) {
   extern __shared__ unsigned char memory[];
@@ -166,7 +216,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     stage = asked % stages, round = asked / stages;
     bool waited = !early;
     for (int n = 0; n < sequences; n++) {
-      const int row = n ? first_row + n - 1 : last_row;
+      const int row = last_row - n;
       const int begin = starts[row], end = starts[row + 1], stop = min(end, last);
       int page = max(begin, first) + (n ? 0 : asked);
       while (page < stop) {
@@ -209,7 +259,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   if (QKV && its_new.key_norm && has_new)
     key_norm[0] = *(const u32*)(its_new.key_norm + front), key_norm[1] = *(const u32*)(its_new.key_norm + back);
   for (int n = 0; n < sequences; n++) {
-    const int row = n ? first_row + n - 1 : last_row;
+    const int row = last_row - n;
     const int begin = starts[row], end = starts[row + 1], stop = min(end, last), length = lengths[row];
     int page = max(begin, first);
     u32 query[STEPS][2];
@@ -323,51 +373,26 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
 
     if (begin < first || end > last) {  // a part
       const int from = ((begin + 1) * programs - 1) / all, to = (end * programs - 1) / all;  // programs that have some
-      const int at = lane % 4 * 8 + group;
       const bool holds = pair < G;
-      float* mine = partial + ((long long)(program * 2 + (end > last)) * WARPS + warp) * PIECE + at;
-      if (holds) {
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) mine[(4 * t + i) * 32] = state.out[t][i];
-#pragma unroll
-        for (int i = 0; i < 2; i++) mine[(4 * TILES + i) * 32] = state.top[i], mine[(4 * TILES + 2 + i) * 32] = state.sum[i];
+      float4* mine = parts + ((long long)program * WARPS + warp) * PIECE + lane % 4 * 8 + group;
+      if (end > last) {
+        if (holds) state.leave(mine);
+        continue;
       }
-      __threadfence();
-      __syncwarp();
-      int before = 0;
-      if (lane == 0) before = atomicAdd(arrived + row * WARPS + warp, 1);
-      if (__shfl_sync(~0u, before, 0) != to - from) continue;
-      __threadfence();
-      if (lane == 0) arrived[row * WARPS + warp] = 0;
-      state.clear();
-      State other, coming;  // the next part is on its way while one is added
-      auto read = [&](State& part, int p) {
-        const float* its_part = partial + ((long long)(p * 2 + (p != to)) * WARPS + warp) * PIECE + at;
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) part.out[t][i] = __ldcg(its_part + (4 * t + i) * 32);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-          part.top[i] = __ldcg(its_part + (4 * TILES + i) * 32);
-          part.sum[i] = __ldcg(its_part + (4 * TILES + 2 + i) * 32);
+      State coming;  // the next part is on its way while one is added
+      coming.clear();
+      for (int p = from; p < to; p++) {  // in this order: when they came makes no difference
+        float4* its_part = mine - (long long)(program - p) * WARPS * PIECE;
+        if (p == from && holds) coming.look(its_part);
+        for (u32 looks = 0; !__all_sync(~0u, !holds || coming.is_whole());) {
+          if (++looks == PATIENCE) asm volatile("trap;");
+          if (holds) coming.look(its_part);
         }
-      };
-      if (holds) read(coming, from);
-      for (int p = from; p <= to && holds; p++) {  // in this order, its own as well: who is last makes no difference
-        other = coming;
-        if (p < to) read(coming, p + 1);
-        state.raise(other.top[0], other.top[1]);
-        other.raise(state.top[0], state.top[1]);
-#pragma unroll
-        for (int t = 0; t < TILES; t++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) state.out[t][i] += other.out[t][i];
-        state.sum[0] += other.sum[0], state.sum[1] += other.sum[1];
+        State other = coming;
+        if (p + 1 < to && holds) coming.look(its_part + WARPS * PIECE);
+        if (holds) State::take_away(its_part);
+        state.add(other);
       }
-      __syncwarp();
     }
     state.scale(state.sum[0] > 0.f ? 1.f / state.sum[0] : 0.f, state.sum[1] > 0.f ? 1.f / state.sum[1] : 0.f);
     u16* to = out + (long long)row * out_stride + (head * G + group) * D + part * DIMS + pair;

@@ -140,8 +140,8 @@ def _in_eights(x: torch.Tensor) -> bool:
 class StreamWorkspace:
     """The static buffers of ``stream_decode`` for at most ``max_rows`` rows: allocated once, shared by all layers.
 
-    starts (max_rows + 1,) int32, pages before each sequence's; shares, see ``_shares_kernel``; partial: parts of
-    sequences that programs share; arrived (max_rows, warps) int32, zero between launches.
+    starts (max_rows + 1,) int32, pages before each sequence's; shares, see ``_shares_kernel``; parts: of sequences that
+    programs share, float32 whose bits are all set where there is none: between launches, everywhere.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class StreamWorkspace:
         tiles = head_dim * num_kv_heads // _WARPS // 16
         self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.shares = torch.zeros((self.programs, _SHARE + _NAMED), dtype=torch.int32, device=device)
-        self.partial = torch.zeros((self.programs, 2, _WARPS, 4 * tiles + 4, 32), dtype=torch.float32, device=device)
-        self.arrived = torch.zeros((max_rows, _WARPS), dtype=torch.int32, device=device)
+        parts = torch.full((self.programs, _WARPS, tiles + 1, 32, 4), -1, dtype=torch.int32, device=device)
+        self.parts = parts.view(torch.float32)
         self.pdl = use_pdl(device)
         page_bytes = 2 * _PAGE * num_kv_heads * head_dim * 2
         starts_bytes = 4 * (max_rows + 1)
@@ -215,7 +215,7 @@ def stream_decode(
     function = load(workspace.kernel if new is None else workspace.kernel_qkv, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
     starts, shares = workspace.starts, workspace.shares
-    tensors = (q, out, block_tables, seq_lens, starts, shares, workspace.partial, workspace.arrived)
+    tensors = (q, out, block_tables, seq_lens, starts, shares, workspace.parts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     stride = ctypes.c_longlong(block_tables.stride(0))
     numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, workspace.stages, int(early))

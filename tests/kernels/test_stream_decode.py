@@ -85,15 +85,15 @@ def test_the_stages_fit_a_multiprocessor_and_parts_their_buffer(monkeypatch, hea
     assert 2 <= workspace.stages <= 24 and workspace.shape.shared_bytes >= workspace.stages * page + 4 * 1025
     assert workspace.shape.shared_bytes + static <= 227 * 1024
     tiles = dim * kv_heads // 8 // 16  # of 16 dimensions that one of eight warps has
-    assert workspace.partial[0, 0, 0].numel() == 32 * (4 * tiles + 4)
-    assert not workspace.arrived.any()
+    assert workspace.parts[0, 0].numel() == 32 * (4 * tiles + 4)
+    assert holds_no_part(workspace)
 
 
 def test_the_driver_is_told_the_launch(monkeypatch):
     """The kernel's arguments, read back from their addresses."""
     driver = pytest.importorskip("cuda.bindings.driver")
     seen, maps = [], []
-    kinds = [ctypes.c_void_p] * 8 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float, stream._NewArgument]
+    kinds = [ctypes.c_void_p] * 7 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float, stream._NewArgument]
 
     def launched(config, kernel, addresses, extra):
         at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
@@ -113,7 +113,7 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     stream_decode(q, k_cache, v_cache, tables, lens, 0.5, out, workspace, early=True)
     ((config, kernel, values),) = seen
     assert kernel == stream._kernel(4, 5, 128) and bytes(values.pop()) == bytes(ctypes.sizeof(stream._NewArgument))
-    tensors = (q, out, tables, lens, workspace.starts, workspace.shares, workspace.partial, workspace.arrived)
+    tensors = (q, out, tables, lens, workspace.starts, workspace.shares, workspace.parts)
     numbers = [33, 20 * 128, 20 * 128, 40, workspace.stages, 1]
     assert values[:-1] == [5, 5, *(t.data_ptr() for t in tensors), *numbers]
     assert values[-1] == pytest.approx(0.5 * 1.4426950408889634)
@@ -127,7 +127,7 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     stream_decode(qkv, k_cache, v_cache, tables, lens, 0.5, out, workspace, new)
     ((_, kernel, values),) = seen
     assert kernel == stream._kernel(4, 5, 128, True)
-    assert values[2] == qkv.data_ptr() and values[11:16] == [28 * 128, 20 * 128, 40, workspace.stages, 0]
+    assert values[2] == qkv.data_ptr() and values[10:15] == [28 * 128, 20 * 128, 40, workspace.stages, 0]
     told = values[-1]
     assert (told.x, told.query_norm, told.key_norm) == (x.data_ptr(), weights.data_ptr(), None)
     assert (told.angles, told.positions, told.slots) == (angles.data_ptr(), positions.data_ptr(), slots.data_ptr())
@@ -170,6 +170,11 @@ def test_pages_are_counted_and_shared_out(where, lens, monkeypatch):
 
 
 # --------------------------------------------------------------------------- on Hopper
+
+
+def holds_no_part(workspace):
+    return bool((workspace.parts.view(torch.int32) == -1).all())
+
 
 _draw = random.Random(0)
 LENGTHS = {
@@ -233,7 +238,19 @@ def test_it_attends_as_the_reference_does(gpu, close, lens, heads, kv_heads, dim
     close(first, expected)
     for _ in range(5):  # what it leaves in its workspace is what it found, and parts are put together in one order
         assert torch.equal(case.run(), first)
-    assert not case.workspace.arrived.any()
+    assert holds_no_part(case.workspace)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [-1, 0x7FFF])
+def test_parts_that_are_no_numbers_arrive(gpu, close, bits):
+    """Words that are not there are NaN of one sign: no product, sum or maximum of NaN may be taken for one."""
+    case = Case([4000, 900, 40], 16, 8, 128, gpu)
+    case.cache.view(torch.int16)[:, case.tables[0, :250].long()] = bits
+    expected = case.expected()
+    result = case.run()
+    assert result[0].isnan().all() and holds_no_part(case.workspace)
+    close(result[1:], expected[1:])
 
 
 @pytest.mark.gpu
@@ -333,7 +350,7 @@ def test_a_packed_projection_is_normed_turned_stored_and_attended(
     assert torch.equal(case.cache.view(torch.int16), before.view(torch.int16)), "it wrote where nobody asked it to"
     for _ in range(3):
         assert torch.equal(case.run(), first)
-    assert not case.workspace.arrived.any()
+    assert holds_no_part(case.workspace)
 
 
 @pytest.mark.gpu
