@@ -1,25 +1,29 @@
 // Attention of one new token a sequence over a paged cache, its pages of 16 keys as one stream; see stream_decode.py.
 //
 // Compiled for one (KV, G, D, QKV), behind hopper.cuh: key heads, query heads of each, their dimension, and whether q is
-// the packed projection: then queries are normed and rotated when they are read, and whoever has a sequence's last page
-// puts the new key and value into it, there and in the cache.
-// The pages of all sequences, one after another, are cut into equal shares, one a program. A warp asks for pages, keys
-// and values of all heads by TMA, as far ahead as there is room, from one sequence to the next. Eight warps take them:
-// WARPS / KV a head, each all its scores and so many of its output's dimensions. Scores are made transposed, keys by
-// query heads: S' = K q' and out' = V' P', so that eight columns of a tensor-core tile hold the query heads of a key
-// head.
+// the packed projection, which is normed and rotated here; WARPS take pages, HELPERS make queries. The pages of all sequences, one after another, are cut into
+// equal shares, one a program. Its warps:
+// - One asks for pages, keys and values of all heads by TMA, as far ahead as there is room, from one sequence to the next.
+// - Helpers make the queries of the next sequence in shared memory, while pages of this one come, and its new key and
+//   value, which go to the cache as well if the sequence ends in this share.
+// - The others take the pages: WARPS / KV a head, each all its scores and so many of its output's dimensions. Scores are made
+//   transposed, keys by query heads: S' = K q' and out' = V' P', so that eight columns of a tensor-core tile hold the
+//   query heads of a key head. Who has a sequence's last page puts the new key and value into it first.
 // A sequence in several shares: each leaves its part, and the last of them puts them together, for each warp by itself.
 // It waits for the parts' words themselves, which need no fence and no count. A program goes through its sequences from
 // the last one to the first, so that what it leaves is there when others want it, and what it waits for comes last.
 // Programs before it run by then, as they start in order.
 
-constexpr int PAGE = 16, WARPS = 8;  // keys
+constexpr int PAGE = 16;                        // keys
 constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
 constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
 constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
+constexpr int HEADS = KV * (QKV ? G + 2 : G), HEAD_BYTES = 2 * D;  // of queries, new keys, new values
+constexpr int LANES = D / 8;                    // that make a head, eight dimensions each
 constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
 constexpr u32 ABSENT = 0xFFFFFFFF;              // a word of a part that is not there
 constexpr u32 PATIENCE = 1 << 27;               // looks at a part, about a minute: then it is an error, no hang
+constexpr u32 HEAD_START = 4000;                // cycles that pages wait for queries to be asked for, at most
 
 __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {
   asm volatile(
@@ -40,8 +44,33 @@ __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ u32 read1(u32 from) {
+  u32 word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
 __device__ __forceinline__ void write1(u32 to, u32 word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ uint4 read16(u32 from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void write16(u32 to, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+__device__ __forceinline__ bool has_passed(u32 bar, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(bar), "r"(parity) : "memory");
+  return done;
+}
+__device__ __forceinline__ u32 clock_now() {
+  u32 c;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(c)::"memory");
+  return c;
 }
 __device__ __forceinline__ u32 transposed(u32 pair) {  // of an 8 x 8 matrix, a pair a lane
   u32 d;
@@ -87,13 +116,6 @@ __device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(scaled(pair, factor)), "r"(weight));
   return y;
 }
-// Two of a head's dimensions, and those half a head behind, which they turn with. Both are multiplied by factor first.
-__device__ __forceinline__ void turn(u32& front, u32& back, const float* angles, float factor) {
-  const float2 c = __ldg((const float2*)angles), s = __ldg((const float2*)(angles + D / 2));
-  const float x0 = low(front) * factor, x1 = high(front) * factor, y0 = low(back) * factor, y1 = high(back) * factor;
-  front = pack(x0 * c.x - y0 * s.x, x1 * c.y - y1 * s.y);
-  back = pack(y0 * c.x + x0 * s.x, y1 * c.y + x1 * s.y);
-}
 // 1 / rms of a row of x.
 __device__ __forceinline__ float row_factor(const New& its, int row, int lane) {
   float square = 0.f;
@@ -104,6 +126,100 @@ __device__ __forceinline__ float row_factor(const New& its, int row, int lane) {
   }
   return rsqrtf(warp_sum(square) / its.size + its.x_eps);
 }
+
+// Where dimension d of a head stands in shared memory once it is made: eight heads' are in different banks.
+__device__ __forceinline__ u32 element(u32 made_at, int head, int d) {
+  return made_at + head * HEAD_BYTES + (d / 8 ^ (QKV ? head & 7 : 0)) * 16 + d % 8 * 2;
+}
+
+// A lane of a helper: eight dimensions of every so manieth head of a row.
+struct Maker {
+  const New& its;
+  const int helper, lane, chunk;
+  uint4 query_norm, key_norm;
+  float4 cosines[2], sines[2];
+  long long slot;
+  int length, end;
+
+  __device__ __forceinline__ Maker(const New& its, int helper, int lane)
+      : its(its), helper(helper), lane(lane), chunk(lane % LANES) {
+    if (QKV && its.query_norm) query_norm = *((const uint4*)its.query_norm + chunk);
+    if (QKV && its.key_norm) key_norm = *((const uint4*)its.key_norm + chunk);
+  }
+  // What is the row's in every layer.
+  __device__ __forceinline__ void read(const int* lengths, const int* starts, int row) {
+    length = lengths[row], end = starts[row + 1];
+    if (!QKV) return;
+    slot = its.slots[row];
+    const float* angles = its.angles + its.positions[row] * its.angles_stride + chunk % (LANES / 2) * 8;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      cosines[i] = __ldg((const float4*)angles + i), sines[i] = __ldg((const float4*)(angles + D / 2) + i);
+  }
+  // Asks for the row of q, and for that of x to be near when it is read.
+  __device__ __forceinline__ void fetch(const u16* q, int row, u32 to, u32 bar) const {
+    if (helper == 0 && lane == 0) {
+      barrier_expect(bar, HEADS * HEAD_BYTES);
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+                   "r"(to), "l"(q), "r"(HEADS * HEAD_BYTES), "r"(bar) : "memory");
+    }
+    if (QKV && its.x)
+      for (int i = (helper * 32 + lane) * 16; i < its.size; i += HELPERS * 512) {
+        u32 unread;
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(unread) : "l"(its.x + row * its.x_stride + i) : "memory");
+      }
+  }
+  // Norms and turns heads where they stand, multiplied by factor first; new ones go to the cache as well if keeps.
+  __device__ __forceinline__ void make(u32 made_at, float factor, bool keeps) const {
+    constexpr int AT_ONCE = 32 / LANES * HELPERS, TIMES = (HEADS + AT_ONCE - 1) / AT_ONCE;
+    constexpr int BATCH = TIMES < 7 ? TIMES : 5;  // heads beside each other hide what each waits for
+    const float c[8] = {cosines[0].x, cosines[0].y, cosines[0].z, cosines[0].w,
+                        cosines[1].x, cosines[1].y, cosines[1].z, cosines[1].w};
+    const float s[8] = {sines[0].x, sines[0].y, sines[0].z, sines[0].w, sines[1].x, sines[1].y, sines[1].z, sines[1].w};
+#pragma unroll 1
+    for (int start = 0; start < TIMES; start += BATCH) {
+      uint4 heads[BATCH];
+      float squares[BATCH];
+      auto head_of = [&](int b) { return (start + b) * AT_ONCE + helper * (32 / LANES) + lane / LANES; };
+#pragma unroll
+      for (int b = 0; b < BATCH; b++)
+        heads[b] = head_of(b) < HEADS ? read16(made_at + head_of(b) * HEAD_BYTES + chunk * 16) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int b = 0; b < BATCH; b++)
+        squares[b] = square_of(heads[b].x) + square_of(heads[b].y) + (square_of(heads[b].z) + square_of(heads[b].w));
+#pragma unroll
+      for (int other = 1; other < LANES; other *= 2)
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) squares[b] += __shfl_xor_sync(~0u, squares[b], other);
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
+        const int key = head_of(b) - KV * G;  // or a value
+        const bool is_value = key >= KV, norms = !is_value && (key < 0 ? its.query_norm : its.key_norm);
+        const float to_norm = factor * rsqrtf(squares[b] * factor * factor / D + its.eps);
+        const float left = norms ? 1.f : factor;  // to be multiplied by yet
+        const float back = chunk < LANES / 2 ? -left : left;
+        const uint4 norm = key < 0 ? query_norm : key_norm;
+        auto made = [&](u32 pair, u32 weight, int i) {
+          const u32 with = normed(pair, to_norm, weight), mine = norms ? with : pair;
+          const u32 other = __shfl_xor_sync(~0u, mine, LANES / 2);  // half a head away
+          const u32 turned = pack(low(mine) * left * c[i] + low(other) * back * s[i],
+                                  high(mine) * left * c[i + 1] + high(other) * back * s[i + 1]);
+          return is_value ? scaled(mine, left) : turned;
+        };
+        heads[b] = make_uint4(made(heads[b].x, norm.x, 0), made(heads[b].y, norm.y, 2), made(heads[b].z, norm.z, 4),
+                              made(heads[b].w, norm.w, 6));
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; b++) {
+        const int head = head_of(b), key = head - KV * G;
+        if (head >= HEADS) continue;
+        write16(element(made_at, head, chunk * 8), heads[b]);
+        u16* cache = key < KV ? its.keys : its.values - KV * D;
+        if (key >= 0 && keeps) *(uint4*)(cache + (slot * KV + key) * D + chunk * 8) = heads[b];
+      }
+    }
+  }
+};
 
 struct State {  // of a warp and a sequence; each lane has two columns, query heads 2 * (lane % 4) and the next
   float out[TILES][4], top[2], sum[2];  // not divided by the sum yet; maxima in base 2
@@ -172,47 +288,79 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
   }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS + 32, 1)
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + HELPERS), 1)
 stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
               const int* tables, const int* lengths, const int* starts_of, const int* shares, float4* parts,
               long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale,
               const __grid_constant__ New its_new) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * MAX_STAGES];
+  __shared__ u64 barriers[2 * MAX_STAGES + 4];
+  __shared__ int its_length;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 pages_at = (shared_address(memory) + 1023) & ~1023u;
+  const u32 pages_at = (shared_address(memory) + 1023) & ~1023u, made_at = pages_at + stages * STAGE_BYTES;
   const u32 full = shared_address(barriers), empty = full + 8 * MAX_STAGES;
-  int* starts = (int*)(memory + (pages_at - shared_address(memory)) + stages * STAGE_BYTES);  // (rows + 1,) pages
+  const u32 asked_for = empty + 8 * MAX_STAGES, fetched = asked_for + 8, made = fetched + 8, taken = made + 8;  // queries
+  int* starts = (int*)(memory + (made_at - shared_address(memory)) + HEADS * HEAD_BYTES);  // (rows + 1,) pages
 
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
+    barrier_init(asked_for, HELPERS), barrier_init(fetched, 1), barrier_init(made, HELPERS), barrier_init(taken, WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
   if (!early) asm volatile("griddepcontrol.wait;" ::: "memory");
   const int program = blockIdx.x;
   const int* its_share = shares + program * (SHARE + NAMED);  // as _shares_kernel writes it
   const int first = its_share[0], last = its_share[1], first_row = its_share[2], last_row = its_share[3];
   const int sequences = first < last ? last_row - first_row + 1 : 0;
-  int asked = 0;  // pages that the share names, asked for before anything else is known
-  if (warp == WARPS) {
-    const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || !early ? 0 : its_share[5]), stages);
-    if (lane == 0) {
-      for (int s = 0; s < stages; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, WARPS);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    for (; asked < named; asked++) {
-      const int its = __shfl_sync(~0u, block, asked);
-      if (lane == 0) {
-        const u32 bar = full + 8 * asked, to = pages_at + asked * STAGE_BYTES;
-        barrier_expect(bar, STAGE_BYTES);
-        load_page(to, &keys, its, bar);
-        load_page(to + PART_BYTES, &values, its, bar);
-      }
-    }
-  }
-  for (int i = threadIdx.x; i <= rows; i += blockDim.x) starts[i] = starts_of[i];
-  __syncthreads();
 
-  const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
+  if (warp > WARPS) {  // makes queries
+    Maker maker(its_new, warp - WARPS - 1, lane);
+    if (sequences) maker.read(lengths, starts_of, last_row);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");  // late: what comes next may read ahead of its wait
+    if (sequences) maker.fetch(q + (long long)last_row * q_stride, last_row, made_at, fetched);
+    if (lane == 0) here_arrive(asked_for);
+    for (int n = 0; n < sequences; n++) {
+      const int row = last_row - n;
+      const float factor = QKV && its_new.x ? row_factor(its_new, row, lane) : 1.f;
+      barrier_wait(fetched, n & 1);
+      if (QKV) maker.make(made_at, factor, maker.end <= last);
+      if (maker.helper == 0) its_length = maker.length;
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA brings the next row
+      __syncwarp();
+      if (lane == 0) here_arrive(made);
+      if (n + 1 == sequences) break;
+      maker.read(lengths, starts_of, row - 1);
+      barrier_wait(taken, n & 1);
+      maker.fetch(q + (long long)(row - 1) * q_stride, row - 1, made_at, fetched);
+    }
+    return;
+  }
   int stage = 0, round = 0;
 
   if (warp == WARPS) {  // asks for pages
+    // The share names the first ones. All but one of these come behind what is asked for queries, whose way is long once
+    // they are on theirs, unless the kernel before goes on for longer.
+    const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || !early ? 0 : its_share[5]), stages);
+    int asked = 0;
+    auto ask = [&](int most) {
+      for (; asked < most; asked++) {
+        const int its = __shfl_sync(~0u, block, asked);
+        if (lane == 0) {
+          const u32 bar = full + 8 * asked, to = pages_at + asked * STAGE_BYTES;
+          barrier_expect(bar, STAGE_BYTES);
+          load_page(to, &keys, its, bar);
+          load_page(to + PART_BYTES, &values, its, bar);
+        }
+      }
+    };
+    ask(min(named, 1));
+    if (lane == 0 && asked < named)
+      for (const u32 begun = clock_now(); !has_passed(asked_for, 0) && clock_now() - begun < HEAD_START;);
+    __syncwarp();
+    ask(named);
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");  // starts are there
     stage = asked % stages, round = asked / stages;
     bool waited = !early;
     for (int n = 0; n < sequences; n++) {
@@ -239,85 +387,39 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         }
       }
     }
-    __syncwarp();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     return;
   }
 
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");  // late: what comes next may read ahead of its wait
+  for (int i = threadIdx.x; i <= rows; i += 32 * WARPS) starts[i] = starts_of[i];
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");
+  const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
   const int head = warp / PER_HEAD, part = warp % PER_HEAD, group = lane / 4, pair = lane % 4 * 2;
   const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
   const int front = lane * 2, back = front + D / 2;  // of the new key and value, this lane's dimensions, and the next
   const bool has_new = front < D / 2;
-  u32 query_norm[STEPS][2], key_norm[2];
-  if (QKV && its_new.query_norm)
-#pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) query_norm[s][i] = *(const u32*)(its_new.query_norm + 16 * s + 8 * i + pair);
-  if (QKV && its_new.key_norm && has_new)
-    key_norm[0] = *(const u32*)(its_new.key_norm + front), key_norm[1] = *(const u32*)(its_new.key_norm + back);
   for (int n = 0; n < sequences; n++) {
     const int row = last_row - n;
-    const int begin = starts[row], end = starts[row + 1], stop = min(end, last), length = lengths[row];
+    const int begin = starts[row], end = starts[row + 1], stop = min(end, last);
     int page = max(begin, first);
-    u32 query[STEPS][2];
-    const u16* its = q + (long long)row * q_stride + (head * G + group) * D + pair;
+    barrier_wait(made, n & 1);
+    const int length = its_length;
+    u32 query[STEPS][2], new_key[2] = {0, 0}, new_value[2] = {0, 0};
 #pragma unroll
-    for (int s = 0; s < STEPS; s++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) query[s][i] = group < G ? *(const u32*)(its + 16 * s + 8 * i) : 0;
-    u32 new_key[2] = {0, 0}, new_value[2] = {0, 0};
-    if (QKV) {
-      const bool ends = stop == end;
-      const u16* fresh = q + (long long)row * q_stride + (KV * G + head) * D;
-      if (ends && has_new) {
-        new_key[0] = *(const u32*)(fresh + front), new_key[1] = *(const u32*)(fresh + back);
-        new_value[0] = *(const u32*)(fresh + KV * D + front), new_value[1] = *(const u32*)(fresh + KV * D + back);
-      }
-      const float* angles = its_new.angles + its_new.positions[row] * its_new.angles_stride;
-      const float factor = its_new.x ? row_factor(its_new, row, lane) : 1.f;
-      float left = factor;  // to be multiplied by yet
-      if (its_new.query_norm) {
-        float square = 0.f;
-#pragma unroll
-        for (int s = 0; s < STEPS; s++) square += square_of(query[s][0]) + square_of(query[s][1]);
-        square += __shfl_xor_sync(~0u, square, 1), square += __shfl_xor_sync(~0u, square, 2);
-        left = factor * rsqrtf(square * factor * factor / D + its_new.eps);
-#pragma unroll
-        for (int s = 0; s < STEPS; s++)
-#pragma unroll
-          for (int i = 0; i < 2; i++) query[s][i] = normed(query[s][i], left, query_norm[s][i]);
-        left = 1.f;
-      }
-#pragma unroll
-      for (int s = 0; s < STEPS / 2; s++)
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          turn(query[s][i], query[s + STEPS / 2][i], angles + 16 * s + 8 * i + pair, left);
-      if (ends) {
-        left = factor;
-        if (its_new.key_norm) {
-          const float square = warp_sum(square_of(new_key[0]) + square_of(new_key[1]));
-          left = factor * rsqrtf(square * factor * factor / D + its_new.eps);
-          new_key[0] = normed(new_key[0], left, key_norm[0]), new_key[1] = normed(new_key[1], left, key_norm[1]);
-          left = 1.f;
-        }
-        if (has_new) turn(new_key[0], new_key[1], angles + front, left);
-        new_value[0] = scaled(new_value[0], factor), new_value[1] = scaled(new_value[1], factor);
-        if (has_new && part == 0) {
-          const long long at = (its_new.slots[row] * KV + head) * D;
-          *(u32*)(its_new.keys + at + front) = new_key[0], *(u32*)(its_new.keys + at + back) = new_key[1];
-          *(u32*)(its_new.values + at + front) = new_value[0], *(u32*)(its_new.values + at + back) = new_value[1];
-        }
-      }
+    for (int s = 0; s < STEPS; s += 2) {  // columns of no query head repeat the last one
+      u32 four[4];
+      load_matrices(four, element(made_at, head * G + min(lane % 8, G - 1), 16 * s + lane / 8 * 8));
+      query[s][0] = four[0], query[s][1] = four[1], query[s + 1][0] = four[2], query[s + 1][1] = four[3];
+    }
+    if (QKV && stop == end && has_new) {
+      const int key = KV * G + head, value = key + KV;
+      new_key[0] = read1(element(made_at, key, front)), new_key[1] = read1(element(made_at, key, back));
+      new_value[0] = read1(element(made_at, value, front)), new_value[1] = read1(element(made_at, value, back));
     }
     State state;
     state.clear();
 
 #pragma unroll 1
-    for (; page < stop; page++) {
+    for (bool has_taken = false; page < stop; page++, has_taken = true) {
       barrier_wait(full + 8 * stage, round & 1);
       const u32 at = pages_at + stage * STAGE_BYTES;
       const bool ends = page == end - 1;
@@ -367,6 +469,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       }
       __syncwarp();
       if (lane == 0) here_arrive(empty + 8 * stage);
+      if (lane == 0 && !has_taken) here_arrive(taken);  // here what was read has come: an arrival waits for no load
       if (++stage == stages) stage = 0, round++;
     }
     state.sum[0] = column_sum(state.sum[0]), state.sum[1] = column_sum(state.sum[1]);

@@ -4,8 +4,7 @@ Bytes moved: the context's keys and values, once, as in ``paged_decode``. There 
 and one head of it, and a multiprocessor that has room for few programs reads nothing while one ends and the next
 begins. Here one program a multiprocessor goes through whole pages, all heads, and its loads (TMA, 64 KiB a page of 8
 heads of 128) run ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py). It also
-takes the packed projection instead of q, and norms, rotates and stores: what that costs a program at its two or three
-sequences lies beside its loads.
+takes the packed projection instead of q, and norms, rotates and stores, in warps of their own beside its loads.
 
 Once a step ``schedule_stream`` adds up where each sequence's pages start, and tells each program its share, with the
 blocks of its first pages, so that these are asked for when one line has been read. The kernel is CUDA C++
@@ -26,7 +25,8 @@ from minivllm.kernels.paged_decode import NewTokens
 from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 
-_PAGE, _WARPS, _MAX_STAGES = 16, 8, 24
+_PAGE, _MAX_STAGES = 16, 24
+_WARPS, _HELPERS = 8, 3  # that take pages; that make queries. One more asks for pages
 _LEAST = 2  # pages a program has, where there are programs enough
 _SHARE, _NAMED = 8, 32  # numbers of a program's share; blocks of its first pages
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
@@ -99,8 +99,8 @@ def fits_stream(
 
 @cache
 def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False) -> Kernel:
-    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "MAX_STAGES": _MAX_STAGES,
-              "LEAST": _LEAST, "SHARE": _SHARE, "NAMED": _NAMED}  # fmt: skip
+    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "WARPS": _WARPS, "HELPERS": _HELPERS,
+              "MAX_STAGES": _MAX_STAGES, "LEAST": _LEAST, "SHARE": _SHARE, "NAMED": _NAMED}  # fmt: skip
     return Kernel("stream_decode", (), tuple(macros.items()))
 
 
@@ -160,13 +160,13 @@ class StreamWorkspace:
         self.parts = parts.view(torch.float32)
         self.pdl = use_pdl(device)
         page_bytes = 2 * _PAGE * num_kv_heads * head_dim * 2
-        starts_bytes = 4 * (max_rows + 1)
-        self.stages = min((SHARED_BYTES - 2048 - starts_bytes) // page_bytes, _MAX_STAGES)
+        other_bytes = (num_heads + 2 * num_kv_heads) * head_dim * 2 + 4 * (max_rows + 1)  # a row of q, starts
+        self.stages = min((SHARED_BYTES - 2048 - other_bytes) // page_bytes, _MAX_STAGES)
         self.shape = nvrtc.LaunchShape(
             (self.programs, 1, 1),
             (1, 1, 1),
-            32 * (_WARPS + 1),
-            self.stages * page_bytes + 1024 + starts_bytes,
+            32 * (_WARPS + 1 + _HELPERS),
+            self.stages * page_bytes + 1024 + other_bytes,
             self.pdl,
         )
 
@@ -212,6 +212,8 @@ def stream_decode(
     blocks, size, kv_heads = k_cache.shape[:3]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
     assert q.stride(-1) == 1 and (new is not None or q.stride(1) == dim) and out.stride(1) == dim
+    if q.stride(0) % 8 or q.data_ptr() % 16:  # a row is copied whole
+        q = q.contiguous()
     function = load(workspace.kernel if new is None else workspace.kernel_qkv, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
     starts, shares = workspace.starts, workspace.shares

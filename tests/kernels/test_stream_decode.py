@@ -81,8 +81,10 @@ def test_the_stages_fit_a_multiprocessor_and_parts_their_buffer(monkeypatch, hea
     monkeypatch.setattr(stream, "num_sms", lambda device: 132)
     workspace = StreamWorkspace(stream.MAX_ROWS, heads, kv_heads, dim, "cpu")
     page = 4 * 16 * kv_heads * dim
-    static = 2 * 8 * 24  # barriers
-    assert 2 <= workspace.stages <= 24 and workspace.shape.shared_bytes >= workspace.stages * page + 4 * 1025
+    static = 8 * (2 * 24 + 4) + 8  # barriers, a length
+    row = (heads + 2 * kv_heads) * dim * 2
+    assert 2 <= workspace.stages <= 24
+    assert workspace.shape.shared_bytes >= workspace.stages * page + row + 4 * 1025
     assert workspace.shape.shared_bytes + static <= 227 * 1024
     tiles = dim * kv_heads // 8 // 16  # of 16 dimensions that one of eight warps has
     assert workspace.parts[0, 0].numel() == 32 * (4 * tiles + 4)
@@ -117,7 +119,7 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     numbers = [33, 20 * 128, 20 * 128, 40, workspace.stages, 1]
     assert values[:-1] == [5, 5, *(t.data_ptr() for t in tensors), *numbers]
     assert values[-1] == pytest.approx(0.5 * 1.4426950408889634)
-    assert (config.gridDimX, config.gridDimY, config.blockDimX, int(config.hStream)) == (132, 1, 288, 77)
+    assert (config.gridDimX, config.gridDimY, config.blockDimX, int(config.hStream)) == (132, 1, 384, 77)
     assert maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
     seen.clear()
     x, weights, angles = torch.zeros(40, 64, dtype=BF16), torch.zeros(2, 128, dtype=BF16), torch.zeros(99, 128)
