@@ -397,6 +397,9 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
   const int front = lane * 2, back = front + D / 2;  // of the new key and value, this lane's dimensions, and the next
   const bool has_new = front < D / 2;
+  // An arrival does not wait for loads before it, and TMA may fill what they read: it arrives at an address that they
+  // have a part in, though the compiler only does not know that it is none.
+  const u32 nothing = early >> 1;
   for (int n = 0; n < sequences; n++) {
     const int row = last_row - n;
     const int begin = starts[row], end = starts[row + 1], stop = min(end, last);
@@ -456,6 +459,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       for (int i = 0; i < 4; i++) p[i] = exp2_of(p[i] - state.top[i % 2]), state.sum[i % 2] += p[i];
       const u32 b0 = transposed(pack(p[0], p[1])), b1 = transposed(pack(p[2], p[3]));
       // A key that does not exist has no weight, but what lies there may not be a number.
+      u32 seen = b0 | b1;
       const u32 there[2] = {(pair < left ? 0xFFFFu : 0) | (pair + 1 < left ? 0xFFFF0000u : 0),
                             (pair + 8 < left ? 0xFFFFu : 0) | (pair + 9 < left ? 0xFFFF0000u : 0)};
 #pragma unroll
@@ -464,12 +468,15 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         u32 a[4];
         load_transposed(a, at + PART_BYTES + (head * (D / 64) + d / 4) * PAGE * LINE + value_line +
                                ((d % 4 * 2 + lane / 8 % 2) ^ (lane & 7)) * 16);
+        seen |= a[0];
         if (ends) a[0] &= there[0], a[1] &= there[0], a[2] &= there[1], a[3] &= there[1];
         multiply(state.out[t], a, b0, b1);
       }
       __syncwarp();
-      if (lane == 0) here_arrive(empty + 8 * stage);
-      if (lane == 0 && !has_taken) here_arrive(taken);  // here what was read has come: an arrival waits for no load
+      if (lane == 0) {
+        here_arrive(empty + 8 * stage + (seen & nothing));
+        if (!has_taken) here_arrive(taken + ((seen | new_key[0] | new_key[1] | new_value[0] | new_value[1]) & nothing));
+      }
       if (++stage == stages) stage = 0, round++;
     }
     state.sum[0] = column_sum(state.sum[0]), state.sum[1] = column_sum(state.sum[1]);
