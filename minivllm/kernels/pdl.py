@@ -34,7 +34,8 @@ The rule:
    then. Late are the product that makes q, k and v, the rotary kernel, the cache write, and attention itself where it
    takes q. A kernel of your own between these and attention must be late too, or an ordinary one. ``stream_decode``
    of the packed projection reads less ahead, and its product need not be late: work items, block tables and positions
-   were complete before the step's first attention, which is not ``early``, let anything start; older keys are other steps'.
+   were complete before the step's first attention, which is not ``early``, let anything start; older keys are other
+   steps'.
 6. Kernels that know nothing of this (cuBLAS, torch's own, copies) may stand anywhere in the chain. Launched the
    ordinary way they start after the one before them is complete, and count as complete for the one behind them.
 
