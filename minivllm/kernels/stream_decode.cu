@@ -1,14 +1,15 @@
 // Attention of one new token a sequence over a paged cache, its pages of 16 keys as one stream; see stream_decode.py.
 //
-// Compiled for one (KV, G, D, QKV), behind hopper.cuh: key heads, query heads of each, their dimension, and whether q is
-// the packed projection, which is normed and rotated here; WARPS take pages, HELPERS make queries. The pages of all sequences, one after another, are cut into
-// equal shares, one a program. Its warps:
-// - One asks for pages, keys and values of all heads by TMA, as far ahead as there is room, from one sequence to the next.
-// - Helpers make the queries of the next sequence in shared memory, while pages of this one come, and its new key and
-//   value, which go to the cache as well if the sequence ends in this share.
-// - The others take the pages: WARPS / KV a head, each all its scores and so many of its output's dimensions. Scores are made
+// Compiled for one (KV, G, D, QKV), behind hopper.cuh: key heads, query heads of each, their dimension, and whether q
+// is the packed projection, which is normed and rotated here. The pages of all sequences, one after another, are cut
+// into equal shares, one a program. Of its warps
+// - one asks for pages, keys and values of all heads by TMA, as far ahead as there is room, from one sequence to the
+//   next;
+// - HELPERS make queries in shared memory, a sequence ahead of its pages, and the new key and value, which go to the
+//   cache as well if the sequence ends in this share;
+// - WARPS take the pages, so many / KV a head, each all its scores and some of its output's dimensions. Scores are made
 //   transposed, keys by query heads: S' = K q' and out' = V' P', so that eight columns of a tensor-core tile hold the
-//   query heads of a key head. Who has a sequence's last page puts the new key and value into it first.
+//   query heads of a key head. The new key and value are put into a sequence's last page first.
 // A sequence in several shares: each leaves its part, and the last of them puts them together, for each warp by itself.
 // It waits for the parts' words themselves, which need no fence and no count. A program goes through its sequences from
 // the last one to the first, so that what it leaves is there when others want it, and what it waits for comes last.
@@ -18,8 +19,8 @@ constexpr int PAGE = 16;                        // keys
 constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
 constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
 constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
-constexpr int HEADS = KV * (QKV ? G + 2 : G), HEAD_BYTES = 2 * D;  // of queries, new keys, new values
-constexpr int LANES = D / 8;                    // that make a head, eight dimensions each
+constexpr int HEADS = KV * (QKV ? G + 2 : G);   // of a row of q: queries, new keys, new values
+constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // lanes make eight dimensions each
 constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
 constexpr u32 ABSENT = 0xFFFFFFFF;              // a word of a part that is not there
 constexpr u32 PATIENCE = 1 << 27;               // looks at a part, about a minute: then it is an error, no hang
@@ -340,8 +341,8 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   int stage = 0, round = 0;
 
   if (warp == WARPS) {  // asks for pages
-    // The share names the first ones. All but one of these come behind what is asked for queries, whose way is long once
-    // they are on theirs, unless the kernel before goes on for longer.
+    // The share names the first ones. All but one of these are asked for behind the queries, whose way is long once all
+    // programs' pages are on theirs, but not later than HEAD_START, should the kernel before go on.
     const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || !early ? 0 : its_share[5]), stages);
     int asked = 0;
     auto ask = [&](int most) {
@@ -397,8 +398,8 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
   const int front = lane * 2, back = front + D / 2;  // of the new key and value, this lane's dimensions, and the next
   const bool has_new = front < D / 2;
-  // An arrival does not wait for loads before it, and TMA may fill what they read: it arrives at an address that they
-  // have a part in, though the compiler only does not know that it is none.
+  // An arrival does not wait for loads before it, and lets TMA fill what they read: so it goes to an address that what
+  // was loaded has a part in. The part is zero, which the compiler does not know.
   const u32 nothing = early >> 1;
   for (int n = 0; n < sequences; n++) {
     const int row = last_row - n;
