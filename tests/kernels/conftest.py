@@ -4,6 +4,8 @@ CUDA C++ are compiled and launched on the CPU, too, as far as that goes: up to t
 
 import ctypes
 import os
+import re
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +65,44 @@ def compiled(tmp_path, monkeypatch):
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     return tmp_path
+
+
+def unread_at_arrivals(machine_code):
+    """Arrivals at a barrier, of a disassembly, behind a load from shared memory that nothing has read yet."""
+    found, pending = [], set()
+    for line in machine_code.splitlines():
+        if not (match := re.search(r"/\*[0-9a-f]+\*/\s+(@\S+ )?([A-Z]\S*)(.*?);", line)):
+            continue
+        condition, name, arguments = match.groups()
+        registers = [int(number) for number in re.findall(r"\bR(\d+)\b", arguments)]
+        width = 4 if "M88.4" in name or ".128" in name else 2 if ".64" in name else 1
+        if name.startswith("SYNCS.ARRIVE") and pending:
+            found.append(line.strip())
+        if name.startswith("SYNCS.ARRIVE") or (name in ("BRA", "EXIT") and not condition):
+            pending = set()
+        elif name.startswith(("LDS", "LDSM")) and registers:
+            pending = (pending - set(registers[1:])) | {registers[0] + i for i in range(width)}
+        elif name.startswith("HMMA"):
+            pending -= {r + i for r, many in zip(registers[1:], (4, 2, 4), strict=False) for i in range(many)}
+        else:
+            pending -= {r + i for r in registers for i in range(width)}
+    return found
+
+
+@pytest.fixture
+def reads_in_time(tmp_path_factory):
+    """Checks machine code: what is loaded from shared memory is used before the next arrival at a barrier, which does not
+    wait for loads, so that TMA could write where they read."""
+
+    def check(cubin):
+        disassembler = pytest.importorskip("triton").knobs.nvidia.nvdisasm.path
+        path = tmp_path_factory.mktemp("cubin") / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([disassembler, "-c", path], capture_output=True, text=True, check=True).stdout
+        assert text.count("SYNCS.ARRIVE") > 3
+        assert not unread_at_arrivals(text)
+
+    return check
 
 
 @pytest.fixture

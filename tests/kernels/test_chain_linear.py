@@ -105,9 +105,11 @@ def test_where_it_is_faster(monkeypatch):
 
 @pytest.mark.parametrize("rows", [72, 256])
 @pytest.mark.parametrize("model", SHAPES)
-def test_published_models_compile(compiled, model, rows):
+def test_published_models_compile(compiled, reads_in_time, model, rows):
     shape = SHAPES[model]
-    assert b"chain_linear" in nvrtc.compile_cubin(chain_kernel(shape, chain_config(rows, shape)).source)
+    cubin = nvrtc.compile_cubin(chain_kernel(shape, chain_config(rows, shape)).source)
+    assert b"chain_linear" in cubin
+    reads_in_time(cubin)
 
 
 # --------------------------------------------------------------------------- what the driver is told

@@ -109,12 +109,13 @@ def test_while_kernels_are_only_compiled_none_is_waited_for_or_launched(monkeypa
     assert (residual == 1).all()
 
 
-def test_every_tile_compiles_and_is_kept(compiled):
+def test_every_tile_compiles_and_is_kept(compiled, reads_in_time):
     widest = [Tile(groups, most, True, programs, True) for (groups, programs), most in MOST_FEATURES.items()]
     tiles = [*TILES, *widest, replace(SMALL, gated=True), replace(WIDE, gated=True), Tile(2, 128, True, 1, head_dim=64)]
     for i, tile in enumerate(tiles, 1):
         cubin = cluster.nvrtc.compile_cubin(tile_kernel(tile).source)
         assert b"cluster_linear" in cubin
+        reads_in_time(cubin)
         assert len(list(compiled.iterdir())) == i
         assert cluster.nvrtc.compile_cubin(tile_kernel(tile).source) == cubin
         assert len(list(compiled.iterdir())) == i, "compiled again"

@@ -292,9 +292,10 @@ def test_gate_and_up_of_many_rows_go_here_with_their_norm(monkeypatch, folded):
 
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_every_variant_compiles(compiled, kind, parts):
-    source = cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0), parts).source
-    assert b"persistent_linear" in nvrtc.compile_cubin(source)
+def test_every_variant_compiles(compiled, reads_in_time, kind, parts):
+    cubin = nvrtc.compile_cubin(cut_kernel(GRID, kind.get("gated", False), kind.get("head_dim", 0), parts).source)
+    assert b"persistent_linear" in cubin
+    reads_in_time(cubin)
 
 
 @pytest.mark.parametrize("rows", MOST_ROWS)
