@@ -91,8 +91,8 @@ def unread_at_arrivals(machine_code):
 
 @pytest.fixture
 def reads_in_time(tmp_path_factory):
-    """Checks machine code: what is loaded from shared memory is used before the next arrival at a barrier, which does not
-    wait for loads, so that TMA could write where they read."""
+    """Checks machine code: what is loaded from shared memory is used before the next arrival at a barrier. That does
+    not wait for loads, and TMA may write where they read."""
 
     def check(cubin):
         disassembler = pytest.importorskip("triton").knobs.nvidia.nvdisasm.path
