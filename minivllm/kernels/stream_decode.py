@@ -122,7 +122,8 @@ def _new_argument(new: NewTokens | None, k_cache: torch.Tensor, v_cache: torch.T
     if new is None:
         return _NewArgument()
     assert new.positions.dtype == new.slot_mapping.dtype == torch.int64 and new.cos_sin.dtype == torch.float32
-    assert new.cos_sin.shape[1] == k_cache.shape[3]  # all of a head rotates
+    assert new.cos_sin.shape[1] == k_cache.shape[3] and new.cos_sin.stride(0) % 4 == 0  # all of a head rotates
+    assert all(t is None or t.data_ptr() % 16 == 0 for t in (new.q_weight, new.k_weight, new.cos_sin))
     x, x_eps = (None, 0.0) if new.scale is None else new.scale
     assert x is None or _in_eights(x)
     tensors = (x, new.q_weight, new.k_weight, new.cos_sin, new.positions, new.slot_mapping, k_cache, v_cache)
