@@ -9,7 +9,6 @@
 // each other the sums of half of the rows.
 
 constexpr int THREADS = 256;   // that multiply; 32 more ask for weights, 32 for inputs
-constexpr u32 PATIENCE = 1 << 27;  // looks at a count, about a minute: then it is an error, not a kernel that hangs
 
 template <int ROWS_, int FEATURES_, int AT_ONCE_, int SPLITS_, bool GATED_, int N_, int K_>
 struct Product {

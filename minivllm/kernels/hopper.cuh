@@ -8,6 +8,7 @@ typedef unsigned short u16;
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
 constexpr int LINE = 128;  // bytes of k a stage, 64 elements: what TMA swizzles
+constexpr u32 PATIENCE = 1 << 27;  // looks at what another program writes, about a minute: then an error, not a hang
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 

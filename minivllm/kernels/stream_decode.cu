@@ -23,7 +23,6 @@ constexpr int HEADS = KV * (QKV ? G + 2 : G);   // of a row of q: queries, new k
 constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // lanes make eight dimensions each
 constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
 constexpr u32 ABSENT = 0xFFFFFFFF;              // a word of a part that is not there
-constexpr u32 PATIENCE = 1 << 27;               // looks at a part, about a minute: then it is an error, no hang
 constexpr u32 HEAD_START = 4000;                // cycles that pages wait for queries to be asked for, at most
 
 __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {

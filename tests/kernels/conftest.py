@@ -80,7 +80,7 @@ def unread_at_arrivals(machine_code):
             found.append(line.strip())
         if name.startswith("SYNCS.ARRIVE") or (name in ("BRA", "EXIT") and not condition):
             pending = set()
-        elif name.startswith(("LDS", "LDSM")) and registers:
+        elif name.startswith("LDS") and registers:  # LDSM, too
             pending = (pending - set(registers[1:])) | {registers[0] + i for i in range(width)}
         elif name.startswith("HMMA"):
             pending -= {r + i for r, many in zip(registers[1:], (4, 2, 4), strict=False) for i in range(many)}
@@ -109,14 +109,16 @@ def reads_in_time(tmp_path_factory):
 def told(monkeypatch):
     """The driver's own structures, filled, without a GPU. ``seen``, of each launch: its config, its Kernel, its
     arguments' values (a tensor map's is its address, 5), read back from their addresses. ``maps``: what TMA loads."""
-    from minivllm.kernels import cluster_linear, hopper, persistent_linear
+    from minivllm.kernels import chain_linear, cluster_linear, hopper, persistent_linear, stream_decode
 
     driver = pytest.importorskip("cuda.bindings.driver")
     launches = SimpleNamespace(seen=[], maps=[], driver=driver)
-    pointer, number, fraction = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+    pointer, number, long, fraction = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
     maps_and_rest = {
         "cluster_linear": (2, [pointer, *[number] * 8, fraction, fraction, hopper.HeadsArgument]),
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
+        "chain_linear": (8, [*[pointer] * 5, number, fraction]),
+        "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
     }
 
     def launched(config, kernel, addresses, extra):
@@ -129,14 +131,15 @@ def told(monkeypatch):
         return (0,)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    monkeypatch.setattr(hopper, "load", lambda kernel, device: kernel)
-    monkeypatch.setattr(
-        hopper.nvrtc, "tensor_map", lambda *args: launches.maps.append(args) or SimpleNamespace(address=5)
-    )
+    for module in (hopper, chain_linear, stream_decode):
+        monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
+    for kind in ("tensor_map", "page_map"):
+        monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    for module in (cluster_linear, persistent_linear):
+    for module in (cluster_linear, persistent_linear, chain_linear, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: True)
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    for module in (cluster_linear, persistent_linear):
         module._plan.cache_clear()
     yield launches
     for module in (cluster_linear, persistent_linear):

@@ -1,7 +1,6 @@
 """Four products in one kernel: how they are cut, and what the driver is told, without a GPU; on Hopper, the results
 against float32, from buffers full of NaN."""
 
-import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from minivllm.kernels import chain_linear as chain
 from minivllm.kernels import hopper, nvrtc
+from minivllm.kernels._triton import cdiv
 from minivllm.kernels.chain_linear import ChainShape, Unit, chain_config, chain_kernel, chain_linear, use_chain
 from minivllm.kernels.cluster_config import tile_rows
 
@@ -24,10 +24,6 @@ SHAPES = {  # of published models
 }
 LLAMA_3B = ChainShape(3072, 3072, 8192, 5120)  # up to 128 rows
 ROWS = [65, 72, 100, 128, 129, 160, 192, 200, 255, 256]
-
-
-def cdiv(a, b):
-    return -(-a // b)
 
 
 # --------------------------------------------------------------------------- how they are cut
@@ -141,26 +137,11 @@ class Tensors:
         return x, x @ qkv.T
 
 
-def test_the_driver_is_told_the_launch(monkeypatch):
-    driver = pytest.importorskip("cuda.bindings.driver")
-    seen, maps = [], []
-    kinds = [ctypes.c_void_p] * 5 + [ctypes.c_int, ctypes.c_float]
-
-    def launched(config, kernel, addresses, extra):
-        at = (ctypes.c_void_p * (8 + len(kinds))).from_address(addresses)
-        values = [kind.from_buffer_copy(kind.from_address(at[8 + i])) for i, kind in enumerate(kinds)]
-        seen.append((config, kernel, [*at[:8], *(value.value for value in values)]))
-        return (0,)
-
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    monkeypatch.setattr(chain, "load", lambda kernel, device: kernel)
-    monkeypatch.setattr(chain, "num_sms", lambda device: 132)
-    monkeypatch.setattr(nvrtc, "tensor_map", lambda *args: maps.append(args) or SimpleNamespace(address=5))
+def test_the_driver_is_told_the_launch(told):
     shape = SHAPES["Qwen3-0.6B"]
     tensors = Tensors(200, shape, "cpu")
     projection = tensors.run(tensors.x)
-    ((config, kernel, values),) = seen
+    ((config, kernel, values),) = told.seen
     cut = chain_config(200, shape)
     assert kernel == chain_kernel(shape, cut) and projection.shape == (200, 4096)
     assert values[:9] == [5] * 8 + [tensors.x.data_ptr()] and values[10] == projection.data_ptr()
@@ -168,9 +149,9 @@ def test_the_driver_is_told_the_launch(monkeypatch):
     assert (config.gridDimX, config.blockDimX, int(config.hStream)) == (cut.programs, 320, 77)
     assert config.attrs[0].value.clusterDim.x == 2
     weights = [(t, lines) for t, lines in ((tensors.o, 64), (tensors.gate_up, 48), (tensors.down, 64))]
-    for told, (tensor, lines) in zip(maps, weights, strict=False):
-        assert told == (tensor.data_ptr(), *tensor.shape, tensor.shape[1], lines, 64)
-    boxes = [told[4] for told in maps[4:]]
+    for made, (tensor, lines) in zip(told.maps, weights, strict=False):
+        assert made == (tensor.data_ptr(), *tensor.shape, tensor.shape[1], lines, 64)
+    boxes = [made[4] for made in told.maps[4:]]
     assert cut.gate == Unit(128, 96) and boxes == [56, 104, 56, 8 * cdiv(cdiv(200, cdiv(200, cut.qkv.rows)), 8)]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from minivllm.errors import MinivllmError
 from minivllm.kernels import cluster_linear as cluster
 from minivllm.kernels import hopper
+from minivllm.kernels._triton import cdiv
 from minivllm.kernels.cluster_config import (
     LARGE,
     MEDIUM,
@@ -32,10 +33,6 @@ SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 8192), 
 LARGE_SHAPES = [(17408, 5120), (5120, 8704), (19456, 2560), (4096, 12288)]
 TILES = [SMALL, MEDIUM, LARGE, WIDE, Tile(1, 80, True, 1), Tile(2, 144, True, 1), Tile(3, 96, True, 1)]
 EPS = 1e-6
-
-
-def cdiv(a, b):
-    return -(-a // b)
 
 
 @given(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from minivllm.kernels import hopper, nvrtc, skinny_linear
 from minivllm.kernels import persistent_linear as persistent
-from minivllm.kernels._triton import num_sms
+from minivllm.kernels._triton import cdiv, num_sms
 from minivllm.kernels.cluster_config import LARGE_WEIGHT
 from minivllm.kernels.exchange import Arrival, part_rows
 from minivllm.kernels.persistent_config import GRID, busy, cut_kernel, even, even_cut, persistent_cut
@@ -33,10 +33,6 @@ MOST_ROWS = [128, 192]  # of two and of three warpgroups that multiply
 HEADS = [(16, 8, 128, True, 1024), (32, 8, 64, False, 2048), (5, 1, 128, True, 72), (3, 1, 64, True, 640)]
 RANKS = [(rank, ranks) for ranks in (2, 4) for rank in range(ranks)]
 BF16, EPS, BLOCK_SIZE = torch.bfloat16, 1e-6, 16
-
-
-def cdiv(a, b):
-    return -(-a // b)
 
 
 # --------------------------------------------------------------------------- which products

@@ -93,59 +93,43 @@ def test_the_stages_fit_a_multiprocessor_and_parts_their_buffer(monkeypatch, hea
     assert holds_no_part(workspace)
 
 
-def test_the_driver_is_told_the_launch(monkeypatch):
-    """The kernel's arguments, read back from their addresses."""
-    driver = pytest.importorskip("cuda.bindings.driver")
-    seen, maps = [], []
-    kinds = [ctypes.c_void_p] * 7 + [ctypes.c_longlong] + [ctypes.c_int] * 5 + [ctypes.c_float, stream._NewArgument]
-
-    def launched(config, kernel, addresses, extra):
-        at = (ctypes.c_void_p * (2 + len(kinds))).from_address(addresses)
-        values = [kind.from_buffer_copy(kind.from_address(at[2 + i])) for i, kind in enumerate(kinds)]
-        seen.append((config, kernel, [*at[:2], *(getattr(value, "value", value) for value in values)]))
-        return (0,)
-
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    monkeypatch.setattr(stream, "load", lambda kernel, device: kernel)
-    monkeypatch.setattr(stream, "num_sms", lambda device: 132)
-    monkeypatch.setattr(nvrtc, "page_map", lambda *args: maps.append(args) or SimpleNamespace(address=5))
+def test_the_driver_is_told_the_launch(told):
     workspace = StreamWorkspace(64, 20, 4, 128, "cpu")
     q, out = torch.zeros(2, 40, 20, 128, dtype=BF16)
     k_cache, v_cache = torch.zeros(2, 9, 16, 4, 128, dtype=BF16)
     tables, lens = torch.zeros(40, 33, dtype=torch.int32)[:, :7], torch.ones(40, dtype=torch.int32)
     stream_decode(q, k_cache, v_cache, tables, lens, 0.5, out, workspace, early=True)
-    ((config, kernel, values),) = seen
+    ((config, kernel, values),) = told.seen
     assert kernel == stream._kernel(4, 5, 128) and bytes(values.pop()) == bytes(ctypes.sizeof(stream._NewArgument))
     tensors = (q, out, tables, lens, workspace.starts, workspace.shares, workspace.parts)
     numbers = [33, 20 * 128, 20 * 128, 40, workspace.stages, 1]
     assert values[:-1] == [5, 5, *(t.data_ptr() for t in tensors), *numbers]
     assert values[-1] == pytest.approx(0.5 * 1.4426950408889634)
     assert (config.gridDimX, config.gridDimY, config.blockDimX, int(config.hStream)) == (132, 1, 384, 77)
-    assert maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
-    seen.clear()
+    assert told.maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
+    told.seen.clear()
     x, weights, angles = torch.zeros(40, 64, dtype=BF16), torch.zeros(2, 128, dtype=BF16), torch.zeros(99, 128)
     positions, slots = torch.zeros(2, 40, dtype=torch.int64)
     new = NewTokens(weights[0], None, 1e-6, angles, positions, slots, RowScale(x, 1e-5))
     qkv = torch.zeros(40, 28 * 128, dtype=BF16)
     stream_decode(qkv, k_cache, v_cache, tables, lens, 0.5, out, workspace, new)
-    ((_, kernel, values),) = seen
+    ((_, kernel, values),) = told.seen
     assert kernel == stream._kernel(4, 5, 128, True)
     assert values[2] == qkv.data_ptr() and values[10:15] == [28 * 128, 20 * 128, 40, workspace.stages, 0]
-    told = values[-1]
-    assert (told.x, told.query_norm, told.key_norm) == (x.data_ptr(), weights.data_ptr(), None)
-    assert (told.angles, told.positions, told.slots) == (angles.data_ptr(), positions.data_ptr(), slots.data_ptr())
-    assert (told.keys, told.values) == (k_cache.data_ptr(), v_cache.data_ptr())
-    assert (told.x_stride, told.angles_stride, told.size) == (64, 128, 64)
-    assert (told.eps, told.x_eps) == (pytest.approx(1e-6), pytest.approx(1e-5))
+    its = values[-1]
+    assert (its.x, its.query_norm, its.key_norm) == (x.data_ptr(), weights.data_ptr(), None)
+    assert (its.angles, its.positions, its.slots) == (angles.data_ptr(), positions.data_ptr(), slots.data_ptr())
+    assert (its.keys, its.values) == (k_cache.data_ptr(), v_cache.data_ptr())
+    assert (its.x_stride, its.angles_stride, its.size) == (64, 128, 64)
+    assert (its.eps, its.x_eps) == (pytest.approx(1e-6), pytest.approx(1e-5))
     for unread in (
         torch.ones(40, 60, dtype=BF16),
         torch.ones(40, 65, dtype=BF16)[:, 1:],
     ):  # applied before
-        seen.clear()
+        told.seen.clear()
         of_unread = replace(new, scale=RowScale(unread, 0.0))
         stream_decode(qkv, k_cache, v_cache, tables, lens, 0.5, out, workspace, of_unread)
-        ((_, kernel, values),) = seen
+        ((_, kernel, values),) = told.seen
         assert kernel == stream._kernel(4, 5, 128, True) and values[-1].x is None and values[2] != qkv.data_ptr()
 
 
