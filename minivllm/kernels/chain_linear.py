@@ -15,134 +15,25 @@ bytes a cycle: Qwen3-0.6B at 256 rows 1.4 MB, 12 µs. Idea: persistent kernels t
 """
 
 import ctypes
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv, compiling, num_sms
+from minivllm.kernels._triton import compiling, num_sms
+from minivllm.kernels.chain_config import ChainConfig, ChainShape, chain_config, chain_kernel
 from minivllm.kernels.cluster_config import tile_rows
-from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel, load, loads
+from minivllm.kernels.hopper import STEP, load, loads
 from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.rms_norm import RowScale
 
 MIN_ROWS, MAX_ROWS = 65, 256
-_MOST_WEIGHTS = 1 << 27  # elements; beyond, what stands between kernels is little beside them
-_MOST_FEATURES = 256  # of a unit: wgmma's columns, and lines that TMA loads at once
-_THREADS = 256  # that multiply
-_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
-_LEAST_STAGES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ChainShape:
-    """Of a decoder's layer: sizes of the residual stream, of its attention's output, of gate and of qkv."""
-
-    hidden: int
-    width: int
-    inner: int
-    qkv: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What a program has of a product: ``rows`` by ``features`` lines of the weight, ``at_once`` steps of k a stage."""
-
-    rows: int
-    features: int
-    at_once: int = 1
-
-    @property
-    def step_bytes(self) -> int:
-        return (self.rows + self.features) * 2 * STEP
-
-    @property
-    def columns(self) -> int:
-        """Features of a warpgroup: there are two, which have 64 rows each, or the same ones."""
-        return self.features if self.rows == 128 else self.features // 2
-
-
-@dataclass(frozen=True, slots=True)
-class ChainConfig:
-    add: Unit  # o and down, k in two
-    gate: Unit
-    qkv: Unit
-    stages: int
-    programs: int
-
-    @property
-    def stage_bytes(self) -> int:
-        return max(unit.at_once * unit.step_bytes for unit in (self.add, self.gate, self.qkv))
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + _sent_bytes(self.add) + 1024
-
-
-def _sent_bytes(add: Unit) -> int:
-    return _THREADS * add.columns
-
-
-@cache
-def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | None:
-    """The units that take in least, one a program at most; None: there are none that cut the products evenly."""
-    programs = sms // 2 * 2
-    add = _unit(rows, shape.hidden, programs // 2, False)
-    gate = _unit(rows, 2 * shape.inner, programs, True)
-    qkv = _unit(rows, shape.qkv, programs, False)
-    if add is None or gate is None or qkv is None or shape.hidden // add.columns % 16:
-        return None
-    most_bytes = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4  # of a stage
-    wanted = max(2 * _units(rows, add, shape.hidden), _units(rows, gate, 2 * shape.inner), _units(rows, qkv, shape.qkv))
-    add = _deepened(add, most_bytes, shape.width // 2, shape.inner // 2)
-    gate, qkv = (_deepened(unit, most_bytes, shape.hidden) for unit in (gate, qkv))
-    if add is None or gate is None or qkv is None:
-        return None
-    config = ChainConfig(add, gate, qkv, stages=0, programs=cdiv(wanted, 2) * 2)
-    stages = (SHARED_BYTES - _FIXED_BYTES - _sent_bytes(add)) // config.stage_bytes
-    return replace(config, stages=stages) if stages >= _LEAST_STAGES else None
-
-
-def _unit(rows: int, n: int, most: int, gated: bool) -> Unit | None:
-    """Cuts n features, gate's and up's counted both, into at most ``most`` units of all rows."""
-    found = []
-    for unit_rows in (64, 128):
-        step = (8 if unit_rows == 128 else 16) * (2 if gated else 1)
-        if tiles := most // cdiv(rows, unit_rows):
-            first = cdiv(cdiv(n, tiles), step) * step
-            found += [Unit(unit_rows, f) for f in range(first, _MOST_FEATURES + 1, step) if n % f == 0][:1]
-    return min(found, key=lambda unit: unit.rows + unit.features, default=None)
-
-
-def _deepened(unit: Unit, most_bytes: int, *ks: int) -> Unit | None:
-    """With as many steps a stage as fit and divide the products' k; None: k is not of whole steps."""
-    fitting = (a for a in (4, 2, 1) if a * unit.step_bytes <= most_bytes and not any(k % (a * STEP) for k in ks))
-    at_once = next(fitting, None)
-    return None if at_once is None else replace(unit, at_once=at_once)
-
-
-def _units(rows: int, unit: Unit, n: int) -> int:
-    return cdiv(rows, unit.rows) * (n // unit.features)
-
-
-@cache
-def chain_kernel(shape: ChainShape, config: ChainConfig) -> Kernel:
-    macros = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "INNER": shape.inner, "QKV": shape.qkv,
-              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes}  # fmt: skip
-    units = {"ADD": config.add, "GATE": config.gate, "QKV": config.qkv}
-    for name, unit in units.items():
-        macros |= {f"{name}_ROWS": unit.rows, f"{name}_FEATURES": unit.features, f"{name}_AT_ONCE": unit.at_once}
-    columns = tuple(sorted({unit.columns for unit in units.values()}))
-    return Kernel("chain_linear", columns, tuple(macros.items()))
 
 
 def use_chain(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the four products are faster here than apart; the one place that knows."""
-    weights = shape.hidden * (shape.width + 3 * shape.inner + shape.qkv)
-    if dtype != torch.bfloat16 or not MIN_ROWS <= rows <= MAX_ROWS or weights > _MOST_WEIGHTS:
-        return False
-    if not nvrtc.available(device):
+    if dtype != torch.bfloat16 or not MIN_ROWS <= rows <= MAX_ROWS or not nvrtc.available(device):
         return False
     config = chain_config(rows, shape, num_sms(device))
     if config is None or not loads(chain_kernel(shape, config), device):
@@ -166,8 +57,14 @@ def _counts(device: torch.device) -> torch.Tensor:
 
 
 @cache
+def _parts(device: torch.device, words: int) -> torch.Tensor:
+    """(words,) int32: float32 sums of which none is there between launches, see ``large_chain.cu``."""
+    return torch.full((words,), -1, dtype=torch.int32, device=device)
+
+
+@cache
 def _launch_shape(config: ChainConfig, pdl: bool) -> nvrtc.LaunchShape:
-    return nvrtc.LaunchShape((config.programs, 1, 1), (2, 1, 1), _THREADS + 64, config.shared_bytes, pdl)
+    return nvrtc.LaunchShape((config.programs, 1, 1), (2, 1, 1), config.threads + 64, config.shared_bytes, pdl)
 
 
 def chain_linear(
@@ -178,40 +75,45 @@ def chain_linear(
     eps: float,
     down: torch.Tensor,
     qkv: torch.Tensor,
+    eps_behind: float,
     config: ChainConfig | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, RowScale | None]:
     """x (t, hidden) += heads @ o.T; then += (SiLU(gate) * up) @ down.T of x divided by its rows' rms; in place, each
-    rounded once. Returns x @ qkv.T, (t, qkv), whose rows are still to be divided by x's rms (``RowScale``).
+    rounded once. Returns x @ qkv.T, (t, qkv), and what its rows are still to be multiplied by, or None: they are.
+    ``eps_behind`` is of the rms that divides them.
 
     heads (t, width); o (hidden, width); gate_up (2 * inner, hidden), gate's rows first; down (hidden, inner); qkv (qkv,
     hidden). All bfloat16; norms' weights are folded into those of gate_up and qkv.
     """
     rows, device = x.shape[0], x.device
     shape = ChainShape(x.shape[1], heads.shape[1], down.shape[1], qkv.shape[0])
-    projection = x.new_empty((rows, shape.qkv))
-    if compiling():
-        return projection
     config = config or chain_config(rows, shape, num_sms(device))
     assert config is not None and x.is_contiguous() and heads.stride(1) == 1
+    projection = x.new_empty((rows, shape.qkv))
+    scale = None if config.large else RowScale(x, eps_behind)
+    if compiling():
+        return projection, scale
     hidden = x.new_empty((rows, shape.inner))
-    squares = torch.empty((rows, shape.hidden // config.add.columns), dtype=torch.float32, device=device)
+    squares = torch.empty((rows, config.row_parts(shape.hidden)), dtype=torch.float32, device=device)
     add, gate, last = config.add, config.gate, config.qkv
     gate_box = gate.columns // 2
-    weights = ((o, add.features), (gate_up, gate_box), (down, add.features), (qkv, last.features))
+    rest = [(gate_up, config.last // 2 or gate_box)] if config.large else []
+    weights = [(o, add.features), (gate_up, gate_box), *rest, (down, add.features), (qkv, last.features)]
     inputs = ((heads, add), (x, gate), (hidden, add), (x, last))
     maps = [_map(weight, lines) for weight, lines in weights]
     maps += [_map(tensor, tile_rows(unit.rows, rows)) for tensor, unit in inputs]
-    tensors = (x, hidden, projection, squares, _counts(device))
+    parts = [_parts(device, config.part_words)] if config.large else []
+    tensors = (x, hidden, projection, squares, *parts, _counts(device))
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    number, factor = ctypes.c_int(rows), ctypes.c_float(eps)
+    number, floats = ctypes.c_int(rows), (ctypes.c_float * 2)(eps, eps_behind)
     addresses = [
         *(made.address for made in maps),
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
         ctypes.addressof(number),
-        ctypes.addressof(factor),
+        *(ctypes.addressof(floats) + 4 * i for i in range(2 if config.large else 1)),
     ]
     nvrtc.launch(load(chain_kernel(shape, config), device), _launch_shape(config, use_pdl(device)), addresses)
-    return projection
+    return projection, scale
 
 
 def _map(matrix: torch.Tensor, lines: int) -> Any:

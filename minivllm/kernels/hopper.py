@@ -25,19 +25,21 @@ SHARED_BYTES = 227 * 1024  # what a program may have
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``name``.cu of this folder behind ``macros``, hopper.cuh and ``multiply``, a product of 64 lines by so many, of
-    each of ``columns``."""
+    """``name``.cu of this folder behind ``macros``, hopper.cuh, ``multiply``, a product of 64 lines by so many, of each
+    of ``columns``, and the .cuh of ``behind``."""
 
     name: str
     columns: tuple[int, ...]
     macros: tuple[tuple[str, int], ...]
+    behind: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
         folder = Path(__file__).parent
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
-        texts = [(folder / file).read_text() for file in ("hopper.cuh", f"{self.name}.cu")]
-        return macros + texts[0] + "".join(map(_multiply, self.columns)) + texts[1]
+        files = ("hopper.cuh", *(f"{name}.cuh" for name in self.behind), f"{self.name}.cu")
+        first, *others = ((folder / file).read_text() for file in files)
+        return macros + first + "".join(map(_multiply, self.columns)) + "".join(others)
 
 
 def _multiply(n: int) -> str:

@@ -19,7 +19,6 @@ from minivllm.kernels.chain_linear import MAX_ROWS as MAX_CHAIN_ROWS
 from minivllm.kernels.chain_linear import MIN_ROWS as MIN_CHAIN_ROWS
 from minivllm.kernels.chain_linear import ChainShape, chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
-from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention
@@ -206,8 +205,11 @@ class DecoderLayer(nn.Module):
         own, mlp, its = self.self_attn, self.mlp, behind.self_attn
         assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP) and isinstance(its, SelfAttention)
         up, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
-        qkv = chain_linear(heads, own.o_proj.weight, x, up, eps, mlp.down_proj.weight, its.qkv_proj.weight)
-        return its.attention(qkv, positions, attention, RowScale(x, behind.input_layernorm.eps))
+        down, projection = mlp.down_proj.weight, its.qkv_proj.weight
+        qkv, scale = chain_linear(
+            heads, own.o_proj.weight, x, up, eps, down, projection, behind.input_layernorm.eps
+        )
+        return its.attention(qkv, positions, attention, scale)
 
 
 class Decoder(nn.Module):

@@ -118,6 +118,7 @@ def told(monkeypatch):
         "cluster_linear": (2, [pointer, *[number] * 8, fraction, fraction, hopper.HeadsArgument]),
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
+        "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
     }
 

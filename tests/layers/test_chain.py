@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.chain_linear import ChainShape
+from minivllm.kernels.chain_config import ChainShape
+from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
 from minivllm.layers.linear import MergedColumnParallelLinear
 from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
@@ -48,20 +49,22 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint("qwen3", num_hidden_layers=3)
 
 
-@pytest.fixture
-def chained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture(params=[False, True], ids=["rows to be scaled", "rows scaled"])
+def chained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each call of the kernel, which is for any number of them, and faster."""
     calls: list[int] = []
 
     def reference(
         heads: torch.Tensor, o: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, eps: float, down: torch.Tensor,
-        qkv: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        qkv: torch.Tensor, eps_behind: float,
+    ) -> tuple[torch.Tensor, RowScale | None]:  # fmt: skip
         calls.append(len(x))
         x += heads @ o.T
         gate, up = (F.rms_norm(x, (x.shape[1],), eps=eps) @ gate_up.T).chunk(2, dim=1)
         x += (F.silu(gate) * up) @ down.T
-        return x @ qkv.T
+        if request.param:
+            return F.rms_norm(x, (x.shape[1],), eps=eps_behind) @ qkv.T, None
+        return x @ qkv.T, RowScale(x, eps_behind)
 
     monkeypatch.setattr("minivllm.layers.decoder.MIN_CHAIN_ROWS", 1)
     monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, shape, dtype, device: True)

@@ -1,0 +1,190 @@
+"""How the four products of ``chain_linear`` are cut into programs: small layers' by units that take in least, large
+ones' by units of all rows."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from minivllm.kernels._triton import cdiv
+from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
+
+MAX_LARGE_ROWS = 192  # beyond, arithmetic counts most, and the library's tiles take less of it, and of power
+_MOST_SMALL = 1 << 27  # weights of a small layer
+_MOST_FEATURES = 256  # of a unit: wgmma's columns, and lines that TMA loads at once
+_MOST_OF_THREE = 176  # where three warpgroups multiply: registers
+_THIRD_ROWS = 161  # with fewer the third has too little to do, but for the largest layers
+_LARGEST = 1 << 28
+_MOST_OF_ROUND = 192  # of gate and up, which a program of a large layer goes through in rounds
+_ADD_SPLITS, _QKV_SPLITS = 4, 2  # of k, of large layers
+_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
+_LEAST_STAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChainShape:
+    """Of a decoder's layer: sizes of the residual stream, of its attention's output, of gate and of qkv."""
+
+    hidden: int
+    width: int
+    inner: int
+    qkv: int
+
+    @property
+    def weights(self) -> int:
+        """Elements."""
+        return self.hidden * (self.width + 3 * self.inner + self.qkv)
+
+    @property
+    def large(self) -> bool:
+        return self.weights > _MOST_SMALL
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a program has of a product: ``rows`` by ``features`` lines of the weight, one of ``splits`` of k, ``at_once``
+    steps of it a stage."""
+
+    rows: int
+    features: int
+    at_once: int = 1
+    splits: int = 1
+
+    @property
+    def step_bytes(self) -> int:
+        return (self.rows + self.features) * 2 * STEP
+
+    @property
+    def columns(self) -> int:
+        """Features of a warpgroup: it has 64 of the rows, or there are two with the same ones."""
+        return self.features if self.rows > 64 else self.features // 2
+
+
+@dataclass(frozen=True, slots=True)
+class ChainConfig:
+    add: Unit  # o and down
+    gate: Unit
+    qkv: Unit
+    stages: int
+    programs: int
+    groups: int = 2  # warpgroups that multiply
+    rounds: int = 1  # in which a program goes through gate's features, each of so many
+    last: int = 0  # features of one more round
+    large: bool = False
+
+    @property
+    def threads(self) -> int:
+        """That multiply."""
+        return 128 * self.groups
+
+    @property
+    def stage_bytes(self) -> int:
+        return max(unit.at_once * unit.step_bytes for unit in (self.add, self.gate, self.qkv))
+
+    @property
+    def sent_bytes(self) -> int:
+        """That programs of a small layer take in from the others of their clusters."""
+        return 0 if self.large else self.threads * self.add.columns
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + self.sent_bytes + 1024
+
+    @property
+    def part_words(self) -> int:
+        """Of memory, through which splits of k of a large layer's products leave their sums for each other."""
+        shares = (unit.columns // 2 // unit.splits * (unit.splits - 1) for unit in (self.add, self.qkv))
+        return self.programs * self.threads * max(shares)
+
+    def row_parts(self, hidden: int) -> int:
+        """That the squares of a row of x come in."""
+        return hidden // self.add.columns * (self.add.splits if self.large else 1)
+
+
+@cache
+def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | None:
+    """One unit a program at most; None: there are none that cut the products evenly."""
+    return _large_config(rows, shape, sms) if shape.large else _small_config(rows, shape, sms)
+
+
+def _small_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
+    """The units that take in least; k of o and down in two."""
+    programs = sms // 2 * 2
+    add = _unit(rows, shape.hidden, programs // 2, False)
+    gate = _unit(rows, 2 * shape.inner, programs, True)
+    qkv = _unit(rows, shape.qkv, programs, False)
+    if add is None or gate is None or qkv is None or shape.hidden // add.columns % 16:
+        return None
+    most_bytes = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4  # of a stage
+    wanted = max(2 * _units(rows, add, shape.hidden), _units(rows, gate, 2 * shape.inner), _units(rows, qkv, shape.qkv))
+    add = _deepened(replace(add, splits=2), most_bytes, shape.width // 2, shape.inner // 2)
+    gate, qkv = (_deepened(unit, most_bytes, shape.hidden) for unit in (gate, qkv))
+    if add is None or gate is None or qkv is None:
+        return None
+    return _with_stages(ChainConfig(add, gate, qkv, stages=0, programs=cdiv(wanted, 2) * 2))
+
+
+def _unit(rows: int, n: int, most: int, gated: bool) -> Unit | None:
+    """Cuts n features, gate's and up's counted both, into at most ``most`` units of all rows."""
+    found = []
+    for unit_rows in (64, 128):
+        step = (8 if unit_rows == 128 else 16) * (2 if gated else 1)
+        if tiles := most // cdiv(rows, unit_rows):
+            first = cdiv(cdiv(n, tiles), step) * step
+            found += [Unit(unit_rows, f) for f in range(first, _MOST_FEATURES + 1, step) if n % f == 0][:1]
+    return min(found, key=lambda unit: unit.rows + unit.features, default=None)
+
+
+def _deepened(unit: Unit, most_bytes: int, *ks: int) -> Unit | None:
+    """With as many steps a stage as fit and divide the products' k; None: k is not of whole steps."""
+    fitting = (a for a in (4, 2, 1) if a * unit.step_bytes <= most_bytes and not any(k % (a * STEP) for k in ks))
+    at_once = next(fitting, None)
+    return None if at_once is None else replace(unit, at_once=at_once)
+
+
+def _units(rows: int, unit: Unit, n: int) -> int:
+    return cdiv(rows, unit.rows) * (n // unit.features)
+
+
+def _large_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
+    """As many programs as cut all products evenly, if those leave few multiprocessors idle. Gate's features are gone
+    through in as few rounds as fit: each reads x again."""
+    ks = (shape.width, _ADD_SPLITS), (shape.inner, _ADD_SPLITS), (shape.hidden, _QKV_SPLITS)
+    if rows > MAX_LARGE_ROWS or any(k % (splits * STEP) for k, splits in ks):
+        return None
+    if 128 < rows < _THIRD_ROWS and shape.weights <= _LARGEST:
+        return None
+    # In eights, as wgmma has them; the splits share what a unit has, splits times as much.
+    features = shape.hidden, shape.inner, shape.qkv
+    even = range(sms // 16 * 16, sms * 9 // 10, -16)  # a row's squares are read in sixteens
+    programs = next((p for p in even if not any(n % (8 * p) for n in features)), None)
+    if programs is None:
+        return None
+    groups = max(2, cdiv(rows, 64))
+    most = _MOST_FEATURES if groups == 2 else _MOST_OF_THREE
+    add = Unit(64 * groups, _ADD_SPLITS * shape.hidden // programs, splits=_ADD_SPLITS)
+    qkv = Unit(64 * groups, _QKV_SPLITS * shape.qkv // programs, splits=_QKV_SPLITS)
+    outputs = shape.inner // programs
+    rounds = cdiv(2 * outputs, min(most, _MOST_OF_ROUND))
+    gate = Unit(64 * groups, 16 * cdiv(outputs, 8 * rounds))
+    rounds, last = divmod(2 * outputs, gate.features)
+    if max(add.features, qkv.features) > most:
+        return None
+    return _with_stages(ChainConfig(add, gate, qkv, 0, programs, groups, rounds, last, large=True))
+
+
+def _with_stages(config: ChainConfig) -> ChainConfig | None:
+    stages = (SHARED_BYTES - _FIXED_BYTES - config.sent_bytes) // config.stage_bytes
+    return replace(config, stages=stages) if stages >= _LEAST_STAGES else None
+
+
+@cache
+def chain_kernel(shape: ChainShape, config: ChainConfig) -> Kernel:
+    macros = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "INNER": shape.inner, "QKV": shape.qkv,
+              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "GROUPS": config.groups,
+              "GATE_ROUNDS": config.rounds, "LAST_FEATURES": config.last}  # fmt: skip
+    units = {"ADD": config.add, "GATE": config.gate, "QKV": config.qkv}
+    for name, unit in units.items():
+        macros |= {f"{name}_ROWS": unit.rows, f"{name}_FEATURES": unit.features, f"{name}_AT_ONCE": unit.at_once,
+                   f"{name}_SPLITS": unit.splits}  # fmt: skip
+    columns = {unit.columns for unit in units.values()} | ({config.last} if config.last else set())
+    name = "large_chain" if config.large else "chain_linear"
+    return Kernel(name, tuple(sorted(columns)), tuple(macros.items()), ("chain",))

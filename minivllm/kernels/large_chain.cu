@@ -1,0 +1,214 @@
+// Four products of a decoder's layers, one behind another in one kernel, of layers whose weights are large; behind
+// chain.cuh. A unit has all rows, so that one program reads a weight, and k is split so far that its features are many
+// beside the rows. The splits' sums go through memory: clusters of four do not all find room beside each other.
+
+constexpr int PARTS = HIDDEN / O::COLUMNS * O::SPLITS;  // that a row's squares come in
+typedef Squares<PARTS, 1> SquaresOfRows;                // added up at once: registers
+
+constexpr u32 ABSENT = 0xFFFFFFFF;  // a word of a sum that is not there
+
+// Of a unit's sums, this thread's in those blocks of 8 features that its program finishes; of a block two of the
+// thread's first row and two of the row 8 behind. The programs that have the other parts of k leave theirs in memory,
+// whose words tell by themselves that they are there: none that arithmetic makes is ABSENT, a NaN of the other sign.
+template <class P> struct Share {
+  static constexpr int COUNT = P::COLUMNS / 8 / P::SPLITS, OTHERS = P::SPLITS - 1;
+  float4 sums[COUNT];
+
+  __device__ __forceinline__ Share(const float (&all)[P::COLUMNS / 2], float4* parts, const Unit<P>& unit, int rows) {
+    const bool live = unit.has(unit.line(), rows);
+    const auto place = [&](int to, int from) {
+      return parts + ((unit.tile * P::SPLITS + to) * OTHERS + from - (from > to)) * COUNT * THREADS + threadIdx.x;
+    };
+#pragma unroll
+    for (int to = 0; to < P::SPLITS; to++)
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) {
+        const float* y = all + (to * COUNT + c) * 4;
+        if (to == unit.split) sums[c] = make_float4(y[0], y[1], y[2], y[3]);
+        else if (live) put(place(to, unit.split) + c * THREADS, make_float4(y[0], y[1], y[2], y[3]));
+      }
+    if (live) add(parts + (unit.tile * P::SPLITS + unit.split) * OTHERS * COUNT * THREADS + threadIdx.x);
+  }
+  // Where the first of a block's features is.
+  static __device__ __forceinline__ int feature(const Unit<P>& unit, int c) {
+    return unit.feature() + (unit.split * COUNT + c) * 8 + unit.column();
+  }
+
+ private:
+  // What the others leave from ``from`` on, in the order of their parts of k.
+  __device__ __forceinline__ void add(float4* from) {
+    float4 others[OTHERS][COUNT];
+#pragma unroll
+    for (int i = 0; i < OTHERS; i++) get(others[i], from + i * COUNT * THREADS);
+    u32 looks = 0;
+#pragma unroll
+    for (int i = 0; i < OTHERS; i++) {
+      float4* part = from + i * COUNT * THREADS;
+      while (!are_there(others[i])) {
+        get(others[i], part);
+        if (++looks == PATIENCE) asm volatile("trap;");
+      }
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) {
+        const float absent = __uint_as_float(ABSENT);
+        put(part + c * THREADS, make_float4(absent, absent, absent, absent));
+        sums[c].x += others[i][c].x, sums[c].y += others[i][c].y;
+        sums[c].z += others[i][c].z, sums[c].w += others[i][c].w;
+      }
+    }
+  }
+  static __device__ __forceinline__ void get(float4 (&y)[COUNT], const float4* from) {
+#pragma unroll
+    for (int c = 0; c < COUNT; c++)
+      asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                   : "=f"(y[c].x), "=f"(y[c].y), "=f"(y[c].z), "=f"(y[c].w) : "l"(from + c * THREADS) : "memory");
+  }
+  static __device__ __forceinline__ void put(float4* to, float4 y) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(y.x), "f"(y.y), "f"(y.z),
+                 "f"(y.w) : "memory");
+  }
+  static __device__ __forceinline__ bool are_there(const float4 (&y)[COUNT]) {
+    bool there = true;
+#pragma unroll
+    for (int c = 0; c < COUNT; c++)
+      there &= __float_as_uint(y[c].x) != ABSENT && __float_as_uint(y[c].y) != ABSENT &&
+               __float_as_uint(y[c].z) != ABSENT && __float_as_uint(y[c].w) != ABSENT;
+    return there;
+  }
+};
+
+// This thread's elements of x, those that it adds to: of its two rows, two of each 8 features of its program's share.
+struct Stream {
+  static constexpr int COUNT = Share<O>::COUNT;
+  u32 pairs[COUNT][2];
+
+  template <class P> static __device__ __forceinline__ u64 place(const Unit<P>& unit, int line, int c) {
+    return (u64)line * HIDDEN + Share<P>::feature(unit, c);
+  }
+  __device__ __forceinline__ void read(const u16* x, const Unit<O>& unit, int rows) {
+#pragma unroll
+    for (int c = 0; c < COUNT; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int line = unit.line() + 8 * half;
+        pairs[c][half] = unit.has(line, rows) ? *(const u32*)(x + place(unit, line, c)) : 0;
+      }
+  }
+
+  // Adds a product's sums, and writes x and its rows' squares.
+  template <class P>
+  __device__ __forceinline__ void add(const float (&all)[P::COLUMNS / 2], u16* x, float* squares, int rows,
+                                      float4* parts) {
+    const Unit<P> unit(rows);
+    const Share<P> share(all, parts, unit, rows);
+    float square[2] = {0.f, 0.f};
+#pragma unroll
+    for (int c = 0; c < COUNT; c++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        u32& pair = pairs[c][half];
+        pair = pack(low(pair) + (half ? share.sums[c].z : share.sums[c].x),
+                    high(pair) + (half ? share.sums[c].w : share.sums[c].y));
+        square[half] += low(pair) * low(pair) + high(pair) * high(pair);
+        const int line = unit.line() + 8 * half;
+        if (unit.has(line, rows)) *(u32*)(x + place(unit, line, c)) = pair;
+      }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      square[half] += __shfl_xor_sync(~0u, square[half], 1), square[half] += __shfl_xor_sync(~0u, square[half], 2);
+      const int line = unit.line() + 8 * half;
+      if (unit.has(line, rows) && !unit.column())
+        squares[line * PARTS + Share<P>::feature(unit, 0) / (8 * COUNT)] = square[half];
+    }
+  }
+};
+// Of rows divided by their rms.
+__device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS / 2], const SquaresOfRows& squares,
+                                                 u16* projection, int rows, float eps, float4* parts) {
+  const Unit<Qkv> unit(rows);
+  const Share<Qkv> share(all, parts, unit, rows);
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int line = unit.line() + 8 * half;
+    const float factor = squares.factor(half, eps);
+#pragma unroll
+    for (int c = 0; c < Share<Qkv>::COUNT; c++) {
+      const float a = half ? share.sums[c].z : share.sums[c].x, b = half ? share.sums[c].w : share.sums[c].y;
+      if (unit.has(line, rows))
+        *(u32*)(projection + (u64)line * QKV + Share<Qkv>::feature(unit, c)) =
+            pack(a * factor, b * factor);
+    }
+  }
+}
+
+// parts: of sums, ABSENT between launches.
+extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
+large_chain(const __grid_constant__ TensorMap o, const __grid_constant__ TensorMap gate_up,
+            const __grid_constant__ TensorMap last_gate_up, const __grid_constant__ TensorMap down,
+            const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap heads,
+            const __grid_constant__ TensorMap x_to_gate, const __grid_constant__ TensorMap hidden_to_down,
+            const __grid_constant__ TensorMap x_to_qkv, u16* x, u16* hidden, u16* projection, float* squares,
+            float4* parts, u32* counts, int rows, float eps, float eps_behind) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[2 * STAGES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Ring ring(memory, barriers);
+  if (threadIdx.x == 0) {
+    ring.init();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  // Rows that no input fills are multiplied, too: zeros cost less power.
+  const u32 filled = Unit<O>(rows).tile_rows * LINE;
+#pragma unroll 1
+  for (int s = 0; s < STAGES; s++)
+    for (u32 at = filled + threadIdx.x * 16; at < O::ROWS * LINE; at += (THREADS + 64) * 16)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(ring.tiles + s * STAGE_BYTES + at), "r"(0)
+                   : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncthreads();
+
+  if (warp == THREADS / 32) {
+    if (lane == 0) ask_for_weights(o, gate_up, last_gate_up, down, qkv, rows, ring);
+  } else if (warp > THREADS / 32) {
+    if (lane == 0) ask_for_inputs(heads, x_to_gate, hidden_to_down, x_to_qkv, counts, rows, ring);
+  } else {
+    const Unit<O> adding(rows);
+    Stream stream;
+    SquaresOfRows of_rows;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (adding.mine) {
+      stream.read(x, adding, rows);
+      float sums[O::COLUMNS / 2];
+      multiply_unit<O>(sums, ring);
+      stream.add<O>(sums, x, squares, rows, parts);
+      tell(counts);
+    }
+    if (const Unit<Gate> unit(rows); unit.mine) {
+      of_rows.read(squares, unit, rows, ring);
+#pragma unroll 1
+      for (int i = 0; i < GATE_ROUNDS; i++) {
+        float sums[Gate::COLUMNS / 2];
+        multiply_unit<Gate>(sums, ring);
+        write_hidden<Gate>(sums, of_rows, hidden, rows, eps, i * Gate::OUTPUTS);
+      }
+#if LAST_FEATURES
+      float sums[Last::COLUMNS / 2];
+      multiply_unit<Last>(sums, ring);
+      write_hidden<Last>(sums, of_rows, hidden, rows, eps, GATE_ROUNDS * Gate::OUTPUTS);
+#endif
+      tell(counts + 1);
+    }
+    if (adding.mine) {
+      float sums[O::COLUMNS / 2];
+      multiply_unit<Down>(sums, ring);
+      stream.add<Down>(sums, x, squares, rows, parts);
+      tell(counts + 2);
+    }
+    if (const Unit<Qkv> unit(rows); unit.mine) {
+      float sums[Qkv::COLUMNS / 2];
+      of_rows.read(squares, unit, rows, ring);
+      multiply_unit<Qkv>(sums, ring);
+      write_projection(sums, of_rows, projection, rows, eps_behind, parts);
+    }
+  }
+}
