@@ -40,8 +40,8 @@ class ChainShape:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a program has of a product: ``rows`` by ``features`` lines of the weight, one of ``splits`` of k, ``at_once``
-    steps of it a stage."""
+    """What a program has of a product: ``rows`` by ``features`` lines of the weight, one of ``splits`` of k; of that
+    ``at_once`` steps a stage."""
 
     rows: int
     features: int
@@ -52,10 +52,9 @@ class Unit:
     def step_bytes(self) -> int:
         return (self.rows + self.features) * 2 * STEP
 
-    @property
-    def columns(self) -> int:
-        """Features of a warpgroup: it has 64 of the rows, or there are two with the same ones."""
-        return self.features if self.rows > 64 else self.features // 2
+    def columns(self, groups: int = 2) -> int:
+        """Features of a warpgroup of so many: each has 64 of the rows, or two have the same ones."""
+        return self.features if self.rows == 64 * groups else self.features // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class ChainConfig:
     @property
     def sent_bytes(self) -> int:
         """That programs of a small layer take in from the others of their clusters."""
-        return 0 if self.large else self.threads * self.add.columns
+        return 0 if self.large else self.threads * self.add.columns()
 
     @property
     def shared_bytes(self) -> int:
@@ -91,12 +90,12 @@ class ChainConfig:
     @property
     def part_words(self) -> int:
         """Of memory, through which splits of k of a large layer's products leave their sums for each other."""
-        shares = (unit.columns // 2 // unit.splits * (unit.splits - 1) for unit in (self.add, self.qkv))
+        shares = (unit.features // 2 // unit.splits * (unit.splits - 1) for unit in (self.add, self.qkv))
         return self.programs * self.threads * max(shares)
 
     def row_parts(self, hidden: int) -> int:
         """That the squares of a row of x come in."""
-        return hidden // self.add.columns * (self.add.splits if self.large else 1)
+        return hidden // self.add.columns(self.groups) * (self.add.splits if self.large else 1)
 
 
 @cache
@@ -111,7 +110,7 @@ def _small_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
     add = _unit(rows, shape.hidden, programs // 2, False)
     gate = _unit(rows, 2 * shape.inner, programs, True)
     qkv = _unit(rows, shape.qkv, programs, False)
-    if add is None or gate is None or qkv is None or shape.hidden // add.columns % 16:
+    if add is None or gate is None or qkv is None or shape.hidden // add.columns() % 16:
         return None
     most_bytes = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4  # of a stage
     wanted = max(2 * _units(rows, add, shape.hidden), _units(rows, gate, 2 * shape.inner), _units(rows, qkv, shape.qkv))
@@ -158,8 +157,8 @@ def _large_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
     programs = next((p for p in even if not any(n % (8 * p) for n in features)), None)
     if programs is None:
         return None
-    groups = max(2, cdiv(rows, 64))
-    most = _MOST_FEATURES if groups == 2 else _MOST_OF_THREE
+    groups = cdiv(rows, 64)
+    most = _MOST_FEATURES if groups < 3 else _MOST_OF_THREE
     add = Unit(64 * groups, _ADD_SPLITS * shape.hidden // programs, splits=_ADD_SPLITS)
     qkv = Unit(64 * groups, _QKV_SPLITS * shape.qkv // programs, splits=_QKV_SPLITS)
     outputs = shape.inner // programs
@@ -185,6 +184,6 @@ def chain_kernel(shape: ChainShape, config: ChainConfig) -> Kernel:
     for name, unit in units.items():
         macros |= {f"{name}_ROWS": unit.rows, f"{name}_FEATURES": unit.features, f"{name}_AT_ONCE": unit.at_once,
                    f"{name}_SPLITS": unit.splits}  # fmt: skip
-    columns = {unit.columns for unit in units.values()} | ({config.last} if config.last else set())
+    columns = {unit.columns(config.groups) for unit in units.values()} | ({config.last} if config.last else set())
     name = "large_chain" if config.large else "chain_linear"
     return Kernel(name, tuple(sorted(columns)), tuple(macros.items()), ("chain",))

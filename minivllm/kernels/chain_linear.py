@@ -96,7 +96,7 @@ def chain_linear(
     hidden = x.new_empty((rows, shape.inner))
     squares = torch.empty((rows, config.row_parts(shape.hidden)), dtype=torch.float32, device=device)
     add, gate, last = config.add, config.gate, config.qkv
-    gate_box = gate.columns // 2
+    gate_box = gate.columns(config.groups) // 2
     rest = [(gate_up, config.last // 2 or gate_box)] if config.large else []
     weights = [(o, add.features), (gate_up, gate_box), *rest, (down, add.features), (qkv, last.features)]
     inputs = ((heads, add), (x, gate), (hidden, add), (x, last))

@@ -206,9 +206,7 @@ class DecoderLayer(nn.Module):
         assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP) and isinstance(its, SelfAttention)
         up, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
         down, projection = mlp.down_proj.weight, its.qkv_proj.weight
-        qkv, scale = chain_linear(
-            heads, own.o_proj.weight, x, up, eps, down, projection, behind.input_layernorm.eps
-        )
+        qkv, scale = chain_linear(heads, own.o_proj.weight, x, up, eps, down, projection, behind.input_layernorm.eps)
         return its.attention(qkv, positions, attention, scale)
 
 
