@@ -7,12 +7,13 @@ from functools import cache
 from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
 
-MAX_LARGE_ROWS = 192  # beyond, arithmetic counts most, and the library's tiles take less of it, and of power
+MIN_ROWS, MAX_ROWS = 2, 256  # of any layer
+_LEAST_ROWS = (3 << 27, MIN_ROWS), (1 << 28, 17), (0, 65)  # of layers of more weights than so many
+_MOST_LARGE_ROWS = 192  # beyond, arithmetic counts most, and the library's tiles take less of it, and of power
 _MOST_SMALL = 1 << 27  # weights of a small layer
 _MOST_FEATURES = 256  # of a unit: wgmma's columns, and lines that TMA loads at once
 _MOST_OF_THREE = 176  # where three warpgroups multiply: registers
-_THIRD_ROWS = 161  # with fewer the third has too little to do, but for the largest layers
-_LARGEST = 1 << 28
+_THIRD = 161, 1 << 28  # from so many rows, or weights, on the third has enough to do
 _MOST_OF_ROUND = 192  # of gate and up, which a program of a large layer goes through in rounds
 _ADD_SPLITS, _QKV_SPLITS = 4, 2  # of k, of large layers
 _FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
@@ -100,7 +101,11 @@ class ChainConfig:
 
 @cache
 def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | None:
-    """One unit a program at most; None: there are none that cut the products evenly."""
+    """One unit a program at most; None: there are none that cut the products evenly, or they are not for so many
+    rows."""
+    least = next(rows for weights, rows in _LEAST_ROWS if shape.weights > weights)
+    if not least <= rows <= MAX_ROWS:
+        return None
     return _large_config(rows, shape, sms) if shape.large else _small_config(rows, shape, sms)
 
 
@@ -147,9 +152,9 @@ def _large_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
     """As many programs as cut all products evenly, if those leave few multiprocessors idle. Gate's features are gone
     through in as few rounds as fit: each reads x again."""
     ks = (shape.width, _ADD_SPLITS), (shape.inner, _ADD_SPLITS), (shape.hidden, _QKV_SPLITS)
-    if rows > MAX_LARGE_ROWS or any(k % (splits * STEP) for k, splits in ks):
+    if rows > _MOST_LARGE_ROWS or any(k % (splits * STEP) for k, splits in ks):
         return None
-    if 128 < rows < _THIRD_ROWS and shape.weights <= _LARGEST:
+    if 128 < rows < _THIRD[0] and shape.weights < _THIRD[1]:
         return None
     # In eights, as wgmma has them; the splits share what a unit has, splits times as much.
     features = shape.hidden, shape.inner, shape.qkv

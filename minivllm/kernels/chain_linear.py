@@ -1,17 +1,20 @@
-"""Four products between two attentions of a decoder, in one kernel, on Hopper, for 65 to 256 rows: o with the residual
-addition, gate and up with the norm in front and SiLU behind, down with the addition, and qkv of the next layer.
+"""Four products between two attentions of a decoder, in one kernel, on Hopper: o with the residual addition, gate and
+up with the norm in front and SiLU behind, down with the addition, and qkv of the next layer.
 
-Each of these takes a few µs, and what stands between two kernels nearly as much: a program starts where one of the
-kernel before has ended, and its loads with it. Here a program stays on its multiprocessor, weights of the next product
-come while this one is finished, and programs wait for each other by a count in memory. A norm's rms is found from the
-squares that whoever adds to the stream leaves.
+Each of these takes a few µs to a few tens, and what stands between two kernels 2 to 5: a program starts where one of
+the kernel before has ended, and its loads with it. Here a program stays on its multiprocessor, weights of the next
+product come while this one is finished, and programs wait for each other by a count in memory. A norm's rms is found
+from the squares that whoever adds to the stream leaves.
 
-The kernel is CUDA C++ (``chain_linear.cu``). Its programs must all run at once, one a multiprocessor: two of these
-kernels beside each other on one device would wait for ever (after a minute they fail), so launch them on one stream.
+The kernels are CUDA C++: ``chain_linear.cu`` for small layers, whose programs take in as little as can be, and
+``large_chain.cu`` for large ones, of which each weight is read by one program. All programs must run at once, one a
+multiprocessor: two such kernels beside each other on one device would wait for ever (after a minute they fail), so
+launch them on one stream.
 
 Bytes moved: the weights once; from L2 to a multiprocessor (rows + features) of a unit * k elements a product, at 64
-bytes a cycle: Qwen3-0.6B at 256 rows 1.4 MB, 12 µs. Idea: persistent kernels that run a whole layer or model
-(Hazy Research's megakernels, 2025), here without attention.
+bytes a cycle: Qwen3-0.6B at 256 rows 1.4 MB, 12 µs; Qwen3-14B at 128 rows 9.9 MB, 81 of the 155 µs that its weights
+take from memory. Idea: persistent kernels that run a whole layer or model (Hazy Research's megakernels, 2025), here
+without attention.
 """
 
 import ctypes
@@ -28,12 +31,10 @@ from minivllm.kernels.hopper import STEP, load, loads
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale
 
-MIN_ROWS, MAX_ROWS = 65, 256
-
 
 def use_chain(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the four products are faster here than apart; the one place that knows."""
-    if dtype != torch.bfloat16 or not MIN_ROWS <= rows <= MAX_ROWS or not nvrtc.available(device):
+    if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = chain_config(rows, shape, num_sms(device))
     if config is None or not loads(chain_kernel(shape, config), device):

@@ -1,5 +1,5 @@
 // What the kernels for Hopper here share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for wgmma,
-// pairs of bfloat16, and what stands behind a projection of heads. hopper.py puts it in front of each.
+// pairs of bfloat16, numbers left in memory, and what stands behind a projection of heads. hopper.py puts it in front of each.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -62,6 +62,23 @@ __device__ __forceinline__ u32 pack(float a, float b) {
 }
 __device__ __forceinline__ void read4(float (&d)[4], u32 from) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from));
+}
+
+// Numbers that programs leave for each other in memory. A word tells by itself that it is there: none that arithmetic
+// makes is ABSENT, a NaN of the other sign.
+constexpr u32 ABSENT = 0xFFFFFFFF;
+__device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != ABSENT; }
+__device__ __forceinline__ void leave_four(float4* to, float a, float b, float c, float d) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+__device__ __forceinline__ void look_at_four(const float4* from, float& a, float& b, float& c, float& d) {
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(from) : "memory");
+}
+__device__ __forceinline__ void take_away_four(float4* from) {
+  const float absent = __uint_as_float(ABSENT);
+  leave_four(from, absent, absent, absent, absent);
 }
 
 struct Heads {  // what stands behind a projection of heads; strides in elements

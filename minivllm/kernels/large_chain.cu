@@ -5,29 +5,47 @@
 constexpr int PARTS = HIDDEN / O::COLUMNS * O::SPLITS;  // that a row's squares come in
 typedef Squares<PARTS, 1> SquaresOfRows;                // added up at once: registers
 
-constexpr u32 ABSENT = 0xFFFFFFFF;  // a word of a sum that is not there
-
 // Of a unit's sums, this thread's in those blocks of 8 features that its program finishes; of a block two of the
-// thread's first row and two of the row 8 behind. The programs that have the other parts of k leave theirs in memory,
-// whose words tell by themselves that they are there: none that arithmetic makes is ABSENT, a NaN of the other sign.
+// thread's first row, then two of the row 8 behind. The programs that have the other parts of k leave theirs in memory.
 template <class P> struct Share {
   static constexpr int COUNT = P::COLUMNS / 8 / P::SPLITS, OTHERS = P::SPLITS - 1;
-  float4 sums[COUNT];
+  float sums[COUNT][4];
 
   __device__ __forceinline__ Share(const float (&all)[P::COLUMNS / 2], float4* parts, const Unit<P>& unit, int rows) {
     const bool live = unit.has(unit.line(), rows);
-    const auto place = [&](int to, int from) {
-      return parts + ((unit.tile * P::SPLITS + to) * OTHERS + from - (from > to)) * COUNT * THREADS + threadIdx.x;
+    const auto place = [&](int to, int i) {  // of the i-th other's
+      return parts + ((unit.tile * P::SPLITS + to) * OTHERS + i) * COUNT * THREADS + threadIdx.x;
     };
 #pragma unroll
     for (int to = 0; to < P::SPLITS; to++)
 #pragma unroll
       for (int c = 0; c < COUNT; c++) {
         const float* y = all + (to * COUNT + c) * 4;
-        if (to == unit.split) sums[c] = make_float4(y[0], y[1], y[2], y[3]);
-        else if (live) put(place(to, unit.split) + c * THREADS, make_float4(y[0], y[1], y[2], y[3]));
+        if (to == unit.split) {
+#pragma unroll
+          for (int e = 0; e < 4; e++) sums[c][e] = y[e];
+        } else if (live) {
+          leave_four(place(to, unit.split - (unit.split > to)) + c * THREADS, y[0], y[1], y[2], y[3]);
+        }
       }
-    if (live) add(parts + (unit.tile * P::SPLITS + unit.split) * OTHERS * COUNT * THREADS + threadIdx.x);
+    if (!live) return;
+    float others[OTHERS][COUNT][4];
+#pragma unroll
+    for (int i = 0; i < OTHERS; i++) look(others[i], place(unit.split, i));
+    u32 looks = 0;
+#pragma unroll
+    for (int i = 0; i < OTHERS; i++) {
+      while (!are_there(others[i])) {
+        look(others[i], place(unit.split, i));
+        if (++looks == PATIENCE) asm volatile("trap;");
+      }
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) {
+        take_away_four(place(unit.split, i) + c * THREADS);
+#pragma unroll
+        for (int e = 0; e < 4; e++) sums[c][e] += others[i][c][e];
+      }
+    }
   }
   // Where the first of a block's features is.
   static __device__ __forceinline__ int feature(const Unit<P>& unit, int c) {
@@ -35,44 +53,16 @@ template <class P> struct Share {
   }
 
  private:
-  // What the others leave from ``from`` on, in the order of their parts of k.
-  __device__ __forceinline__ void add(float4* from) {
-    float4 others[OTHERS][COUNT];
+  static __device__ __forceinline__ void look(float (&y)[COUNT][4], const float4* from) {
 #pragma unroll
-    for (int i = 0; i < OTHERS; i++) get(others[i], from + i * COUNT * THREADS);
-    u32 looks = 0;
-#pragma unroll
-    for (int i = 0; i < OTHERS; i++) {
-      float4* part = from + i * COUNT * THREADS;
-      while (!are_there(others[i])) {
-        get(others[i], part);
-        if (++looks == PATIENCE) asm volatile("trap;");
-      }
-#pragma unroll
-      for (int c = 0; c < COUNT; c++) {
-        const float absent = __uint_as_float(ABSENT);
-        put(part + c * THREADS, make_float4(absent, absent, absent, absent));
-        sums[c].x += others[i][c].x, sums[c].y += others[i][c].y;
-        sums[c].z += others[i][c].z, sums[c].w += others[i][c].w;
-      }
-    }
+    for (int c = 0; c < COUNT; c++) look_at_four(from + c * THREADS, y[c][0], y[c][1], y[c][2], y[c][3]);
   }
-  static __device__ __forceinline__ void get(float4 (&y)[COUNT], const float4* from) {
-#pragma unroll
-    for (int c = 0; c < COUNT; c++)
-      asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(y[c].x), "=f"(y[c].y), "=f"(y[c].z), "=f"(y[c].w) : "l"(from + c * THREADS) : "memory");
-  }
-  static __device__ __forceinline__ void put(float4* to, float4 y) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(y.x), "f"(y.y), "f"(y.z),
-                 "f"(y.w) : "memory");
-  }
-  static __device__ __forceinline__ bool are_there(const float4 (&y)[COUNT]) {
+  static __device__ __forceinline__ bool are_there(const float (&y)[COUNT][4]) {
     bool there = true;
 #pragma unroll
     for (int c = 0; c < COUNT; c++)
-      there &= __float_as_uint(y[c].x) != ABSENT && __float_as_uint(y[c].y) != ABSENT &&
-               __float_as_uint(y[c].z) != ABSENT && __float_as_uint(y[c].w) != ABSENT;
+#pragma unroll
+      for (int e = 0; e < 4; e++) there &= is_there(y[c][e]);
     return there;
   }
 };
@@ -101,43 +91,40 @@ struct Stream {
                                       float4* parts) {
     const Unit<P> unit(rows);
     const Share<P> share(all, parts, unit, rows);
-    float square[2] = {0.f, 0.f};
-#pragma unroll
-    for (int c = 0; c < COUNT; c++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        u32& pair = pairs[c][half];
-        pair = pack(low(pair) + (half ? share.sums[c].z : share.sums[c].x),
-                    high(pair) + (half ? share.sums[c].w : share.sums[c].y));
-        square[half] += low(pair) * low(pair) + high(pair) * high(pair);
-        const int line = unit.line() + 8 * half;
-        if (unit.has(line, rows)) *(u32*)(x + place(unit, line, c)) = pair;
-      }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      square[half] += __shfl_xor_sync(~0u, square[half], 1), square[half] += __shfl_xor_sync(~0u, square[half], 2);
       const int line = unit.line() + 8 * half;
+      float square = 0.f;
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) {
+        u32& pair = pairs[c][half];
+        pair = pack(low(pair) + share.sums[c][2 * half], high(pair) + share.sums[c][2 * half + 1]);
+        square += low(pair) * low(pair) + high(pair) * high(pair);
+        if (unit.has(line, rows)) *(u32*)(x + place(unit, line, c)) = pair;
+      }
+      square += __shfl_xor_sync(~0u, square, 1), square += __shfl_xor_sync(~0u, square, 2);
       if (unit.has(line, rows) && !unit.column())
-        squares[line * PARTS + Share<P>::feature(unit, 0) / (8 * COUNT)] = square[half];
+        squares[line * PARTS + Share<P>::feature(unit, 0) / (8 * COUNT)] = square;
     }
   }
 };
+
 // Of rows divided by their rms.
 __device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS / 2], const SquaresOfRows& squares,
                                                  u16* projection, int rows, float eps, float4* parts) {
+  typedef Share<Qkv> Shared;
   const Unit<Qkv> unit(rows);
-  const Share<Qkv> share(all, parts, unit, rows);
+  const Shared share(all, parts, unit, rows);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int line = unit.line() + 8 * half;
     const float factor = squares.factor(half, eps);
+    u16* to = projection + (u64)line * QKV;
 #pragma unroll
-    for (int c = 0; c < Share<Qkv>::COUNT; c++) {
-      const float a = half ? share.sums[c].z : share.sums[c].x, b = half ? share.sums[c].w : share.sums[c].y;
+    for (int c = 0; c < Shared::COUNT; c++)
       if (unit.has(line, rows))
-        *(u32*)(projection + (u64)line * QKV + Share<Qkv>::feature(unit, c)) =
-            pack(a * factor, b * factor);
-    }
+        *(u32*)(to + Shared::feature(unit, c)) =
+            pack(share.sums[c][2 * half] * factor, share.sums[c][2 * half + 1] * factor);
   }
 }
 

@@ -22,7 +22,6 @@ constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STE
 constexpr int HEADS = KV * (QKV ? G + 2 : G);   // of a row of q: queries, new keys, new values
 constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // lanes make eight dimensions each
 constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
-constexpr u32 ABSENT = 0xFFFFFFFF;              // a word of a part that is not there
 constexpr u32 HEAD_START = 4000;                // cycles that pages wait for queries to be asked for, at most
 
 __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {
@@ -250,17 +249,16 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     sum[0] += other.sum[0], sum[1] += other.sum[1];
   }
 
-  // A lane's part of a sequence in memory. Its words tell by themselves that they are there: none that arithmetic makes
-  // is ABSENT, a NaN of the other sign.
+  // A lane's part of a sequence in memory, whose words tell by themselves that they are there.
   __device__ void leave(float4* to) const {
 #pragma unroll
-    for (int t = 0; t < TILES; t++) put(to + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
-    put(to + TILES * 32, top[0], top[1], sum[0], sum[1]);
+    for (int t = 0; t < TILES; t++) leave_four(to + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
+    leave_four(to + TILES * 32, top[0], top[1], sum[0], sum[1]);
   }
   __device__ void look(const float4* from) {
 #pragma unroll
-    for (int t = 0; t < TILES; t++) get(from + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
-    get(from + TILES * 32, top[0], top[1], sum[0], sum[1]);
+    for (int t = 0; t < TILES; t++) look_at_four(from + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
+    look_at_four(from + TILES * 32, top[0], top[1], sum[0], sum[1]);
   }
   __device__ bool is_whole() const {
     bool whole = is_there(top[0]) && is_there(top[1]) && is_there(sum[0]) && is_there(sum[1]);
@@ -271,20 +269,8 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     return whole;
   }
   static __device__ void take_away(float4* from) {
-    const float absent = __uint_as_float(ABSENT);
 #pragma unroll
-    for (int t = 0; t <= TILES; t++) put(from + t * 32, absent, absent, absent, absent);
-  }
-
- private:
-  static __device__ bool is_there(float x) { return __float_as_uint(x) != ABSENT; }
-  static __device__ void put(float4* to, float a, float b, float c, float d) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
-                 : "memory");
-  }
-  static __device__ void get(const float4* from, float& a, float& b, float& c, float& d) {
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(from) : "memory");
+    for (int t = 0; t <= TILES; t++) take_away_four(from + t * 32);
   }
 };
 

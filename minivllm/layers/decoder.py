@@ -15,9 +15,10 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.chain_linear import MAX_ROWS as MAX_CHAIN_ROWS
-from minivllm.kernels.chain_linear import MIN_ROWS as MIN_CHAIN_ROWS
-from minivllm.kernels.chain_linear import ChainShape, chain_linear, use_chain
+from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
+from minivllm.kernels.chain_config import MIN_ROWS as MIN_CHAIN_ROWS
+from minivllm.kernels.chain_config import ChainShape
+from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up

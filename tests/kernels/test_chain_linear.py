@@ -33,7 +33,7 @@ LARGE = {
 ROWS = [65, 72, 100, 128, 129, 160, 192, 200, 255, 256]
 LARGE_ROWS = [65, 72, 100, 128, 161, 192]
 CASES = [(name, rows) for name in SHAPES for rows in ROWS] + [(name, rows) for name in LARGE for rows in LARGE_ROWS]
-CASES += [("Qwen3-14B", 129), ("Qwen3-32B", 160)]
+CASES += [("Qwen3-14B", rows) for rows in (17, 24, 64, 129)] + [("Qwen3-32B", rows) for rows in (2, 9, 33, 160)]
 
 
 # --------------------------------------------------------------------------- how they are cut
@@ -74,7 +74,7 @@ def check(rows, shape, sms):
 
 
 @given(
-    st.integers(65, 256),
+    st.integers(1, 256),
     st.builds(ChainShape, *[st.integers(1, 100).map(lambda i: 128 * i)] * 4),
     st.sampled_from([2, 39, 114, 132]),
 )
@@ -83,7 +83,7 @@ def test_units_fit_the_chip_and_cut_the_products_evenly(rows, shape, sms):
 
 
 @given(
-    st.integers(65, 256),
+    st.integers(1, 256),
     st.builds(ChainShape, *[st.integers(1, n).map(lambda i: 1024 * i) for n in (8, 8, 32, 12)]),
     st.sampled_from([128, 132]),
 )
@@ -95,7 +95,6 @@ def test_units_of_large_layers_do(rows, shape, sms):
 def test_published_models_are_cut(model, rows):
     shape = (SHAPES | LARGE)[model]
     assert check(rows, shape, 132) and chain_config(rows, shape).large == (model in LARGE)
-    assert check(rows, LLAMA_3B, 132) == (rows <= 128)
 
 
 def test_a_large_layer_is_cut_in_as_few_rounds_as_fit():
@@ -114,9 +113,12 @@ def test_shapes_that_do_not_divide_have_none():
     assert chain_config(128, ChainShape(5120, 5120 + 128, 17408, 7168)) is None  # k in four
 
 
-def test_large_layers_of_many_rows_have_none():
-    assert all(chain_config(193, shape) is None for shape in LARGE.values())
-    assert chain_config(129, LARGE["Qwen3-8B"]) is None, "its third warpgroup has one row"
+def test_layers_of_other_numbers_of_rows_have_none():
+    assert [rows for rows in ROWS if check(rows, LLAMA_3B, 132)] == [rows for rows in ROWS if rows <= 128]
+    assert all(chain_config(rows, shape) is None for shape in SHAPES.values() for rows in (1, 64, 257))
+    assert all(chain_config(rows, shape) is None for shape in LARGE.values() for rows in (1, 193))
+    assert chain_config(129, LARGE["Qwen3-8B"]) is None, "its third warpgroup would have one row"
+    assert chain_config(64, LARGE["Qwen3-8B"]) is None and chain_config(16, LARGE["Qwen3-14B"]) is None
 
 
 def test_where_it_is_faster(monkeypatch):
@@ -145,7 +147,7 @@ def test_where_it_is_faster(monkeypatch):
 
 @pytest.mark.parametrize(("model", "rows"), [
     *((model, rows) for model in SHAPES for rows in (72, 256)),
-    ("Qwen3-8B", 72), ("Qwen3-14B", 144), ("Qwen3-32B", 192),
+    ("Qwen3-8B", 72), ("Qwen3-14B", 24), ("Qwen3-14B", 144), ("Qwen3-32B", 192),
 ])  # fmt: skip
 def test_published_models_compile(compiled, reads_in_time, model, rows):
     shape = (SHAPES | LARGE)[model]
