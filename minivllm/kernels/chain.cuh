@@ -24,8 +24,8 @@ struct Product {
 constexpr int GATE_TILE = (GATE_FEATURES * GATE_ROUNDS + LAST_FEATURES) / 2;
 typedef Product<ADD_ROWS, ADD_FEATURES, ADD_AT_ONCE, ADD_SPLITS, false, HIDDEN, WIDTH> O;
 typedef Product<GATE_ROWS, GATE_FEATURES, GATE_AT_ONCE, GATE_SPLITS, true, 2 * INNER, HIDDEN, GATE_TILE> Gate;
-#if LAST_FEATURES
-typedef Product<GATE_ROWS, LAST_FEATURES, GATE_AT_ONCE, GATE_SPLITS, true, 2 * INNER, HIDDEN, GATE_TILE> Last;  // round of gate
+#if LAST_FEATURES  // of gate's last round, if it is not like the others
+typedef Product<GATE_ROWS, LAST_FEATURES, GATE_AT_ONCE, GATE_SPLITS, true, 2 * INNER, HIDDEN, GATE_TILE> Last;
 #endif
 typedef Product<ADD_ROWS, ADD_FEATURES, ADD_AT_ONCE, ADD_SPLITS, false, HIDDEN, INNER> Down;
 typedef Product<QKV_ROWS, QKV_FEATURES, QKV_AT_ONCE, QKV_SPLITS, false, QKV, HIDDEN> Qkv;
@@ -209,8 +209,9 @@ __device__ __forceinline__ void write_hidden(const float (&sums)[P::COLUMNS / 2]
 
 // A thread of its own asks for all weights, another for all inputs. counts: programs done with each of the first three
 // products, then those that wait no more; zeros between launches.
-__device__ __forceinline__ void ask_for_weights(const TensorMap& o, const TensorMap& gate_up, const TensorMap& last_gate_up,
-                                                const TensorMap& down, const TensorMap& qkv, int rows, Ring& ring) {
+__device__ __forceinline__ void ask_for_weights(const TensorMap& o, const TensorMap& gate_up,
+                                                const TensorMap& last_gate_up, const TensorMap& down,
+                                                const TensorMap& qkv, int rows, Ring& ring) {
   load_weights<O>(o, rows, ring);
 #pragma unroll 1
   for (int i = 0; i < GATE_ROUNDS; i++) load_weights<Gate>(gate_up, rows, ring, i * Gate::OUTPUTS);
