@@ -13,7 +13,7 @@ _MOST_LARGE_ROWS = 192  # beyond, arithmetic counts most, and the library's tile
 _MOST_SMALL = 1 << 27  # weights of a small layer
 _MOST_FEATURES = 256  # of a unit: wgmma's columns, and lines that TMA loads at once
 _MOST_OF_THREE = 176  # where three warpgroups multiply: registers
-_THIRD = 161, 1 << 28  # from so many rows, or weights, on the third has enough to do
+_THIRD_ROWS, _THIRD_WEIGHTS = 161, 1 << 28  # from so many of either on the third has enough to do
 _MOST_OF_ROUND = 192  # of gate and up, which a program of a large layer goes through in rounds
 _ADD_SPLITS, _QKV_SPLITS = 4, 2  # of k, of large layers
 _FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
@@ -154,7 +154,7 @@ def _large_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
     ks = (shape.width, _ADD_SPLITS), (shape.inner, _ADD_SPLITS), (shape.hidden, _QKV_SPLITS)
     if rows > _MOST_LARGE_ROWS or any(k % (splits * STEP) for k, splits in ks):
         return None
-    if 128 < rows < _THIRD[0] and shape.weights < _THIRD[1]:
+    if 128 < rows < _THIRD_ROWS and shape.weights < _THIRD_WEIGHTS:
         return None
     # In eights, as wgmma has them; the splits share what a unit has, splits times as much.
     features = shape.hidden, shape.inner, shape.qkv
