@@ -79,8 +79,7 @@ template <class P> __device__ __forceinline__ void load_weights(const TensorMap&
                                                                  int first = 0) {
   const Unit<P> unit(rows);
   if (!unit.mine) return;
-  u64 policy;  // read once: others' lines stay in L2
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  const u64 policy = read_once();
 #pragma unroll 1
   for (int i = 0; i < P::FILLS; i++, ring.next()) {
     const u32 bar = ring.fill(P::AT_ONCE * P::FEATURES * LINE), to = ring.at() + P::ROWS * LINE;
@@ -89,10 +88,8 @@ template <class P> __device__ __forceinline__ void load_weights(const TensorMap&
 #pragma unroll
       for (int b = 0; b < P::FEATURES / P::BOX; b++) {  // gated: gate and up, of each warpgroup if it has its own
         const int line = unit.tile * P::TILE + first + (P::GATED ? b % 2 * (P::N / 2) + b / 2 * P::BOX : 0);
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-            " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to + s * P::STEP_BYTES + b * P::BOX * LINE), "l"(&weight),
-            "r"(bar), "r"(((unit.split * P::FILLS + i) * P::AT_ONCE + s) * 64), "r"(line), "l"(policy) : "memory");
+        load_tile_once(to + s * P::STEP_BYTES + b * P::BOX * LINE, &weight,
+                       ((unit.split * P::FILLS + i) * P::AT_ONCE + s) * 64, line, bar, policy);
       }
   }
 }

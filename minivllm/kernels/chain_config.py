@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from minivllm.kernels._triton import cdiv
-from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 
 MIN_ROWS, MAX_ROWS = 2, 256  # of any layer
 _LEAST_ROWS = (3 << 27, MIN_ROWS), (1 << 28, 17), (0, 65)  # of layers of more weights than so many
@@ -16,7 +16,6 @@ _MOST_OF_THREE = 176  # where three warpgroups multiply: registers
 _THIRD_ROWS, _THIRD_WEIGHTS = 161, 1 << 28  # from so many of either on the third has enough to do
 _MOST_OF_ROUND = 192  # of gate and up, which a program of a large layer goes through in rounds
 _ADD_SPLITS, _QKV_SPLITS = 4, 2  # of k, of large layers
-_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 _LEAST_STAGES = 4
 
 
@@ -176,7 +175,7 @@ def _large_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
 
 
 def _with_stages(config: ChainConfig) -> ChainConfig | None:
-    stages = (SHARED_BYTES - _FIXED_BYTES - config.sent_bytes) // config.stage_bytes
+    stages = (SHARED_BYTES - FIXED_BYTES - config.sent_bytes) // config.stage_bytes
     return replace(config, stages=stages) if stages >= _LEAST_STAGES else None
 
 

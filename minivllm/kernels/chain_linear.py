@@ -33,7 +33,8 @@ from minivllm.kernels.rms_norm import RowScale
 
 
 def use_chain(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the four products are faster here than apart; the one place that knows."""
+    """Whether the four products are faster here than apart: of shapes and rows that ``chain_config`` cuts, where the
+    kernel runs."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = chain_config(rows, shape, num_sms(device))

@@ -4,14 +4,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from minivllm.kernels._triton import cdiv
-from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 
 SMALL_WEIGHT = 6 << 20  # elements up to which small tiles in one wave are fast for 128 rows and more, too
 LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
 HEADS_TILE = 128  # features: one head, or two
 MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
 _MAX_STAGES = 16
-_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 _COMMON_BYTES = 148 * 1024  # what a program takes, alone on a multiprocessor, to leave room for the next kernel's
 _HEADS_BYTES = 164 * 1024  # the same where attention is next
 
@@ -166,7 +165,7 @@ def _clustered(sms: int) -> int:
 
 def _stages(tile: Tile, rows: int, steps: int, splits: int, shared_bytes: int) -> int:
     """As many as fit, and as the sums need, which take their place; four if several programs share a multiprocessor."""
-    room = (shared_bytes - _FIXED_BYTES - received_bytes(tile, rows, splits)) // tile.stage_bytes
+    room = (shared_bytes - FIXED_BYTES - received_bytes(tile, rows, splits)) // tile.stage_bytes
     if shared_bytes < _COMMON_BYTES:
         room = max(room, 4)
     least = cdiv((tile.rows + splits) * tile.pitch_bytes, tile.stage_bytes)

@@ -1,5 +1,6 @@
-// What the kernels for Hopper here share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for wgmma,
-// pairs of bfloat16, numbers left in memory, and what stands behind a projection of heads. hopper.py puts it in front of each.
+// What the kernels for Hopper here share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for
+// wgmma, pairs of bfloat16, numbers left in memory, and what stands behind a projection of heads. hopper.py puts it in
+// front of each.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -48,6 +49,17 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, i
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"(ranks) : "memory");
+}
+// The same of what is read once, and is the first to leave L2, for one program.
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void load_tile_once(u32 to, const TensorMap* map, int k, int row, u32 bar, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "l"(policy) : "memory");
 }
 // The descriptor of a tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another.
 __device__ __forceinline__ u64 matrix(u32 address) {

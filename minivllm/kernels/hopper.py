@@ -21,6 +21,7 @@ logger = logging.getLogger("minivllm")
 
 STEP = 64  # elements of k a stage: 128 bytes, what TMA swizzles
 SHARED_BYTES = 227 * 1024  # what a program may have
+FIXED_BYTES = 2048  # of these: barriers, and tiles start at a multiple of 1,024
 
 
 @dataclass(frozen=True, slots=True)

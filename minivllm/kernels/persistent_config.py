@@ -7,7 +7,7 @@ from itertools import count
 
 from minivllm.kernels._triton import cdiv
 from minivllm.kernels.cluster_config import LARGE_WEIGHT
-from minivllm.kernels.hopper import SHARED_BYTES, STEP, Kernel
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 
 MIN_ROWS = 1024  # of a grid
 MIN_EVEN_ROWS, MAX_EVEN_ROWS = 65, 192  # beyond, arithmetic counts as much as memory, and the library is as good
@@ -15,7 +15,6 @@ UNIT = 16  # lines of gate and up that shares are counted in: outputs are writte
 _MOST_LINES = {2: 256, 3: 192}  # by warpgroups that multiply: registers
 _BUSY = 0.9  # below, the library's smaller tiles save more than the pass over the product costs
 _LEAST_STAGES, _MOST_STAGES = 4, 8  # with three, 192 rows of Qwen3-8B take longer than in the library
-_FIXED_BYTES = 2048  # of a program's: barriers, and tiles start at a multiple of 1,024
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Cut:
     @property
     def shared_bytes(self) -> int:
         return (
-            _FIXED_BYTES // 2
+            FIXED_BYTES // 2
             + _kept_bytes(self.groups, self.lines)
             + self.stages * _stage_bytes(self.groups, self.lines)
         )
@@ -73,7 +72,7 @@ def even_cut(rows: int, n: int, sms: int) -> Cut:
     units = cdiv(cdiv(n, UNIT), sms)  # the largest share; others are one less
     for rounds in count(1):
         lines = UNIT * cdiv(units, rounds)
-        room = SHARED_BYTES - _FIXED_BYTES - _kept_bytes(groups, lines)
+        room = SHARED_BYTES - FIXED_BYTES - _kept_bytes(groups, lines)
         stages = min(room // _stage_bytes(groups, lines), _MOST_STAGES)
         if lines <= _MOST_LINES[groups] and stages >= _LEAST_STAGES:
             return Cut(groups, lines, 1, stages, rounds)

@@ -20,7 +20,7 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, next_power_of_2, num_sms, tl, triton
-from minivllm.kernels.hopper import SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.paged_decode import NewTokens
 from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
@@ -162,7 +162,7 @@ class StreamWorkspace:
         self.pdl = use_pdl(device)
         page_bytes = 2 * _PAGE * num_kv_heads * head_dim * 2
         other_bytes = (num_heads + 2 * num_kv_heads) * head_dim * 2 + 4 * (max_rows + 1)  # a row of q, starts
-        self.stages = min((SHARED_BYTES - 2048 - other_bytes) // page_bytes, _MAX_STAGES)
+        self.stages = min((SHARED_BYTES - FIXED_BYTES - other_bytes) // page_bytes, _MAX_STAGES)
         self.shape = nvrtc.LaunchShape(
             (self.programs, 1, 1),
             (1, 1, 1),
