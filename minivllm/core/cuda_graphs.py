@@ -191,7 +191,7 @@ class DecodeGraphs:
             seq_lens[:n] = batch.num_computed + 1
             self._prepare(self._plans[size], seq_lens, self._on_device[:size])
         hidden = self._replay(size)
-        if not run.sampler.needs_refine(batch.slots):
+        if not run.needs_refine(batch.slots, size):
             landed = self._landed[self._replays % IN_FLIGHT]
             return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
         slots = self.slots[:n]

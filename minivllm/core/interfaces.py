@@ -395,7 +395,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The capturable part, for requests that need nothing more than greedy or temperature.
+        """The capturable part: what most requests need.
 
         logits (n, vocab) of any float dtype; slots (n,) int64; positions (n,) int64: where each sampled token will
         stand in its sequence. Returns (n,) int64.
@@ -415,11 +415,15 @@ class Sampler(ABC):
         """Whether any of these slots wants more than ``sample`` does."""
         return False
 
+    def refines_shards(self, host_slots: np.ndarray) -> bool:
+        """Whether any wants more than ``sample_shard`` does."""
+        return self.needs_refine(host_slots)
+
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        """The rest, outside a graph and without waiting for the device: top-k, top-p, log-probabilities.
+        """The rest, outside a graph and without waiting for the device: penalties, log-probabilities.
 
         ``tokens`` is what ``sample`` chose for the same rows; the host knows their slots too.
         """

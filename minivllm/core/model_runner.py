@@ -217,18 +217,28 @@ class ModelRunner:
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
-        if not self.sampler.needs_refine(host_slots):
+        if not self.needs_refine(host_slots, len(hidden)):
             return self.sample(hidden, slots, positions), None
         logits = self.model.compute_logits(hidden)
         tokens = self.sampler.sample(logits, slots, positions)
         return self.sampler.refine(logits, slots, positions, tokens, host_slots)
 
+    def _shares(self, rows: int) -> bool:
+        """Whether ranks sample so many together, until it is known that they have no shards to sample from."""
+        return rows >= _SHARED_ROWS and self._sharded
+
+    def needs_refine(self, host_slots: np.ndarray, rows: int) -> bool:
+        """Whether these slots, sampled as so many rows, want more than ``sample`` does."""
+        sampler = self.sampler
+        return sampler.refines_shards(host_slots) if self._shares(rows) else sampler.needs_refine(host_slots)
+
     def sample(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The capturable part of sampling: hidden (n, hidden_size), slots and positions (n,) int64; returns (n,)."""
-        if len(hidden) >= _SHARED_ROWS and self._sharded:
+        if self._shares(len(hidden)):
             part = self.model.compute_logits_shard(hidden)
             if part is not None:
                 return self.sampler.sample_shard(*part, slots, positions)
+            self._sharded = False
         return self.sampler.sample(self.model.compute_logits(hidden), slots, positions)
 
     @torch.inference_mode()

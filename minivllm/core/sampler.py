@@ -15,6 +15,7 @@ from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
+from minivllm.kernels.filters import Filters
 from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
@@ -30,9 +31,9 @@ def _penalizes(rows: np.ndarray) -> np.ndarray:
 class DefaultSampler(Sampler):
     """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties and log-probabilities.
 
-    ``sample`` (in the graph) serves greedy and temperature; rows that need more are sampled again by ``refine``, in the
-    order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM does. Filters compare whole probabilities, so
-    ties at a bound stay together.
+    ``sample`` (in the graph) serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p; rows that
+    need more are sampled again by ``refine``, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as
+    vLLM does. Ties at a filter's bound stay together.
     """
 
     row = np.dtype(
@@ -107,9 +108,7 @@ class DefaultSampler(Sampler):
             (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
         )
         self._penalized[slots] = _penalizes(rows)
-        self._refine[slots] = (
-            self._filters[slots] | self._penalized[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
-        )
+        self._refine[slots] = self._penalized[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
         words = device_rows
         self.temperature[device_slots] = words[:, 0].view(torch.float32)
         self.top_p[device_slots] = words[:, 1].view(torch.float32)
@@ -138,7 +137,11 @@ class DefaultSampler(Sampler):
             self.history[slot, : len(known)] = known
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return sample_tokens(logits, self.temperature, self.seed, slots, positions)
+        return self._draw(logits, slots, positions)
+
+    def _draw(self, scores: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        filters = Filters(self.top_k, self.top_p, self.min_p)
+        return sample_tokens(scores, self.temperature, self.seed, slots, positions, filters=filters)
 
     def sample_shard(
         self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor
@@ -148,6 +151,9 @@ class DefaultSampler(Sampler):
     def needs_refine(self, host_slots: np.ndarray) -> bool:
         return bool(self._refine[host_slots].any())
 
+    def refines_shards(self, host_slots: np.ndarray) -> bool:
+        return bool((self._refine[host_slots] | self._filters[host_slots]).any())
+
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
@@ -156,16 +162,15 @@ class DefaultSampler(Sampler):
         held_back, filters = bool(host["min_position"].any()), bool(self._filters[host_slots].any())
         penalized = bool(self._penalized[host_slots].any())
         if held_back or filters or penalized:
-            scores = logits.to(torch.float32, copy=penalized)  # which are written in place
+            scores = logits
             if held_back:
                 scores = self._hold_back(scores, slots, positions)
             if penalized:
+                scores = scores.to(torch.float32, copy=scores is logits)  # written in place
                 rows = self._to_device(np.nonzero(self._penalized[host_slots])[0])
                 for some in rows.split(_PENALIZED_AT_ONCE):
                     self._penalize(scores, slots, some)
-            if filters:
-                scores = self._filter(scores, slots)
-            tokens = sample_tokens(scores, self.temperature, self.seed, slots, positions)
+            tokens = self._draw(scores, slots, positions)
         if penalized:
             at = positions[rows].clamp(max=self.history.shape[1] - 1)  # a step too many of one that has ended
             self.history[slots[rows], at] = tokens[rows].int()
@@ -173,12 +178,11 @@ class DefaultSampler(Sampler):
         return tokens, self._logprobs(logits, tokens, wanted, host) if len(wanted) else None
 
     def _hold_back(self, scores: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """min_tokens: no end and stop tokens before ``min_position``."""
+        """min_tokens: no end and stop tokens before ``min_position``. A copy."""
         ids = self.suppress[slots]
         early = (positions < self.min_position[slots])[:, None] & (ids >= 0)
-        column = torch.where(early, ids, self.vocab_size)  # one column more takes the writes that do not count
-        wide = torch.cat([scores, scores.new_zeros(len(scores), 1)], dim=1)
-        return wide.scatter_(1, column, _NEG_INF)[:, : self.vocab_size]
+        held_back = torch.where(early, _NEG_INF, -_NEG_INF).to(scores.dtype)
+        return scores.clone().scatter_reduce_(1, ids.clamp(min=0), held_back, "amin")
 
     def _penalize(self, scores: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Some rows of scores, in place, as vLLM does."""
@@ -195,24 +199,6 @@ class DefaultSampler(Sampler):
     def _to_device(self, rows: np.ndarray) -> torch.Tensor:
         indices, device = torch.from_numpy(rows), self.seed.device
         return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
-
-    def _filter(self, scores: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        heat = self.temperature[slots][:, None]
-        probs = torch.softmax(scores / torch.where(heat > 0, heat, 1.0), dim=-1)
-        keep = probs >= self.min_p[slots][:, None] * probs.amax(dim=-1, keepdim=True)
-        ranked = torch.sort(torch.where(keep, probs, 0.0), dim=-1, descending=True).values
-        k = self.top_k[slots].long()
-        kth = ranked.gather(1, (torch.where(k > 0, k, self.vocab_size).clamp(max=self.vocab_size) - 1)[:, None])
-        keep &= probs >= kth
-        ranked = torch.where(ranked >= kth, ranked, 0.0)
-        ranked = ranked / ranked.sum(dim=-1, keepdim=True)
-        before = ranked.cumsum(dim=-1) - ranked  # of the more likely ones; the first token over the bound stays
-        top_p = self.top_p[slots][:, None]
-        inside = ((before < top_p) | (top_p >= 1)) & (ranked > 0)
-        last = inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1
-        total = torch.where(keep, probs, 0.0).sum(dim=-1, keepdim=True)
-        keep &= probs >= ranked.gather(1, last) * total * (1 - 1e-6)
-        return torch.where(keep | (heat <= 0), scores, _NEG_INF)
 
     def _logprobs(
         self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray

@@ -51,6 +51,9 @@ class AgreedSampler(Sampler):
     def needs_refine(self, host_slots: np.ndarray) -> bool:
         return self.inner.needs_refine(host_slots)
 
+    def refines_shards(self, host_slots: np.ndarray) -> bool:
+        return self.inner.refines_shards(host_slots)
+
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,

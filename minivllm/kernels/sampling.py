@@ -2,10 +2,10 @@
 
 A group is drawn with the probability that its tokens have together, a token with its share of the group: a draw from
 the softmax. Both are Gumbel-max: the maximum of log-weights plus Gumbel noise is a draw from their softmax (Gumbel
-1954; Maddison et al. 2014). The noise is an integer hash of seed, position and token, or vocab + group, so a row's draw
-depends on nothing else in the batch. A group's weights are summed as whole numbers, the largest of them 2**21: the same
-sum in any order, whatever the batch, the block and the logits' type. It is off by at most 2**-12 of itself, mostly less
-than 2**-16.
+1954; Maddison et al. 2014). A row with filters is drawn in one step, see filters.py. The noise is an integer hash of
+seed, position and token, or vocab + group, so a row's draw depends on nothing else in the batch. A group's weights are
+summed as whole numbers, the largest of them 2**21: the same sum in any order, whatever the batch, the block and the
+logits' type. It is off by at most 2**-12 of itself, mostly less than 2**-16.
 
 Bytes moved: every logit once, 2 * vocab a row in bf16: 78 MB for 256 rows of Qwen3's 151,936, 18 µs at 4.3 TB/s. A
 logit of a sampled row takes 9 instructions, 12 µs there, one of them an exponential; of a greedy row 4. Noise is hashed
@@ -19,20 +19,13 @@ from torch.nn.functional import pad
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels.draws import GROUP, LOG2E, gumbel, keys_kernel, log2_kernel, noise_kernel
+from minivllm.kernels.filters import Filters, draw_filtered, filter_bounds_reference
 from minivllm.kernels.pdl import use_pdl
 
-GROUP = 1024  # tokens; part of what a seed means
-_MASK = 0xFFFFFFFF
-_M1, _M2 = 0x7FEB352D, 0x846CA68B  # "lowbias32" (Wellons, hash-prospector)
-_GOLDEN = 0x9E3779B9
-_LOG2E = 1.4426950408889634
-_UNIT, _HALF = 2.0**-32 - 2.0**-56, 2.0**-33  # bits * _UNIT + _HALF is in (0, 1) in float32
-_SERIES = 1 / 64  # below it, a series is more exact than the logarithm of one minus it
 _BITS = 21  # of a group's largest weight: 1024 of them fit into 32
-_C1, _C2, _CG = tl.constexpr(_M1), tl.constexpr(_M2), tl.constexpr(_GOLDEN)
-_CU, _CH, _CT = tl.constexpr(_UNIT), tl.constexpr(_HALF), tl.constexpr(_SERIES)
-_L1, _L2, _L3 = (tl.constexpr(_LOG2E / n) for n in (1, 2, 3))
-_G, _CB, _CW, _CR = tl.constexpr(GROUP), tl.constexpr(float(_BITS)), tl.constexpr(2.0**-_BITS), tl.constexpr(2.0**23)
+_G, _L1 = tl.constexpr(GROUP), tl.constexpr(LOG2E)
+_CB, _CW, _CR = tl.constexpr(float(_BITS)), tl.constexpr(2.0**-_BITS), tl.constexpr(2.0**23)
 
 
 class Shard(NamedTuple):
@@ -43,31 +36,13 @@ class Shard(NamedTuple):
     tp: TensorParallel
 
 
-@triton.jit
-def _mix_kernel(x):
-    x = x ^ (x >> 16)
-    x = x * _C1
-    x = x ^ (x >> 15)
-    x = x * _C2
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _log2(x, APPROX: tl.constexpr):
-    if APPROX:  # one instruction; tl.log2 is a polynomial of twenty
-        return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.log2(x)
-
-
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _weigh_groups_kernel(
-    logits, temperature, slots, totals, stride, VOCAB: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
-    APPROX: tl.constexpr, PDL: tl.constexpr,
+    logits, temperature, slots, totals, maxima, stride, VOCAB: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    FILTERED: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """log2 of a group's weight, the sum of e ** (logit / temperature), up to a constant; greedy: its largest logit."""
+    """log2 of a group's weight, the sum of e ** (logit / temperature), up to a constant; greedy: its largest logit.
+    The largest once more for filters."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -78,103 +53,108 @@ def _weigh_groups_kernel(
         token = group * _G + tl.arange(0, _G)
         score = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
         total = tl.max(score, 0)
+        if FILTERED:
+            tl.store(maxima + row * GROUPS + group, total, mask=group < GROUPS)
         if heat > 0:
             scale = _L1 / heat
             base = tl.where(tl.abs(total) == float("inf"), 0.0, total)
             weight = tl.exp2(tl.fma(score - base, scale, _CB))  # one instruction
             # 2 ** 23 + weight has the rounded weight as its low bits; the high ones of 1024 add up to 0 modulo 2 ** 32
             whole = tl.sum((weight + _CR).to(tl.uint32, bitcast=True), 0).to(tl.uint32).to(tl.float32)
-            total = tl.fma(total, scale, _log2(tl.maximum(whole * _CW, 1.0), APPROX))  # 1: of a group without weight
+            total = tl.fma(total, scale, log2_kernel(tl.maximum(whole * _CW, 1.0), APPROX))  # 1: without weight
         tl.store(totals + row * GROUPS + group, total, mask=group < GROUPS)
-
-
-@triton.jit
-def _noise(index, key, key2, APPROX: tl.constexpr):
-    """log2(e) * Gumbel noise, up to a constant."""
-    bits = index.to(tl.uint32) * _CG + key
-    bits = (bits ^ (bits >> 16)) * _C1 + key2
-    bits = (bits ^ (bits >> 15)) * _C2
-    x = bits.to(tl.float32) * _CU + _CH  # uniform in (0, 1), finest near 0, where the winners are
-    wait = x * (_L1 + x * (_L2 + x * _L3))
-    wait = tl.where(x < _CT, wait, -_log2(1.0 - x, APPROX))  # -log2(1 - x): exponentially distributed
-    return -_log2(wait, APPROX)
 
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["slots", "positions"])
 def _draw_kernel(
     logits, temperature, seeds, slots, positions, totals, out, stride, first, VOCAB: tl.constexpr,
-    HERE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
+    HERE: tl.constexpr, GROUPS: tl.constexpr, PADDED: tl.constexpr, FILTERED: tl.constexpr, APPROX: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    heat, seed = tl.load(temperature + slot), tl.load(seeds + slot)
-    low, high, position = seed.to(tl.uint32), (seed >> 32).to(tl.uint32), tl.load(positions + row).to(tl.uint32)
-    key = _mix_kernel(_mix_kernel(_mix_kernel(low) ^ high) ^ position)
-    key2 = _mix_kernel((key ^ high) + low)
+    heat = tl.load(temperature + slot)
+    key, key2 = keys_kernel(tl.load(seeds + slot), tl.load(positions + row))
     i = tl.arange(0, PADDED)
     total = tl.load(totals + row * GROUPS + i, mask=i < GROUPS, other=float("-inf"))
     if heat > 0:
-        total += _noise(VOCAB + i, key, key2, APPROX)
+        total += noise_kernel(VOCAB + i, key, key2, APPROX)
     start = tl.argmax(total, 0) * _G
     token = start + tl.arange(0, _G)
     here = (token >= first) & (token < first + HERE)
     score = tl.load(logits + row * stride + token - first, mask=here, other=float("-inf")).to(tl.float32)
     if heat > 0:
-        score = score * (_L1 / heat) + _noise(token, key, key2, APPROX)
+        score = score * (_L1 / heat) + noise_kernel(token, key, key2, APPROX)
     drawn = tl.where((start >= first) & (start < first + HERE), start + tl.argmax(score, 0), 0)  # 0: another rank's
-    tl.store(out + row, drawn.to(tl.int64))
+    if FILTERED:
+        tl.store(out + row, drawn.to(tl.int64), mask=tl.load(out + row) < 0)
+    else:
+        tl.store(out + row, drawn.to(tl.int64))
 
 
 def sample_tokens_triton(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
-    positions: torch.Tensor, shard: Shard | None = None,
+    positions: torch.Tensor, shard: Shard | None = None, filters: Filters | None = None,
 ) -> torch.Tensor:  # fmt: skip
     n, columns = logits.shape
     first, vocab = (0, columns) if shard is None else shard[:2]
     here, groups, pdl = max(min(columns, vocab - first), 0), cdiv(columns, GROUP), use_pdl(logits.device)
     each, warps = (1, 4) if n < 16 else (4, 1)  # few rows: more threads, each sooner done; many: nothing between warps
     approx = logits.is_cuda and torch.version.cuda is not None  # whether there is PTX
+    assert shard is None or filters is None, "filters are of whole rows"
+    filtered = filters is not None
     totals = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
+    maxima = torch.empty_like(totals) if filtered else totals
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if not n:
         return out
     _weigh_groups_kernel[(n, cdiv(groups, each))](
-        logits, temperature, slots, totals, logits.stride(0), VOCAB=here, GROUPS=groups, EACH=each, APPROX=approx,
-        PDL=pdl, num_warps=warps, launch_pdl=pdl,
+        logits, temperature, slots, totals, maxima, logits.stride(0), VOCAB=here, GROUPS=groups, EACH=each,
+        FILTERED=filtered, APPROX=approx, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
+    if filters is not None:
+        draw_filtered(logits, temperature, seeds, slots, positions, filters, maxima, out, approx, pdl)
     if shard is not None:
         totals = shard.tp.all_gather(totals)
     groups = totals.shape[1]
     _draw_kernel[(n,)](
-        logits, temperature, seeds, slots, positions, totals, out, logits.stride(0), first, VOCAB=vocab, HERE=here,
-        GROUPS=groups, PADDED=next_power_of_2(groups), APPROX=approx, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        logits, temperature, seeds, slots, positions, totals, out, logits.stride(0), first, VOCAB=vocab,
+        HERE=here, GROUPS=groups, PADDED=next_power_of_2(groups), FILTERED=filtered, APPROX=approx, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out if shard is None else shard.tp.all_reduce(out)
 
 
 def sample_tokens_reference(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
-    positions: torch.Tensor, shard: Shard | None = None,
+    positions: torch.Tensor, shard: Shard | None = None, filters: Filters | None = None,
 ) -> torch.Tensor:  # fmt: skip
     n, columns = logits.shape
     first, vocab = (0, columns) if shard is None else shard[:2]
     here, heat = max(min(columns, vocab - first), 0), temperature[slots][:, None]
     groups, width = cdiv(columns, GROUP), min(columns, GROUP)
-    scores = pad(logits[:, :here].float(), (0, groups * width - here), value=float("-inf")).view(n, groups, width)
+    scores = logits[:, :here].float()
+    bounds = None if filters is None else filter_bounds_reference(scores, temperature, filters, slots)
+    if bounds is not None and bool((bounds > float("-inf")).any()):
+        whole = sample_tokens_reference(logits, temperature, seeds, slots, positions)
+        kept = torch.where(scores >= bounds[:, None], scores, float("-inf")) / torch.where(heat > 0, heat, 1.0)
+        noise = gumbel(seeds[slots], positions, torch.arange(columns, device=logits.device))
+        return torch.where(bounds > float("-inf"), (kept + noise).argmax(dim=1), whole)
+    scores = pad(scores, (0, groups * width - here), value=float("-inf")).view(n, groups, width)
     totals, seeds, drawn = scores.amax(dim=2), seeds[slots], heat > 0
     some, heat = bool(drawn.any()), torch.where(drawn, heat, 1.0)
     if some:
         base = torch.where(totals.isinf(), 0.0, totals)[:, :, None]
-        weights = torch.exp2((scores - base) * (_LOG2E / heat[:, :, None]) + _BITS).round()
+        weights = torch.exp2((scores - base) * (LOG2E / heat[:, :, None]) + _BITS).round()
         whole = weights.sum(dim=2, dtype=torch.float64).clamp(min=2.0**_BITS).float()
         totals = torch.where(drawn, totals / heat + (whole / 2**_BITS).log(), totals)
     if shard is not None:
         totals = shard.tp.all_gather(totals)
     if some:
-        noise = _gumbel(seeds, positions, vocab + torch.arange(totals.shape[1], device=logits.device))
+        noise = gumbel(seeds, positions, vocab + torch.arange(totals.shape[1], device=logits.device))
         totals = torch.where(drawn, totals + noise, totals)
     group = totals.argmax(dim=1)
     local = group - first // GROUP
@@ -182,54 +162,21 @@ def sample_tokens_reference(
     scores = scores[torch.arange(n, device=logits.device), torch.where(mine, local, 0)]
     if some:
         token = group[:, None] * GROUP + torch.arange(width, device=logits.device)
-        scores = torch.where(drawn, scores / heat + _gumbel(seeds, positions, token), scores)
+        scores = torch.where(drawn, scores / heat + gumbel(seeds, positions, token), scores)
     tokens = group * GROUP + scores.argmax(dim=1)
     return tokens if shard is None else shard.tp.all_reduce(torch.where(mine, tokens, 0))
 
 
-def noise_bits(seeds: torch.Tensor, positions: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The 32 bits of tokens and groups: seeds, positions (n,), index (k,) or (n, k) int64; returns (n, k) int64.
-
-    Each row is a keyed permutation of all 32-bit numbers, read at the index: a token's number, or behind the last of
-    them a group's. The two keys are the row's seed's and position's. The last step of ``lowbias32`` is left out: the
-    bits become a number, and it changes only the low ones.
-    """
-    low, high, position = seeds & _MASK, (seeds >> 32) & _MASK, positions & _MASK
-    key = _mix(_mix(_mix(low) ^ high) ^ position)[:, None]
-    key2 = _mix(((key ^ high[:, None]) + low[:, None]) & _MASK)
-    bits = (index * _GOLDEN + key) & _MASK
-    bits = ((bits ^ (bits >> 16)) * _M1 + key2) & _MASK
-    return ((bits ^ (bits >> 15)) * _M2) & _MASK
-
-
-def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    """The noise of every token: seeds, positions (n,) int64; returns (n, vocab) float32."""
-    return _gumbel(seeds, positions, torch.arange(vocab, device=seeds.device))
-
-
-def _gumbel(seeds: torch.Tensor, positions: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    x = noise_bits(seeds, positions, index).to(torch.float32) * _UNIT + _HALF
-    return -torch.log(-torch.log1p(-x))
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """A bijection on 32-bit integers, held in int64 (products wrap; their low 32 bits are right)."""
-    x = x ^ (x >> 16)
-    x = (x * _M1) & _MASK
-    x = x ^ (x >> 15)
-    x = (x * _M2) & _MASK
-    return x ^ (x >> 16)
-
-
 def sample_tokens(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
-    positions: torch.Tensor, shard: Shard | None = None,
+    positions: torch.Tensor, shard: Shard | None = None, filters: Filters | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Draw one token a row.
 
     logits (n, vocab) any float; temperature (slots,) float32, 0 is greedy; seeds (slots,) int64; slots (n,) int64: each
     row's index into both; positions (n,) int64. Returns (n,) int64. Ties go to the lowest token id. With a ``shard``,
-    logits are this rank's columns of them, as many on every rank, and all ranks draw together.
+    logits are this rank's columns of them, as many on every rank, and all ranks draw together. ``filters`` are of whole
+    rows; a greedy row has none.
     """
     run = sample_tokens_triton if logits.is_cuda else sample_tokens_reference
-    return run(logits, temperature, seeds, slots, positions, shard)
+    return run(logits, temperature, seeds, slots, positions, shard, filters)

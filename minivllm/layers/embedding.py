@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.draws import GROUP
 from minivllm.kernels.embedding import embedding
-from minivllm.kernels.sampling import GROUP, Shard
+from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import linear
 from minivllm.layers.parameter import Piece, sharded_parameter
 

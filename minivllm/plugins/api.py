@@ -89,7 +89,8 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "minivllm.kernels.paged_prefill": ("paged_attention_reference", "paged_prefill"),
     "minivllm.kernels.rms_norm": ("rms_norm",),
     "minivllm.kernels.rotary": ("qk_norm_rope", "qk_norm_rope_store"),
-    "minivllm.kernels.sampling": ("gumbel_noise", "sample_tokens"),
+    "minivllm.kernels.draws": ("gumbel_noise",),
+    "minivllm.kernels.sampling": ("sample_tokens",),
     "minivllm.kernels.silu_mul": ("silu_mul",),
     "minivllm.kernels.skinny_linear": ("linear", "linear_add", "norm_gate_up", "norm_linear"),
 }

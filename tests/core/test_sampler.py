@@ -14,6 +14,7 @@ from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
+from minivllm.kernels.filters import Filters, filter_bounds_reference
 from minivllm.kernels.sampling import Shard
 
 PROMPT_LEN = 5
@@ -157,8 +158,10 @@ def kept(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 
 
 def allowed(rows: Rows, logits: torch.Tensor) -> list[set[int]]:
-    scores = rows.sampler._filter(logits.float(), torch.arange(len(logits)))
-    return [set(np.nonzero(np.isfinite(row))[0].tolist()) for row in scores.numpy()]
+    sampler = rows.sampler
+    filters = Filters(sampler.top_k, sampler.top_p, sampler.min_p)
+    bounds = filter_bounds_reference(logits, sampler.temperature, filters, torch.arange(len(logits)))
+    return [set(row.nonzero()[:, 0].tolist()) for row in logits >= bounds[:, None]]
 
 
 FILTERS: list[dict[str, Any]] = [

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.draws import GROUP, gumbel_noise
 from minivllm.kernels.sampling import (
-    GROUP,
     Shard,
     _weigh_groups_kernel,
-    gumbel_noise,
     sample_tokens,
     sample_tokens_reference,
     sample_tokens_triton,
@@ -198,8 +197,8 @@ def test_a_group_weighs_the_same_to_the_bit_whatever_kernel_weighs_it(where):
         for each, warps in ((1, 4), (4, 1), (2, 2)):
             totals = torch.empty(rows, groups, device=device)
             _weigh_groups_kernel[(rows, -(-groups // each))](
-                x, temperature, slots, totals, x.stride(0), VOCAB=vocab, GROUPS=groups, EACH=each, APPROX=approx,
-                PDL=False, num_warps=warps,
+                x, temperature, slots, totals, totals, x.stride(0), VOCAB=vocab, GROUPS=groups, EACH=each,
+                FILTERED=False, APPROX=approx, PDL=False, num_warps=warps,
             )  # fmt: skip
             assert totals.isfinite().all()
             weighed.append(totals)
