@@ -419,6 +419,10 @@ class Sampler(ABC):
         """Whether any wants more than ``sample_shard`` does."""
         return self.needs_refine(host_slots)
 
+    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Launch every kernel that ``refine`` may, for ``compile_only``; arguments as of ``sample``."""
+        return None
+
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,

@@ -272,6 +272,15 @@ class ModelRunner:
         self.num_computed.zero_()
         self.last_token.zero_()
 
+    @torch.inference_mode()
+    def launch_all_refinements(self) -> None:
+        """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
+        weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
+        for rows in (1, _SHARED_ROWS):
+            hidden = torch.zeros((rows, self.hidden_size), dtype=weight.dtype, device=self.device)
+            slots = torch.zeros(rows, dtype=torch.int64, device=self.device)
+            self.sampler.launch_all_kinds(self.model.compute_logits(hidden), slots, slots)
+
     # ------------------------------------------------------------------ to the host
 
     def land(

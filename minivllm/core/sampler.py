@@ -2,8 +2,8 @@
 
 Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
 # temperature, top_p, min_p float32   top_k int32   seed int64   min_position int64   suppress (slots, 16) int64
-# presence, frequency, repetition float32   prompt_len int64
-# history (slots, longest) int32: tokens of penalized sequences, the vocabulary's size behind the last; made when needed
+# presence, frequency, repetition float32
+# counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/penalties.py; made when needed
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
 from minivllm.kernels.filters import Filters
+from minivllm.kernels.penalties import Penalties, count, count_known, penalize
 from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
 _NEG_INF = float("-inf")
-_PENALIZED_AT_ONCE = 32  # rows: each takes a few vectors as long as the vocabulary
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
@@ -49,7 +49,6 @@ class DefaultSampler(Sampler):
             ("frequency", "<f4"),
             ("repetition", "<f4"),
             ("prompt_len", "<i4"),
-            ("max_len", "<i4"),
             ("suppress", "<i4", (_MAX_SUPPRESSED,)),
         ]
     )
@@ -67,9 +66,9 @@ class DefaultSampler(Sampler):
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
-        self.presence, self.frequency, self.repetition = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
-        self.prompt_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.history = torch.empty((num_slots, 0), dtype=torch.int32, device=device)
+        presence, frequency, repetition = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
+        self.penalties = Penalties(presence, frequency, repetition + 1)
+        self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
         self._filters = np.zeros(num_slots, dtype=bool)
         self._penalized = np.zeros(num_slots, dtype=bool)
         self._refine = np.zeros(num_slots, dtype=bool)
@@ -84,7 +83,7 @@ class DefaultSampler(Sampler):
         row["logprobs"] = -1 if params.logprobs is None else params.logprobs
         row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
         row["repetition"] = min(max(params.repetition_penalty, 1e-30), 1e30)  # what float32 can multiply and divide by
-        row["prompt_len"], row["max_len"] = seq.prompt_len, seq.max_len
+        row["prompt_len"] = seq.prompt_len
         row["suppress"] = -1
         if params.min_tokens:
             if len(seq.stop_ids) > _MAX_SUPPRESSED:
@@ -107,7 +106,9 @@ class DefaultSampler(Sampler):
         self._filters[slots] = (rows["temperature"] > 0) & (
             (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
         )
+        penalties = self._penalized[slots].any()  # whether these slots have any, or had
         self._penalized[slots] = _penalizes(rows)
+        penalties |= self._penalized[slots].any()
         self._refine[slots] = self._penalized[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
         words = device_rows
         self.temperature[device_slots] = words[:, 0].view(torch.float32)
@@ -116,25 +117,19 @@ class DefaultSampler(Sampler):
         self.top_k[device_slots] = words[:, 3]
         self.seed[device_slots] = words[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0]
         self.min_position[device_slots] = words[:, 6].long()
-        self.suppress[device_slots] = words[:, 13:].long()
-        if self._penalized[slots].any():
-            self.presence[device_slots] = words[:, 8].view(torch.float32)
-            self.frequency[device_slots] = words[:, 9].view(torch.float32)
-            self.repetition[device_slots] = words[:, 10].view(torch.float32)
-            self.prompt_len[device_slots] = words[:, 11].long()
-            self._forget(device_slots, int(rows["max_len"].max()))
-
-    def _forget(self, slots: torch.Tensor, longest: int) -> None:
-        """Empty rows of the history, and room for ``longest`` tokens."""
-        width = self.history.shape[1]
-        if longest > width:
-            more = (len(self.history), -(-longest // 1024) * 1024 - width)
-            self.history = torch.cat([self.history, self.history.new_full(more, self.vocab_size)], dim=1)
-        self.history[slots] = self.vocab_size
+        self.suppress[device_slots] = words[:, 12:].long()
+        if penalties:
+            for column, of_slots in enumerate(self.penalties, 8):
+                of_slots[device_slots] = words[:, column].view(torch.float32)
+            if not len(self.counts):
+                shape = (len(self.temperature), self.vocab_size)
+                self.counts = torch.zeros(shape, dtype=torch.int16, device=self.counts.device)
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
         for slot, known in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
-            self.history[slot, : len(known)] = known
+            if len(known):
+                prompt = int(self.host["prompt_len"][slot])
+                count_known(self.counts, slot, known[:prompt], known[prompt:])
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._draw(logits, slots, positions)
@@ -154,6 +149,10 @@ class DefaultSampler(Sampler):
     def refines_shards(self, host_slots: np.ndarray) -> bool:
         return bool((self._refine[host_slots] | self._filters[host_slots]).any())
 
+    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        scores = penalize(logits, self.counts, self.penalties, slots)
+        count(self.counts, self.penalties, slots, self._draw(scores, slots, positions))
+
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
@@ -166,14 +165,10 @@ class DefaultSampler(Sampler):
             if held_back:
                 scores = self._hold_back(scores, slots, positions)
             if penalized:
-                scores = scores.to(torch.float32, copy=scores is logits)  # written in place
-                rows = self._to_device(np.nonzero(self._penalized[host_slots])[0])
-                for some in rows.split(_PENALIZED_AT_ONCE):
-                    self._penalize(scores, slots, some)
+                scores = penalize(scores, self.counts, self.penalties, slots)
             tokens = self._draw(scores, slots, positions)
         if penalized:
-            at = positions[rows].clamp(max=self.history.shape[1] - 1)  # a step too many of one that has ended
-            self.history[slots[rows], at] = tokens[rows].int()
+            count(self.counts, self.penalties, slots, tokens)
         wanted = np.nonzero(host["logprobs"] >= 0)[0]
         return tokens, self._logprobs(logits, tokens, wanted, host) if len(wanted) else None
 
@@ -184,18 +179,6 @@ class DefaultSampler(Sampler):
         held_back = torch.where(early, _NEG_INF, -_NEG_INF).to(scores.dtype)
         return scores.clone().scatter_reduce_(1, ids.clamp(min=0), held_back, "amin")
 
-    def _penalize(self, scores: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-        """Some rows of scores, in place, as vLLM does."""
-        slots = slots[rows]
-        ids, wide = self.history[slots].long(), (len(rows), self.vocab_size + 1)  # the last column takes what is empty
-        said = torch.arange(ids.shape[1], device=ids.device) >= self.prompt_len[slots][:, None]
-        counts = scores.new_zeros(wide).scatter_add_(1, ids, said.float())[:, :-1]
-        there = torch.zeros(wide, dtype=torch.bool, device=ids.device).scatter_(1, ids, True)[:, :-1]
-        repetition, frequency, presence = (p[slots][:, None] for p in (self.repetition, self.frequency, self.presence))
-        x = scores[rows]
-        x = torch.where(there, torch.where(x > 0, x / repetition, x * repetition), x)
-        scores[rows] = x - frequency * counts - presence * (counts > 0)
-
     def _to_device(self, rows: np.ndarray) -> torch.Tensor:
         indices, device = torch.from_numpy(rows), self.seed.device
         return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
@@ -204,9 +187,11 @@ class DefaultSampler(Sampler):
         self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray
     ) -> DeviceLogprobs:
         """Of the model's own distribution (before temperature and filters), as in vLLM."""
-        picked = self._to_device(wanted)
-        logprobs = torch.log_softmax(logits[picked].float(), dim=-1)
-        sampled = logprobs.gather(1, tokens[picked][:, None])
-        top, top_ids = logprobs.topk(max(int(host["logprobs"][wanted].max()), 1), dim=-1)
-        rank = (logprobs > sampled).sum(dim=-1) + 1
-        return DeviceLogprobs(wanted, sampled[:, 0], rank, top_ids, top)
+        if len(wanted) < len(logits):
+            picked = self._to_device(wanted)
+            logits, tokens = logits[picked], tokens[picked]
+        scores = logits.gather(1, tokens[:, None])
+        top, top_ids = logits.topk(max(int(host["logprobs"][wanted].max()), 1), dim=-1)
+        rank = (logits > scores).sum(dim=-1) + 1
+        total = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+        return DeviceLogprobs(wanted, scores[:, 0] - total[:, 0], rank, top_ids, top - total)
