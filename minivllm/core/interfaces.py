@@ -421,7 +421,7 @@ class Sampler(ABC):
 
     def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Launch every kernel that ``refine`` may, for ``compile_only``; arguments as of ``sample``."""
-        return None
+        return
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
