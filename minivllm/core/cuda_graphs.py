@@ -1,7 +1,8 @@
 """The decode step as one CUDA graph a batch size: from gathering the input tokens to writing the sampled ones back.
 
 Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
-# slots, input_ids, positions, after (positions + 1), slot_mapping (max,) int64   seq_lens (max,) int32
+# slots, input_ids, positions, after (positions + 1), slot_mapping, tokens (those of ``resample``) (max,) int64
+# seq_lens (max,) int32
 # block_tables (max, max_blocks) int32   steps (1,) int64
 Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns.
 
@@ -101,8 +102,8 @@ class DecodeGraphs:
         self.padding = runner.num_slots
         self.size_for = np.searchsorted(self.sizes, np.arange(top + 1))
         self.slots = torch.full((top,), self.padding, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.after, self.slot_mapping = torch.zeros(
-            (4, top), dtype=torch.int64, device=device
+        self.input_ids, self.positions, self.after, self.slot_mapping, self.tokens = torch.zeros(
+            (5, top), dtype=torch.int64, device=device
         )
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
@@ -113,6 +114,8 @@ class DecodeGraphs:
         self._replays = 0  # what ``steps`` is when all that was launched is done
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[int, torch.Tensor] = {}
+        self._again: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
         self._plans = {size: self._plan(size) for size in self.sizes}
         self._on_device = np.full(top, self.padding, dtype=np.int32)  # what ``slots`` holds
         self._ones = np.ones(top, dtype=np.int32)
@@ -130,11 +133,11 @@ class DecodeGraphs:
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
 
         def capture_one(size: int) -> None:
             self._prepare(self._plans[size], self._ones[:size], None)
-            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), pool)
+            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), self._pool)
 
         self._compare(num_blocks, vocab_size, capture_one)
 
@@ -195,10 +198,28 @@ class DecodeGraphs:
             landed = self._landed[self._replays % IN_FLIGHT]
             return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
         slots = self.slots[:n]
+        if run.resamples and run.sampler.resamples(batch.slots):
+            return run.land(n, np.arange(n), self._resample(size)[:n], None)
         logits, tokens = run.model.compute_logits(hidden[:n]), run.last_token[slots]
         tokens, logprobs = run.sampler.refine(logits, slots, self.positions[:n] + 1, tokens, batch.slots)
         run.last_token[slots] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
+
+    def _resample(self, size: int) -> torch.Tensor:
+        """Other tokens of the step just replayed; captured behind the first time that a size needs them."""
+        if size in self._again:
+            self._again[size].replay()
+        else:
+            self._draw_again(size)
+            self._again[size], _ = capture_graph(partial(self._draw_again, size), self._pool)
+        return self.tokens[:size]
+
+    def _draw_again(self, size: int) -> torch.Tensor:
+        run, slots = self.runner, self.slots[:size]
+        tokens = run.sampler.resample(run.model.compute_logits(self._hidden[size]), slots, self.after[:size])
+        run.last_token[slots] = tokens
+        self.tokens[:size] = tokens
+        return tokens
 
     def _replay(self, size: int) -> torch.Tensor:
         self._graphs[size].replay()

@@ -419,9 +419,14 @@ class Sampler(ABC):
         """Whether any wants more than ``sample_shard`` does."""
         return self.needs_refine(host_slots)
 
-    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Launch every kernel that ``refine`` may, for ``compile_only``; arguments as of ``sample``."""
-        return
+    def resample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A capturable part of ``refine``: tokens, as from ``sample``, with all that may change them. Not called of a
+        class that overrides ``refine`` alone."""
+        raise NotImplementedError
+
+    def resamples(self, host_slots: np.ndarray) -> bool:
+        """Whether ``resample`` does all that ``refine`` would for these slots."""
+        return False
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,

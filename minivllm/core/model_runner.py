@@ -120,6 +120,7 @@ class ModelRunner:
         self._sharded = sampler.samples_shards() and overrides_both(
             type(model), "compute_logits", "compute_logits_shard"
         )
+        self.resamples = overrides_both(type(sampler), "refine", "resample")
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
@@ -275,11 +276,13 @@ class ModelRunner:
     @torch.inference_mode()
     def launch_all_refinements(self) -> None:
         """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
+        if not self.resamples:
+            return
         weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
         for rows in (1, _SHARED_ROWS):
             hidden = torch.zeros((rows, self.hidden_size), dtype=weight.dtype, device=self.device)
             slots = torch.zeros(rows, dtype=torch.int64, device=self.device)
-            self.sampler.launch_all_kinds(self.model.compute_logits(hidden), slots, slots)
+            self.sampler.resample(self.model.compute_logits(hidden), slots, slots)
 
     # ------------------------------------------------------------------ to the host
 
@@ -288,7 +291,7 @@ class ModelRunner:
     ) -> PendingStep:
         """Send what ``rows`` sampled on its way to the host."""
         if self.device.type != "cuda":
-            return PendingStep(num_rows, rows, tokens.numpy(), logprobs, None)
+            return PendingStep(num_rows, rows, tokens.numpy().copy(), logprobs, None)
         self._turn = (self._turn + 1) % IN_FLIGHT
         landing = self._landing[self._turn][: len(rows)]
         landing.copy_(tokens, non_blocking=True)

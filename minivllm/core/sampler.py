@@ -1,9 +1,9 @@
 """From logits to tokens. Each row depends on its own logits, seed and position, and on nothing else in the batch.
 
 Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
-# temperature, top_p, min_p float32   top_k int32   seed int64   min_position int64   suppress (slots, 16) int64
-# presence, frequency, repetition float32
-# counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/penalties.py; made when needed
+# temperature, top_p, min_p float32   top_k int32   seed int64
+# presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
+# counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/adjust_logits.py; made when needed
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
+from minivllm.kernels.adjust_logits import Adjustments, adjust_logits, count, count_known
 from minivllm.kernels.filters import Filters
-from minivllm.kernels.penalties import Penalties, count, count_known, penalize
 from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
-_NEG_INF = float("-inf")
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
@@ -31,9 +30,9 @@ def _penalizes(rows: np.ndarray) -> np.ndarray:
 class DefaultSampler(Sampler):
     """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties and log-probabilities.
 
-    ``sample`` (in the graph) serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p; rows that
-    need more are sampled again by ``refine``, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as
-    vLLM does. Ties at a filter's bound stay together.
+    ``sample`` (in the graph) serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches
+    that need more are sampled again, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM
+    does. Ties at a filter's bound stay together.
     """
 
     row = np.dtype(
@@ -64,14 +63,14 @@ class DefaultSampler(Sampler):
         self.min_p = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
         presence, frequency, repetition = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
-        self.penalties = Penalties(presence, frequency, repetition + 1)
+        min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
+        self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
         self._filters = np.zeros(num_slots, dtype=bool)
-        self._penalized = np.zeros(num_slots, dtype=bool)
-        self._refine = np.zeros(num_slots, dtype=bool)
+        self._adjusted = np.zeros(num_slots, dtype=bool)
+        self._logprobs = np.zeros(num_slots, dtype=bool)
 
     @classmethod
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
@@ -106,21 +105,21 @@ class DefaultSampler(Sampler):
         self._filters[slots] = (rows["temperature"] > 0) & (
             (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
         )
-        penalties = self._penalized[slots].any()  # whether these slots have any, or had
-        self._penalized[slots] = _penalizes(rows)
-        penalties |= self._penalized[slots].any()
-        self._refine[slots] = self._penalized[slots] | (rows["min_position"] > 0) | (rows["logprobs"] >= 0)
+        adjusted = self._adjusted[slots].any()  # whether any of these slots is, or was
+        self._adjusted[slots] = _penalizes(rows) | (rows["min_position"] > 0)
+        adjusted |= self._adjusted[slots].any()
+        self._logprobs[slots] = rows["logprobs"] >= 0
         words = device_rows
         self.temperature[device_slots] = words[:, 0].view(torch.float32)
         self.top_p[device_slots] = words[:, 1].view(torch.float32)
         self.min_p[device_slots] = words[:, 2].view(torch.float32)
         self.top_k[device_slots] = words[:, 3]
         self.seed[device_slots] = words[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0]
-        self.min_position[device_slots] = words[:, 6].long()
-        self.suppress[device_slots] = words[:, 12:].long()
-        if penalties:
-            for column, of_slots in enumerate(self.penalties, 8):
+        if adjusted:
+            for column, of_slots in enumerate(self.adjustments[:3], 8):
                 of_slots[device_slots] = words[:, column].view(torch.float32)
+            self.adjustments.min_position[device_slots] = words[:, 6].long()
+            self.adjustments.suppress[device_slots] = words[:, 12:].long()
             if not len(self.counts):
                 shape = (len(self.temperature), self.vocab_size)
                 self.counts = torch.zeros(shape, dtype=torch.int16, device=self.counts.device)
@@ -143,55 +142,46 @@ class DefaultSampler(Sampler):
     ) -> torch.Tensor:
         return sample_tokens(logits, self.temperature, self.seed, slots, positions, shard)
 
+    def resample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scores = adjust_logits(logits, self.counts, self.adjustments, slots, positions)
+        tokens = self._draw(scores, slots, positions)
+        count(self.counts, self.adjustments, slots, tokens)
+        return tokens
+
+    def resamples(self, host_slots: np.ndarray) -> bool:
+        return not self._logprobs[host_slots].any()
+
     def needs_refine(self, host_slots: np.ndarray) -> bool:
-        return bool(self._refine[host_slots].any())
+        return bool((self._adjusted[host_slots] | self._logprobs[host_slots]).any())
 
     def refines_shards(self, host_slots: np.ndarray) -> bool:
-        return bool((self._refine[host_slots] | self._filters[host_slots]).any())
-
-    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        scores = penalize(logits, self.counts, self.penalties, slots)
-        count(self.counts, self.penalties, slots, self._draw(scores, slots, positions))
+        return self.needs_refine(host_slots) or bool(self._filters[host_slots].any())
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        host = self.host[host_slots]
-        held_back, filters = bool(host["min_position"].any()), bool(self._filters[host_slots].any())
-        penalized = bool(self._penalized[host_slots].any())
-        if held_back or filters or penalized:
-            scores = logits
-            if held_back:
-                scores = self._hold_back(scores, slots, positions)
-            if penalized:
-                scores = penalize(scores, self.counts, self.penalties, slots)
-            tokens = self._draw(scores, slots, positions)
-        if penalized:
-            count(self.counts, self.penalties, slots, tokens)
-        wanted = np.nonzero(host["logprobs"] >= 0)[0]
-        return tokens, self._logprobs(logits, tokens, wanted, host) if len(wanted) else None
-
-    def _hold_back(self, scores: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """min_tokens: no end and stop tokens before ``min_position``. A copy."""
-        ids = self.suppress[slots]
-        early = (positions < self.min_position[slots])[:, None] & (ids >= 0)
-        held_back = torch.where(early, _NEG_INF, -_NEG_INF).to(scores.dtype)
-        return scores.clone().scatter_reduce_(1, ids.clamp(min=0), held_back, "amin")
+        if self._adjusted[host_slots].any():
+            tokens = self.resample(logits, slots, positions)
+        elif self._filters[host_slots].any():  # shards may be what was sampled from
+            tokens = self._draw(logits, slots, positions)
+        wanted = np.nonzero(self._logprobs[host_slots])[0]
+        return tokens, self._logprobs_of(logits, tokens, wanted, host_slots) if len(wanted) else None
 
     def _to_device(self, rows: np.ndarray) -> torch.Tensor:
         indices, device = torch.from_numpy(rows), self.seed.device
         return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
 
-    def _logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host: np.ndarray
+    def _logprobs_of(
+        self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host_slots: np.ndarray
     ) -> DeviceLogprobs:
         """Of the model's own distribution (before temperature and filters), as in vLLM."""
         if len(wanted) < len(logits):
             picked = self._to_device(wanted)
             logits, tokens = logits[picked], tokens[picked]
-        scores = logits.gather(1, tokens[:, None])
-        top, top_ids = logits.topk(max(int(host["logprobs"][wanted].max()), 1), dim=-1)
-        rank = (logits > scores).sum(dim=-1) + 1
-        total = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-        return DeviceLogprobs(wanted, scores[:, 0] - total[:, 0], rank, top_ids, top - total)
+        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+        sampled = logprobs.gather(1, tokens[:, None])
+        most = int(self.host["logprobs"][host_slots[wanted]].max())
+        top, top_ids = logprobs.topk(max(most, 1), dim=-1)
+        rank = (logprobs > sampled).sum(dim=-1) + 1
+        return DeviceLogprobs(wanted, sampled[:, 0], rank, top_ids, top)

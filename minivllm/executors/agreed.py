@@ -54,9 +54,6 @@ class AgreedSampler(Sampler):
     def refines_shards(self, host_slots: np.ndarray) -> bool:
         return self.inner.refines_shards(host_slots)
 
-    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        self.inner.launch_all_kinds(logits, slots, positions)
-
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,

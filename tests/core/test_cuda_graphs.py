@@ -24,11 +24,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 class Recorded:
     """Replays by running the step; like a capture, making one runs nothing."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, log: list[str]) -> None:
-        self.run, self.result, self.log = run, result, log
+    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, line: str, log: list[str]) -> None:
+        self.run, self.result, self.line, self.log = run, result, line, log
 
     def replay(self) -> None:
-        self.log.append(f"replay {len(self.result)}")
+        self.log.append(self.line)
         self.result.copy_(self.run())
 
 
@@ -62,9 +62,12 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def capture_graph(run: partial[torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
         (size,) = run.args
+        if run.func.__name__ == "_draw_again":
+            result = torch.full((size,), -1)
+            return Recorded(run, result, f"again {size}", said), result
         said.append(f"capture {size}")
         result = torch.full((size, runner.hidden_size), float("nan"))
-        return Recorded(run, result, said), result
+        return Recorded(run, result, f"replay {size}", said), result
 
     def logged(self: DecodeGraphs, size: int) -> torch.Tensor:
         said.append(f"step {size}")
@@ -95,15 +98,20 @@ def test_nothing_is_left_behind(runner: ModelRunner, log: list[str]) -> None:
     assert graphs.slots.tolist() == [graphs.padding] * 16
 
 
-@pytest.mark.parametrize("logprobs", [None, 1], ids=["landed", "refined"])
+@pytest.mark.parametrize(
+    "wanted",
+    [{}, {"logprobs": 1}, {"frequency_penalty": 0.7, "repetition_penalty": 1.3}],
+    ids=["landed", "refined", "resampled"],
+)
 def test_replays_give_the_tokens_of_eager_steps(
-    llm: LLM, runner: ModelRunner, log: list[str], logprobs: int | None
+    llm: LLM, runner: ModelRunner, log: list[str], wanted: dict[str, Any]
 ) -> None:
     """Of steps of all kinds: answers end at different lengths, and prompts that wait come in between. A second run
     finds the landing rows where the first has left them."""
     prompts = ["Once upon a time", "The sea was", "Hello", *["In a small village"] * 10]
     params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i) for i in range(len(prompts))]
-    params[2] = params[2].clone(logprobs=logprobs)
+    params[2] = params[2].clone(**wanted)
+    params[8] = params[8].clone(**wanted)
 
     def say() -> list[list[int]]:
         return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
@@ -116,6 +124,7 @@ def test_replays_give_the_tokens_of_eager_steps(
     del log[:]
     assert say() == say() == eager
     assert {"replay 16", "replay 8", "replay 4", "replay 2", "replay 1"} <= set(log)
+    assert any(line.startswith("again") for line in log) == ("frequency_penalty" in wanted)
     assert graphs._replays == int(graphs.steps) == len([line for line in log if line.startswith("replay")]) + 5
 
 
