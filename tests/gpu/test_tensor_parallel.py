@@ -41,13 +41,21 @@ def test_the_demo_says_the_same_on_several(tp: int, eager: bool, on_one: list[Re
 
 
 def test_graphs_change_no_token_in_float32() -> None:
-    params = [SamplingParams(temperature=t, seed=i, max_tokens=48) for i, t in enumerate([0, 0, 0.8, 0.8, 1.0, 0.5])]
+    """With every kind of sampling; so many at first that ranks sample together, and few at the end."""
+    prompts = [p for p in PROMPTS for _ in range(4)]
+    params = [
+        SamplingParams(
+            temperature=0.8 if i % 3 else 0, seed=i, max_tokens=3 + 7 * i % 50, ignore_eos=True,
+            top_k=20 if i % 5 == 1 else 0, top_p=0.9 if i % 4 == 1 else 1, frequency_penalty=0.3 if i % 7 == 0 else 0,
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
     texts = []
     for eager in (True, False):
         with LLM(
-            "demo", attention="triton", tp=2, dtype="float32", enforce_eager=eager or None, max_num_seqs=11
+            "demo", attention="triton", tp=2, dtype="float32", enforce_eager=eager or None, max_num_seqs=24
         ) as llm:
-            texts.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, params, use_tqdm=False)])
+            texts.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
     assert texts[0] == texts[1]
 
 
