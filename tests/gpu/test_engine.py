@@ -85,7 +85,7 @@ def test_graphs_change_no_token_in_float32() -> None:
 @pytest.mark.parametrize("pipeline", ["true", "false"])
 def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
     """Answers end at different lengths and others come in, so that graphs of all sizes, steps with prompts, filters
-    and, as long as a request for log-probabilities or one with penalties runs, refined and resampled steps alternate."""
+    and, as long as a request for log-probabilities or one with penalties runs, refined and resampled ones alternate."""
     prompts = [p for p in PROMPTS for _ in range(5)]
     params = [
         SamplingParams(
