@@ -14,7 +14,7 @@ import numpy as np
 
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
-from minivllm.core.requests import Completion, Request
+from minivllm.core.requests import Completion, Request, TokenTexts
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
@@ -65,6 +65,7 @@ class LLMEngine:
     ) -> None:
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
         self.tokenizer, self.scheduler, self.executor, self.num_blocks = tokenizer, scheduler, executor, num_blocks
+        self._token_texts = TokenTexts(tokenizer)
         self.stats = EngineStats()
         self.observer: StepObserver | None = None  # told of each step while somebody looks
         self._sampler_class = sampler_class
@@ -135,7 +136,7 @@ class LLMEngine:
                 seq.tells_tokens = self._sampler_class.wants_tokens(seq)
                 self.scheduler.add(seq)
                 added.append(seq)
-                completion = Completion(index, seq, self.tokenizer, self._eos)
+                completion = Completion(index, seq, self.tokenizer, self._eos, self._token_texts)
                 request.completions.append(completion)
                 self._by_sequence[name] = request, completion
         except BaseException:
@@ -256,18 +257,20 @@ class LLMEngine:
         finished: dict[str, FinishReason],
     ) -> None:  # fmt: skip
         """Hand each watched slot's new token to its completion, and end those whose stop string is complete."""
-        lp_row = {} if logprobs is None else {int(row): i for i, row in enumerate(logprobs.rows)}
+        of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
+        if logprobs is not None:
+            of_row = dict(zip(logprobs.rows.tolist(), logprobs.lists(), strict=True))
         ended = {seq.slot: seq for seq, _ in committed.finished}
-        for i in np.nonzero(self._watched[committed.slots])[0].tolist():
-            slot, token = int(committed.slots[i]), int(committed.token_ids[i])
+        watched = self._watched[committed.slots]
+        columns = (committed.slots[watched], committed.token_ids[watched], committed.rows[watched])
+        for slot, token, row in zip(*(column.tolist() for column in columns), strict=True):
             seq = ended.get(slot) or self.scheduler.sequences[slot]
             if seq is None:
                 continue
             request, completion = self._by_sequence[seq.request_id]
             touched[request.request_id] = request
-            at = lp_row.get(int(committed.rows[i]))
-            if completion.logprobs is not None and logprobs is not None and at is not None:
-                completion.add_logprobs(logprobs, at, token)
+            if completion.logprobs is not None and (values := of_row.get(row)) is not None:
+                completion.add_logprobs(token, *values)
             if completion.add([token]) and seq.request_id not in finished:
                 self.scheduler.finish(seq)
                 del self._by_sequence[seq.request_id]

@@ -7,7 +7,7 @@ them. Only names that are typed here may be relied on from outside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -484,6 +484,10 @@ class Logprobs:
     rank: np.ndarray  # (m,) int32: the sampled token's rank, 1 for the most likely
     top_ids: np.ndarray  # (m, k) int32
     top: np.ndarray  # (m, k) float32
+
+    def lists(self) -> Iterator[tuple[float, int, list[int], list[float]]]:
+        """Each row's, but for ``rows``, in Python's numbers, of which a dictionary is made ten times as fast."""
+        return zip(*(x.tolist() for x in (self.sampled, self.rank, self.top_ids, self.top)), strict=True)
 
 
 @dataclass(frozen=True, slots=True)

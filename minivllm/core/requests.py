@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 
-if TYPE_CHECKING:
-    from minivllm.core.interfaces import Logprobs
+
+class TokenTexts(dict[int, str]):
+    """Each token's text alone, found when it is first asked for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
 
 class Completion:
     """One of a request's completions: its tokens as text, stop strings, log-probabilities."""
 
-    def __init__(self, index: int, seq: Sequence, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, index: int, seq: Sequence, tokenizer: Any, eos_token_ids: tuple[int, ...], texts: TokenTexts
+    ) -> None:
         params = seq.params
         self.index, self.seq = index, seq
         self.token_ids: list[int] = []
@@ -25,6 +36,7 @@ class Completion:
         self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
         self._tokenizer = tokenizer if params.detokenize else None
+        self._texts = texts if params.detokenize else None
         self._eos = eos_token_ids
         self._pieces = (
             tokenizer.detokenizer(seq.known[-8:].tolist(), skip_special_tokens=params.skip_special_tokens)
@@ -93,21 +105,17 @@ class Completion:
         self.finish_reason = FinishReason.STOP
         return True
 
-    def add_logprobs(self, values: Logprobs, row: int, token: int) -> None:
+    def add_logprobs(self, token: int, value: float, rank: int, top_ids: list[int], top: list[float]) -> None:
+        """Of the new token, and of the best ones, at least as many as are asked for."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
-        k = self.seq.params.logprobs or 0
-        entry = {
-            int(t): self._logprob(int(t), float(lp), rank)
-            for rank, (t, lp) in enumerate(zip(values.top_ids[row][:k], values.top[row][:k], strict=True), 1)
-        }
+        texts, entry = self._texts, {}
+        for i in range(self.seq.params.logprobs or 0):
+            other = top_ids[i]
+            entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])
         if token not in entry:
-            entry[token] = self._logprob(token, float(values.sampled[row]), int(values.rank[row]))
+            entry[token] = Logprob(value, rank, None if texts is None else texts[token])
         self.logprobs.append(entry)
-        self.cumulative_logprob += float(values.sampled[row])
-
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else None
-        return Logprob(value, rank, text)
+        self.cumulative_logprob += value
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         over = self.finish_reason is not None
