@@ -13,7 +13,7 @@ import numpy as np
 
 from minivllm.bench.recorder import FirstTokens
 from minivllm.bench.workloads import BenchRequest
-from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
+from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:
@@ -71,14 +71,8 @@ class Bench:
     def __init__(
         self, engine: LLMEngine, requests: Sequence[BenchRequest], options: WorkloadOptions, *, detokenize: bool = False
     ) -> None:
-        assert options.temperature is not None
         self.engine, self.requests = engine, requests
-        self.params = SamplingParams(
-            temperature=options.temperature,
-            ignore_eos=options.ignore_eos,
-            detokenize=detokenize,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        self.params = options.sampling_params(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY)
         self.whole = options.ignore_eos
         self.on_cpu = engine.describe()["device"] == "cpu"
         self._number = 0

@@ -99,6 +99,13 @@ class WorkloadOptions:
     max_token_id: int = 10000
     seed: int = 0
     temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
     ignore_eos: bool = True
     running: tuple[int, ...] | None = None
     waiting: int | None = None
@@ -108,6 +115,16 @@ class WorkloadOptions:
     def host(self) -> bool:
         """Whether it measures the host alone."""
         return self.name == "host"
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Each request's, but for ``max_tokens``. Raises ConfigError for a value out of range."""
+        from minivllm.core.sampling_params import SamplingParams
+
+        given = {name: getattr(self, name) for name in ("temperature", *_SAMPLING) if getattr(self, name) is not None}
+        try:
+            return SamplingParams(**given, ignore_eos=self.ignore_eos, **more)
+        except RequestError as e:
+            raise ConfigError(f"workload={self.name}: {e}") from e
 
     def __post_init__(self) -> None:
         needed, allowed = _KEYS_OF.get(self.name, _DRAWN)
@@ -125,16 +142,25 @@ class WorkloadOptions:
                     f"workload.{name}={shown} is neither a whole number from 1 nor [least,most] of them; "
                     f"type workload.{name}=128 or 'workload.{name}=[100,1024]'"
                 )
+        if not self.host:
+            self.sampling_params()
         if self.host and (not self.running or min(self.running) < 1):
             raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
 
 
+_SAMPLING = (
+    "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs",
+)  # fmt: skip
+
 # The keys that a workload must have, and those that it may have; all others of these are refused.
 _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "host": (("input_len", "running", "waiting", "steps"), ()),
-    "trace": (("path", "temperature"), ("num_requests",)),
+    "trace": (("path", "temperature"), ("num_requests", *_SAMPLING)),
 }
-_DRAWN: tuple[tuple[str, ...], tuple[str, ...]] = (("num_requests", "input_len", "output_len", "temperature"), ())
+_DRAWN: tuple[tuple[str, ...], tuple[str, ...]] = (
+    ("num_requests", "input_len", "output_len", "temperature"),
+    _SAMPLING,
+)
 
 
 def _length(value: Any) -> bool:

@@ -67,6 +67,29 @@ def test_keys_vary_a_workload():
     assert other[0].prompt != make_requests(workload("workload=mixed"), 99)[0].prompt
 
 
+def test_sampling_keys_are_those_of_every_request():
+    keys = "top_k=20", "top_p=0.9", "frequency_penalty=0.5", "logprobs=2"
+    options = workload("workload=bs1", *(f"workload.{key}" for key in keys))
+    params = options.sampling_params(max_tokens=7)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 20, 0.9, 0.0)
+    assert (params.frequency_penalty, params.logprobs, params.max_tokens, params.ignore_eos) == (0.5, 2, 7, True)
+    plain = workload("workload=bs1").sampling_params()
+    assert (plain.top_k, plain.top_p, plain.repetition_penalty, plain.logprobs) == (0, 1.0, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("workload=bs1", "workload.top_p=1.5"), r"workload=bs1: top_p=1.5 is out of range"),
+        (("workload=bs1", "workload.logprobs=99"), r"workload=bs1: logprobs=99 is more than 20"),
+        (("workload=host", "workload.top_k=5"), r"workload.top_k is not a key of workload=host; leave it out"),
+    ],
+)
+def test_sampling_keys_that_cannot_be_are_refused(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        workload(*keys)
+
+
 def test_ids_wrap_around_a_small_vocabulary():
     small, large = (make_requests(workload(), vocab) for vocab in (512, 100_000))
     assert [[t % 512 for t in r.prompt] for r in large] == [r.prompt for r in small]
