@@ -12,6 +12,17 @@ if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
 
 
+def _sampling_params(where: str, **values: Any) -> SamplingParams:
+    """``where`` begins what an error says. They are typed once for all requests: the command line is wrong, not one
+    request."""
+    from minivllm.core.sampling_params import SamplingParams
+
+    try:
+        return SamplingParams(**values)
+    except RequestError as e:
+        raise ConfigError(f"{where}{e}") from e
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     max_tokens: int | None = None
@@ -29,26 +40,22 @@ class SamplingOptions:
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """The request's parameters. Raises ConfigError for a value out of range."""
-        from minivllm.core.sampling_params import SamplingParams
-
-        try:
-            return SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                repetition_penalty=self.repetition_penalty,
-                stop=list(self.stop),
-                stop_token_ids=list(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
-                min_tokens=self.min_tokens,
-                **more,
-            )
-        except RequestError as e:  # typed once for all requests: the command line is wrong, not one request
-            raise ConfigError(str(e)) from e
+        return _sampling_params(
+            "",
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            stop=list(self.stop),
+            stop_token_ids=list(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            **more,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +125,8 @@ class WorkloadOptions:
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Each request's, but for ``max_tokens``. Raises ConfigError for a value out of range."""
-        from minivllm.core.sampling_params import SamplingParams
-
         given = {name: getattr(self, name) for name in ("temperature", *_SAMPLING) if getattr(self, name) is not None}
-        try:
-            return SamplingParams(**given, ignore_eos=self.ignore_eos, **more)
-        except RequestError as e:
-            raise ConfigError(f"workload={self.name}: {e}") from e
+        return _sampling_params(f"workload={self.name}: ", **given, ignore_eos=self.ignore_eos, **more)
 
     def __post_init__(self) -> None:
         needed, allowed = _KEYS_OF.get(self.name, _DRAWN)
@@ -144,7 +146,7 @@ class WorkloadOptions:
                 )
         if not self.host:
             self.sampling_params()
-        if self.host and (not self.running or min(self.running) < 1):
+        elif not self.running or min(self.running) < 1:
             raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
 
 

@@ -197,22 +197,22 @@ class DecodeGraphs:
         if not run.needs_refine(batch.slots, size):
             landed = self._landed[self._replays % IN_FLIGHT]
             return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
-        slots = self.slots[:n]
         if run.resamples and run.sampler.resamples(batch.slots):
-            return run.land(n, np.arange(n), self._resample(size)[:n], None)
+            self._resample(size)
+            return run.land(n, np.arange(n), self.tokens[:n], None)
+        slots = self.slots[:n]
         logits, tokens = run.model.compute_logits(hidden[:n]), run.last_token[slots]
         tokens, logprobs = run.sampler.refine(logits, slots, self.positions[:n] + 1, tokens, batch.slots)
         run.last_token[slots] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
 
-    def _resample(self, size: int) -> torch.Tensor:
-        """Other tokens of the step just replayed; captured behind the first time that a size needs them."""
+    def _resample(self, size: int) -> None:
+        """Into ``tokens`` others of the step just replayed; captured behind the first time that a size needs them."""
         if size in self._again:
             self._again[size].replay()
         else:
             self._draw_again(size)
             self._again[size], _ = capture_graph(partial(self._draw_again, size), self._pool)
-        return self.tokens[:size]
 
     def _draw_again(self, size: int) -> torch.Tensor:
         run, slots = self.runner, self.slots[:size]

@@ -266,10 +266,8 @@ class ModelRunner:
             admitted_params=np.empty(0, dtype=self.sampler.row),
         )
         self._launch_eager(batch).result()
-        weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
-        hidden = torch.zeros((self.num_slots, self.hidden_size), dtype=weight.dtype, device=self.device)
         slots = torch.arange(self.num_slots, device=self.device)
-        self.sampler.sample(self.model.compute_logits(hidden), slots, slots)
+        self.sampler.sample(self._some_logits(self.num_slots), slots, slots)
         self.num_computed.zero_()
         self.last_token.zero_()
 
@@ -278,11 +276,15 @@ class ModelRunner:
         """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
         if not self.resamples:
             return
-        weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
         for rows in (1, _SHARED_ROWS):
-            hidden = torch.zeros((rows, self.hidden_size), dtype=weight.dtype, device=self.device)
             slots = torch.zeros(rows, dtype=torch.int64, device=self.device)
-            self.sampler.resample(self.model.compute_logits(hidden), slots, slots)
+            self.sampler.resample(self._some_logits(rows), slots, slots)
+
+    def _some_logits(self, rows: int) -> torch.Tensor:
+        """Of so many hidden states of zeros."""
+        weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
+        hidden = torch.zeros((rows, self.hidden_size), dtype=weight.dtype, device=self.device)
+        return self.model.compute_logits(hidden)
 
     # ------------------------------------------------------------------ to the host
 

@@ -18,6 +18,7 @@ def thawed():
 
 
 def test_what_was_there_is_left_out_until_the_end():
+    assert not gc.get_freeze_count()
     with pytest.raises(ValueError, match="ends it, too"), frozen():
         assert gc.get_freeze_count() > 10_000
         cycle: list[object] = []
