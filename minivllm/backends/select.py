@@ -127,6 +127,7 @@ class HybridBackend(AttentionBackend):
         self._prefill, self._decode = prefill, decode
         self.plans_on_host = prefill.plans_on_host or decode.plans_on_host
         self.fused_decode_rows = decode.fused_decode_rows
+        self.plain_decode = decode.plain_decode
         self.takes_qkv = decode.takes_qkv  # type: ignore[method-assign]
         self.decode_qkv = decode.decode_qkv  # type: ignore[method-assign]
 

@@ -199,6 +199,7 @@ class AttentionBackend(ABC):
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
+    plain_decode: bool = False  # whether a kernel of all layers may decode in its place: causal, all of a context
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -102,10 +102,11 @@ def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int
 
 
 @lru_cache(maxsize=8192)
-def page_map(pointer: int, pages: int, size: int, width: int) -> TensorMap:
-    """The same for whole pages of ``size`` lines of ``width`` elements, one after another. In shared memory each 64
-    columns of a page stand together, ``size`` lines of 128 bytes."""
-    return _encoded(pointer, (64, size, width // 64, pages), (width, 64, size * width), (64, size, width // 64, 1))
+def page_map(pointer: int, pages: int, size: int, width: int, columns: int | None = None) -> TensorMap:
+    """The same for pages of ``size`` lines of ``width`` elements, one after another, or ``columns`` of them. In shared
+    memory each 64 columns of a page stand together, ``size`` lines of 128 bytes."""
+    box = (64, size, (columns or width) // 64, 1)
+    return _encoded(pointer, (64, size, width // 64, pages), (width, 64, size * width), box)
 
 
 def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
@@ -178,6 +179,14 @@ def clusters_at_once(function: Any, shape: LaunchShape) -> int:
 
     config = _launch_config(shape, torch.cuda.current_stream().cuda_stream)
     return int(_checked(driver.cuOccupancyMaxActiveClusters(function, config)))
+
+
+def programs_at_once(function: Any, shape: LaunchShape, multiprocessors: int) -> int:
+    """How many programs of a kernel without clusters a device of so many multiprocessors runs beside each other."""
+    from cuda.bindings import driver
+
+    each = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, shape.threads, shape.shared_bytes)
+    return multiprocessors * int(_checked(each))
 
 
 def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:

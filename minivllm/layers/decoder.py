@@ -16,7 +16,6 @@ from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
-from minivllm.kernels.chain_config import MIN_ROWS as MIN_CHAIN_ROWS
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
@@ -30,6 +29,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
 from minivllm.layers.parts import PartedStream, adds_parts, is_plain
 from minivllm.layers.rotary import RotaryTable
+from minivllm.layers.whole import decode_whole, whole_shape
 
 _Pick = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], tuple[torch.Tensor, torch.Tensor]]
 
@@ -227,21 +227,27 @@ class Decoder(nn.Module):
         layers, exchange = list(self.layers), self.tp.exchange
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
-        elif self._goes_chained(layers, x):
-            x, layers = self._chained(cast(list[DecoderLayer], layers), x, positions, attention), []
+        elif (products := self._products(layers, x)) is not None:
+            usual = cast(list[DecoderLayer], layers)
+            if (whole := whole_shape(usual, products, x, attention)) is not None:
+                x, layers = decode_whole(usual, whole, x, positions, attention), []
+            elif use_chain(len(x), products, x.dtype, x.device):
+                x, layers = self._chained(usual, x, positions, attention), []
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
 
-    def _goes_chained(self, layers: list[nn.Module], x: torch.Tensor) -> bool:
-        """Whether that is faster, and all layers are made for it; the last one may pick tokens."""
-        if not MIN_CHAIN_ROWS <= len(x) <= MAX_CHAIN_ROWS or self.tp.size > 1:
-            return False
+    def _products(self, layers: list[nn.Module], x: torch.Tensor) -> ChainShape | None:
+        """Of layers that are all usual, on one rank, and alike; the last one may pick tokens. None: they are not, or
+        there are more rows than such layers go any other way with."""
+        if len(x) > MAX_CHAIN_ROWS or self.tp.size > 1:
+            return None
         shapes = (layer.chain_shape() if isinstance(layer, DecoderLayer) else None for layer in layers)
         shape = next(shapes, None)
-        if shape is None or not use_chain(len(x), shape, x.dtype, x.device) or any(other != shape for other in shapes):
-            return False
-        return all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
+        if shape is None or any(other != shape for other in shapes):
+            return None
+        all_tokens = all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
+        return shape if all_tokens else None
 
     def _chained(
         self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

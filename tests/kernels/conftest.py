@@ -68,8 +68,9 @@ def compiled(tmp_path, monkeypatch):
 
 
 def unread_at_arrivals(machine_code):
-    """Arrivals at a barrier, of a disassembly, behind a load from shared memory that nothing has read yet."""
-    found, pending = [], set()
+    """Arrivals at a barrier, of a disassembly, behind a load from shared memory that nothing has waited for yet. A
+    load's registers are there together: whatever reads one has waited for all."""
+    found, pending = [], {}  # registers, and which load fills them
     for line in machine_code.splitlines():
         if not (match := re.search(r"/\*[0-9a-f]+\*/\s+(@\S+ )?([A-Z]\S*)(.*?);", line)):
             continue
@@ -79,13 +80,17 @@ def unread_at_arrivals(machine_code):
         if name.startswith("SYNCS.ARRIVE") and pending:
             found.append(line.strip())
         if name.startswith("SYNCS.ARRIVE") or (name in ("BRA", "EXIT") and not condition):
-            pending = set()
-        elif name.startswith("LDS") and registers:  # LDSM, too
-            pending = (pending - set(registers[1:])) | {registers[0] + i for i in range(width)}
+            pending = {}
+        if name.startswith("LDS") and registers:  # LDSM, too
+            read, written = registers[1:], {registers[0] + i for i in range(width)}
         elif name.startswith("HMMA"):
-            pending -= {r + i for r, many in zip(registers[1:], (4, 2, 4), strict=False) for i in range(many)}
+            read = [r + i for r, many in zip(registers[1:], (4, 2, 4), strict=False) for i in range(many)]
+            written = set()
         else:
-            pending -= {r + i for r in registers for i in range(width)}
+            read, written = [r + i for r in registers for i in range(width)], set()
+        waited = {pending[r] for r in read if r in pending}
+        pending = {r: load for r, load in pending.items() if load not in waited and r not in written}
+        pending |= dict.fromkeys(written, line)
     return found
 
 
@@ -109,7 +114,7 @@ def reads_in_time(tmp_path_factory):
 def told(monkeypatch):
     """The driver's own structures, filled, without a GPU. ``seen``, of each launch: its config, its Kernel, its
     arguments' values (a tensor map's is its address, 5), read back from their addresses. ``maps``: what TMA loads."""
-    from minivllm.kernels import chain_linear, cluster_linear, hopper, persistent_linear, stream_decode
+    from minivllm.kernels import chain_linear, cluster_linear, hopper, megakernel, persistent_linear, stream_decode
 
     driver = pytest.importorskip("cuda.bindings.driver")
     launches = SimpleNamespace(seen=[], maps=[], driver=driver)
@@ -119,6 +124,7 @@ def told(monkeypatch):
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
+        "megakernel": (0, [*[pointer] * 11, long, number, number, *[fraction] * 3]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
     }
 
@@ -132,12 +138,13 @@ def told(monkeypatch):
         return (0,)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
-    for module in (hopper, chain_linear, stream_decode):
+    for module in (hopper, chain_linear, megakernel, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
     for kind in ("tensor_map", "page_map"):
         monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
+    monkeypatch.setattr(megakernel, "_map_bytes", lambda made: bytes(128))
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    for module in (cluster_linear, persistent_linear, chain_linear, stream_decode):
+    for module in (cluster_linear, persistent_linear, chain_linear, megakernel, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: True)
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     for module in (cluster_linear, persistent_linear):

@@ -66,7 +66,6 @@ def chained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             return F.rms_norm(x, (x.shape[1],), eps=eps_behind) @ qkv.T, None
         return x @ qkv.T, RowScale(x, eps_behind)
 
-    monkeypatch.setattr("minivllm.layers.decoder.MIN_CHAIN_ROWS", 1)
     monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, shape, dtype, device: True)
     monkeypatch.setattr("minivllm.layers.decoder.chain_linear", reference)
     return calls
@@ -133,4 +132,4 @@ def test_one_layer_with_something_of_its_own_leaves_all_as_they_are(
         return
     if change is not pick_early:  # of a layer that is not the last one nothing sensible comes
         torch.testing.assert_close(world.step(), World(folder, fold=False).step())
-    assert not chained and not world.model.model._goes_chained(world.layers, torch.zeros(9, 64))
+    assert not chained and not world.model.model._products(world.layers, torch.zeros(9, 64))

@@ -1,0 +1,266 @@
+"""All layers of a decoder for one token in one kernel, on Hopper: what bounds a single sequence is weights, 0.26 ms a
+token of Qwen3-0.6B, and not what stands between kernels.
+
+In kernels apart each layer is four products and an attention, each of which fills the chip anew: 21 µs a layer of
+Qwen3-0.6B, whose weights take 7. Here every program stays on its multiprocessor, asks for its lines of the next
+products' weights while it waits for what the others make of the current one (200 KB a program, most of a layer of that
+model), and programs hand each other vectors as words that carry a flag beside the data, as NCCL's low-latency protocol
+does: no barrier of the grid, no fence. A layer's critical path is five such ways through L2, of about a µs each, and
+the arithmetic between.
+
+Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 40 KB a
+layer of Qwen3-0.6B and up to 64 KB of attention's parts. The kernel is CUDA C++ (``megakernel.cu``). All programs must
+run at once, as in ``chain_linear``: launch them on one stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+
+from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import compiling, num_sms
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.paged_prefill import LOG2E
+from minivllm.kernels.pdl import use_pdl
+
+PAGE = 16  # keys
+_WARPS, _SPLITS = 8, 8  # that multiply; programs that share a key head's attention, at most
+_MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
+_LEAST_STAGES, _MOST_STAGES = 4, 64
+_COPIES = 4  # of what all programs read: so many fewer wait for one word
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """Of all layers of a decoder."""
+
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv(self) -> int:
+        return self.width + 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class MegakernelConfig:
+    programs: int
+    chunk: int  # elements of k that a stage has, of eight lines
+    stages: int
+    stage_bytes: int
+    memory_bytes: int  # shared, beside the stages
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.memory_bytes + self.stages * self.stage_bytes + 1024
+
+
+@cache
+def megakernel_config(shape: DecoderShape, sms: int = 132) -> MegakernelConfig | None:
+    """None: the products do not cut evenly, or nothing of the kernel's kind attends to such heads."""
+    group, rest = divmod(shape.num_heads, shape.num_kv_heads)
+    if rest or group > _MAX_GROUP or shape.head_dim not in (64, 128) or shape.width % (4 * 32 * _WARPS):
+        return None
+    lines = shape.hidden, shape.inner, shape.qkv
+    even = range(sms // 8 * 8, sms * 9 // 10, -8)
+    programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # they leave pairs
+    if programs is None or programs < shape.num_kv_heads * _SPLITS or shape.hidden // programs > 32 * _WARPS:
+        return None
+    ks = shape.hidden, shape.width, shape.inner
+    chunk = next((c for c in (1024, 512) if not any(k % c for k in ks)), None)
+    if chunk is None:
+        return None
+    most_lines = -(-max(2 * shape.inner, shape.qkv) // programs // 8) * 8
+    memory = max(2 * max(ks), 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
+    memory += 4 * _WARPS * (most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16) + 16 * _MOST_STAGES + 64
+    memory = -(-memory // 1024) * 1024
+    page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
+    stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
+    stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
+    return MegakernelConfig(programs, chunk, stages, stage_bytes, memory) if stages >= _LEAST_STAGES else None
+
+
+@cache
+def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
+    macros = {"PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner, "KV": shape.num_kv_heads,
+              "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim, "CHUNK": config.chunk,
+              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "SPLITS": _SPLITS, "COPIES": _COPIES,
+              "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
+    return Kernel("megakernel", (), tuple(macros.items()))
+
+
+def use_megakernel(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel is for such layers, and runs there."""
+    if dtype != torch.bfloat16 or not nvrtc.available(device):
+        return False
+    config = megakernel_config(shape, num_sms(device))
+    if config is None or not loads(megakernel_of(shape, config), device):
+        return False
+    return compiling() or _fits(shape, config, device)
+
+
+@cache
+def _fits(shape: DecoderShape, config: MegakernelConfig, device: torch.device) -> bool:
+    """Whether all programs, which wait for each other, run at once there."""
+    with torch.cuda.device(device):
+        kernel = load(megakernel_of(shape, config), device)
+        return config.programs <= nvrtc.programs_at_once(kernel, _launch_shape(config, False), num_sms(device))
+
+
+@cache
+def _launch_shape(config: MegakernelConfig, pdl: bool) -> nvrtc.LaunchShape:
+    return nvrtc.LaunchShape((config.programs, 1, 1), (1, 1, 1), 32 * (_WARPS + 1), config.shared_bytes, pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer's, norms folded into ``qkv`` (qkv, hidden) and ``gate_up`` (2 * inner, hidden); o (hidden, width), down
+    (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads, head_dim). All bfloat16
+    and contiguous."""
+
+    qkv: torch.Tensor
+    o: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def pointers(self) -> tuple[int, ...]:
+        tensors = (self.qkv, self.o, self.gate_up, self.down, self.q_norm, self.k_norm, self.keys, self.values)
+        assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
+        return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
+@cache
+def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """(layers, 8) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
+    return torch.tensor(pointers, dtype=torch.int64).to(device)
+
+
+@cache
+def _maps(device: torch.device, caches: tuple[int, ...], blocks: int, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """(layers, 2, 128) uint8 there: tensor maps of each layer's keys and values, for one head of a page."""
+    maps = (nvrtc.page_map(pointer, blocks, PAGE, kv_heads * head_dim, head_dim) for pointer in caches)
+    data = b"".join(map(_map_bytes, maps))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
+def _map_bytes(made: nvrtc.TensorMap) -> bytes:
+    return ctypes.string_at(made.address, 128)
+
+
+@cache
+def _words(device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number,) int64: what programs leave for each other, zeros before the first launch; (1,) int32, layers so far."""
+    return (
+        torch.zeros(number, dtype=torch.int64, device=device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
+
+
+def megakernel(
+    x: torch.Tensor,
+    layers: list[LayerWeights],
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    shape: DecoderShape,
+    scale: float,
+    eps: float,
+    heads_eps: float,
+) -> torch.Tensor:
+    """The residual stream (1, hidden) behind all layers, of x (1, hidden) before them; bfloat16, rounded behind each
+    product and each addition. The new keys and values go to the cache.
+
+    cos_sin (positions, head_dim) float32; positions, slots (1,) int64; seq_lens (1,) int32, the new token counted;
+    block_tables (1, …) int32. ``eps`` is of the norms in front of products, ``heads_eps`` of those of heads.
+    """
+    y = torch.empty_like(x)
+    if compiling():
+        return y
+    device = x.device
+    config = megakernel_config(shape, num_sms(device))
+    assert config is not None and x.shape == (1, shape.hidden) and x.is_contiguous()
+    assert positions.dtype == slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
+    assert seq_lens.dtype == block_tables.dtype == torch.int32 and layers[0].keys.shape[1] == PAGE
+    pointers_of = tuple(layer.pointers() for layer in layers)
+    table = _table(device, pointers_of)
+    caches = tuple(pointer for layer in pointers_of for pointer in layer[-2:])
+    maps = _maps(device, caches, len(layers[0].keys), shape.num_kv_heads, shape.head_dim)
+    parts = _SPLITS * (shape.width // 2 + shape.num_heads)
+    words, count = _words(device, shape.qkv // 2 + _COPIES * (parts + shape.hidden + shape.inner // 2))
+    tensors = (table, maps, x, y, cos_sin, positions, slots, seq_lens, block_tables, words, count)
+    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    stride = ctypes.c_longlong(cos_sin.stride(0))
+    numbers = (ctypes.c_int * 2)(len(layers), 0)
+    factors = (ctypes.c_float * 3)(eps, heads_eps, scale * LOG2E)
+    addresses = [
+        *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
+        ctypes.addressof(stride),
+        *(ctypes.addressof(numbers) + 4 * i for i in range(2)),
+        *(ctypes.addressof(factors) + 4 * i for i in range(3)),
+    ]
+    kernel = load(megakernel_of(shape, config), device)
+    nvrtc.launch(kernel, _launch_shape(config, use_pdl(device)), addresses)
+    return y
+
+
+def megakernel_reference(
+    x: torch.Tensor,
+    layers: list[LayerWeights],
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    shape: DecoderShape,
+    scale: float,
+    eps: float,
+    heads_eps: float,
+) -> torch.Tensor:
+    """The same in float32, rounded to x's dtype where the kernel rounds."""
+
+    def rounded(y: torch.Tensor) -> torch.Tensor:
+        return y.to(x.dtype).float()
+
+    def normed(y: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return y
+        return rounded(rounded(F.rms_norm(y, y.shape[-1:], eps=heads_eps)) * weight.float())
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        first, second = y.chunk(2, dim=-1)
+        return rounded(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+    stream, groups, dim = x.float(), shape.num_kv_heads, shape.head_dim
+    cos, sin = cos_sin[positions[0]].chunk(2)
+    each = torch.arange(int(seq_lens[0]), device=x.device)
+    places = block_tables[0, each // PAGE].long() * PAGE + each % PAGE
+    for layer in layers:
+        heads = rounded(F.rms_norm(stream, stream.shape[-1:], eps=eps) @ layer.qkv.float().T).view(-1, dim)
+        q, k, v = heads.split((shape.num_heads, groups, groups))
+        stored = layer.keys.view(-1, groups, dim), layer.values.view(-1, groups, dim)
+        for kept, new in zip(stored, (turned(normed(k, layer.k_norm)), v), strict=True):
+            kept[slots[0]] = new.to(kept.dtype)
+        keys, values = (kept[places].float() for kept in stored)
+        q = turned(normed(q, layer.q_norm)).view(groups, -1, dim)
+        weights = (torch.einsum("hgd,nhd->hgn", q, keys) * scale).softmax(dim=-1)
+        out = rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(1, -1)
+        stream = rounded(stream + out @ layer.o.float().T)
+        gate, up = (F.rms_norm(stream, stream.shape[-1:], eps=eps) @ layer.gate_up.float().T).chunk(2, dim=1)
+        stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
+    return stream.to(x.dtype)

@@ -1,0 +1,267 @@
+"""All layers in one kernel: how they are cut, and what the driver is told, without a GPU; on Hopper, the results
+against float32, with NaN wherever nothing was stored."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minivllm.kernels import hopper, nvrtc
+from minivllm.kernels import megakernel as mega
+from minivllm.kernels.megakernel import (
+    DecoderShape,
+    LayerWeights,
+    megakernel,
+    megakernel_config,
+    megakernel_reference,
+    use_megakernel,
+)
+
+BF16, EPS, HEADS_EPS = torch.bfloat16, 1e-6, 1e-2
+SHAPES = {  # of published models
+    "Qwen3-0.6B": DecoderShape(1024, 3072, 16, 8, 128),
+    "Qwen3-1.7B": DecoderShape(2048, 6144, 16, 8, 128),
+    "Qwen3-4B": DecoderShape(2560, 9728, 32, 8, 128),
+    "Qwen3-8B": DecoderShape(4096, 12288, 32, 8, 128),
+    "Qwen3-14B": DecoderShape(5120, 17408, 40, 8, 128),
+    "Qwen3-32B": DecoderShape(5120, 25600, 64, 8, 128),
+    "Llama-3.2-1B": DecoderShape(2048, 8192, 32, 8, 64),
+    "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
+    "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
+}
+
+
+# --------------------------------------------------------------------------- how they are cut
+
+
+def check(shape, sms):
+    config = megakernel_config(shape, sms)
+    if config is None:
+        return False
+    assert shape.num_kv_heads * 8 <= config.programs <= sms, "each split of a key head is a program's, all run at once"
+    for lines in (shape.hidden, shape.inner, shape.qkv):
+        assert lines % (2 * config.programs) == 0, "as many lines each, and pairs of them"
+    assert shape.hidden // config.programs <= 256, "a thread each"
+    assert not any(k % config.chunk for k in (shape.hidden, shape.width, shape.inner))
+    assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
+    assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
+    assert config.stage_bytes >= max(8 * (2 * config.chunk + 64), 4 * 16 * shape.head_dim)
+    assert shape.num_heads // shape.num_kv_heads <= 8
+    return True
+
+
+@given(
+    st.builds(
+        DecoderShape,
+        st.integers(1, 40).map(lambda i: 256 * i),
+        st.integers(1, 120).map(lambda i: 256 * i),
+        st.integers(1, 64),
+        st.sampled_from([1, 2, 4, 8, 16]),
+        st.sampled_from([64, 96, 128]),
+    ),
+    st.sampled_from([2, 39, 114, 132]),
+)
+def test_what_is_cut_fits_the_chip(shape, sms):
+    check(shape, sms)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_published_models_are_cut(model):
+    assert check(SHAPES[model], 132) and megakernel_config(SHAPES[model]).programs == 128
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DecoderShape(1024, 3072, 16, 5, 128),  # heads that do not divide
+        DecoderShape(1024, 3072, 72, 8, 128),  # nine query heads of a key head
+        DecoderShape(1024, 3072, 16, 8, 96),
+        DecoderShape(1024, 3072 + 64, 16, 8, 128),
+        DecoderShape(1024, 3072, 64, 32, 128),  # more splits than programs
+        DecoderShape(1024 + 256, 3072, 16, 8, 128),  # k of no whole stages
+        DecoderShape(512, 1536, 4, 2, 64),  # an input of fewer words than threads that take it
+    ],
+    ids=str,
+)
+def test_others_are_not(shape):
+    assert megakernel_config(shape) is None
+
+
+def test_where_it_is_taken(monkeypatch):
+    monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
+    monkeypatch.setattr(mega, "num_sms", lambda device: 132)
+    answer = SimpleNamespace(loads=True, programs=132)
+    monkeypatch.setattr(mega, "loads", lambda kernel, device: answer.loads)
+    monkeypatch.setattr(mega, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(nvrtc, "programs_at_once", lambda function, shape, multiprocessors: answer.programs)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
+    shape, cuda = SHAPES["Qwen3-0.6B"], torch.device("cuda")
+    mega._fits.cache_clear()
+    assert use_megakernel(shape, BF16, cuda)
+    assert not use_megakernel(shape, torch.float16, cuda) and not use_megakernel(shape, BF16, torch.device("cpu"))
+    assert not use_megakernel(DecoderShape(1024, 3072, 16, 8, 96), BF16, cuda)
+    answer.programs = 127
+    mega._fits.cache_clear()
+    assert not use_megakernel(shape, BF16, cuda), "its programs wait for one that never runs"
+    answer.loads, answer.programs = False, 132
+    mega._fits.cache_clear()
+    assert not use_megakernel(shape, BF16, cuda)
+    mega._fits.cache_clear()
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_published_models_compile(compiled, reads_in_time, model):
+    shape = SHAPES[model]
+    cubin = nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape)).source)
+    assert b"megakernel" in cubin
+    reads_in_time(cubin)
+
+
+# --------------------------------------------------------------------------- one step
+
+
+class Step:
+    """Layers, their cache, and a token at the end of ``length`` of them; pages drawn from all over the cache, and NaN
+    where no key was stored."""
+
+    def __init__(self, shape, layers, length, device, normed=True):
+        self.shape = shape
+
+        def weight(n, k):
+            return (torch.randn(n, k, device=device) / k**0.5).to(BF16)
+
+        def norm():
+            return (1 + 0.2 * torch.randn(shape.head_dim, device=device)).to(BF16) if normed else None
+
+        pages = -(-length // 16)
+        self.cache = torch.full(
+            (layers, 2, pages + 1, 16, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=BF16, device=device
+        )
+        self.tables = torch.zeros(1, pages + 3, dtype=torch.int32, device=device)
+        self.tables[0, :pages] = 1 + torch.randperm(pages, device=device)
+        places = self.tables[0, :pages].long().repeat_interleave(16) * 16 + torch.arange(16, device=device).repeat(
+            pages
+        )
+        self.places = places[:length]
+        stored = torch.randn(layers, 2, length - 1, *self.cache.shape[4:], device=device).to(BF16)
+        self.flat[:, :, self.places[:-1]] = stored
+        self.layers = [
+            LayerWeights(
+                weight(shape.qkv, shape.hidden),
+                weight(shape.hidden, shape.width),
+                weight(2 * shape.inner, shape.hidden),
+                weight(shape.hidden, shape.inner),
+                norm(),
+                norm(),
+                *self.cache[i],
+            )
+            for i in range(layers)
+        ]
+        self.x = torch.randn(1, shape.hidden, device=device).to(BF16)
+        self.cos_sin = torch.randn(length + 1, shape.head_dim, device=device)
+        self.positions = torch.tensor([length - 1], device=device)
+        self.lens = torch.tensor([length], dtype=torch.int32, device=device)
+
+    @property
+    def flat(self):
+        return self.cache.flatten(2, 3)
+
+    def run(self, x=None, kernel=megakernel):
+        return kernel(
+            self.x if x is None else x, self.layers, self.cos_sin, self.positions, self.places[-1:], self.lens,
+            self.tables, self.shape, 0.1, EPS, HEADS_EPS,
+        )  # fmt: skip
+
+    def take_new(self):
+        """Each layer's new key and value, (layers, 2, kv heads, head_dim), out of the cache."""
+        new = self.flat[:, :, self.places[-1]].clone()
+        self.flat[:, :, self.places[-1]] = float("nan")
+        return new
+
+
+def test_the_driver_is_told_the_launch(told):
+    shape = SHAPES["Qwen3-0.6B"]
+    step = Step(shape, 3, 40, "cpu", normed=False)
+    y = step.run()
+    ((config, kernel, values),) = told.seen
+    cut = megakernel_config(shape)
+    assert kernel == mega.megakernel_of(shape, cut) and y.shape == (1, 1024)
+    table = mega._table(y.device, tuple(layer.pointers() for layer in step.layers))
+    assert table[1].tolist()[:4] == [
+        getattr(step.layers[1], name).data_ptr() for name in ("qkv", "o", "gate_up", "down")
+    ]
+    assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1])]
+    assert told.maps == [(cache.data_ptr(), 4, 16, 1024, 128) for layer in step.cache for cache in layer]
+    words, count = mega._words(y.device, 2048 + 4 * (8 * (1024 + 16) + 1024 + 1536))
+    tensors = (step.x, y, step.cos_sin, step.positions, step.places[-1:], step.lens, step.tables, words, count)
+    assert values[0] == table.data_ptr() and values[2:11] == [tensor.data_ptr() for tensor in tensors]
+    assert values[11:14] == [128, 3, 0]
+    assert values[14:] == [pytest.approx(EPS), pytest.approx(HEADS_EPS), pytest.approx(0.1 * 1.4426950408889634)]
+    assert (config.gridDimX, config.blockDimX, int(config.hStream)) == (128, 288, 77)
+    assert config.sharedMemBytes == cut.shared_bytes and not words.any() and not count.any()
+
+
+# --------------------------------------------------------------------------- on Hopper
+
+
+LENGTHS = [1, 2, 16, 17, 40, 128, 129, 130, 300, 500, 1000, 1024, 1025, 3000, 9000]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", SHAPES)
+def test_it_runs_on_this_gpu(gpu, model):
+    assert use_megakernel(SHAPES[model], BF16, gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", SHAPES)
+def test_it_computes_what_the_layers_do(gpu, close, monkeypatch, model):
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
+    for length in LENGTHS if model in ("Qwen3-0.6B", "Llama-3.2-1B") else LENGTHS[::4]:
+        step = Step(SHAPES[model], 2, length, gpu, normed=model.startswith("Qwen"))
+        before = step.cache.clone()
+        x = step.run(kernel=megakernel_reference)
+        new = step.take_new()
+        got = step.run()
+        close(got, x)
+        close(step.take_new(), new)
+        assert torch.equal(step.cache.view(torch.int16), before.view(torch.int16)), "nothing else is written"
+        for _ in range(5):
+            assert torch.equal(step.run(), got)
+
+
+@pytest.mark.gpu
+def test_nan_come_out_as_nan_and_nobody_waits_for_them(gpu):
+    step = Step(SHAPES["Qwen3-0.6B"], 2, 700, gpu)
+    expected = step.run()
+    bad = step.x.clone()
+    bad.view(torch.int16)[0, 5] = -1  # the NaN whose bits are all set
+    assert step.run(bad).isnan().all()
+    step.flat[:, :, step.places[-1]] = float("nan")  # of the bad token
+    assert torch.equal(step.run(), expected)
+
+
+@pytest.mark.gpu
+def test_launches_behind_each_other_wait_for_what_the_one_before_wrote(gpu, captured):
+    """In a graph, each on the stream of the one before, of other models' layers in turn."""
+    steps = [Step(SHAPES["Qwen3-0.6B"], 3, 400, gpu), Step(SHAPES["Llama-3.2-1B"], 2, 90, gpu, normed=False)]
+    starts, ends = [step.x.clone() for step in steps], {}
+
+    def step_all():
+        xs = list(starts)
+        for _ in range(3):
+            for i, step in enumerate(steps):
+                xs[i] = step.run(xs[i])
+        ends[0], ends[1] = xs
+
+    step_all()
+    torch.cuda.synchronize()
+    expected = [ends[0].clone(), ends[1].clone()]
+    graph = captured(step_all)
+    for _ in range(30):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(ends[i], expected[i]) for i in range(2)) and ends[0].isfinite().all()

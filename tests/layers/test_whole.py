@@ -1,0 +1,155 @@
+"""A decode step of one sequence whose layers go in one kernel: the same comes out, and a layer or a backend with
+anything of its own is left alone. With the reference in the kernel's place; the kernel itself: ``tests/kernels``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import PagedRun, attention_spec
+
+from minivllm.backends.torch import TorchBackend
+from minivllm.core.interfaces import AttentionBackend
+from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.megakernel import DecoderShape, megakernel_reference
+from minivllm.layers.attention import Attention
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.rotary import RotaryTable
+from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.qwen3 import Qwen3ForCausalLM
+
+Checkpoints = Callable[..., Path]
+MODELS = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}
+
+
+class World:
+    """A model of one rank on the CPU, its norms folded into the products behind them, and a plain backend."""
+
+    def __init__(self, folder: Path, model: str = "qwen3", block_size: int = 16) -> None:
+        self.config = read_model_config(folder)
+        self.model: Any = build_model(
+            MODELS[model], self.config, TensorParallel(), "cpu", torch.float32, iterate_safetensors(folder), 256
+        )
+        self.layers: Any = list(self.model.model.layers)
+        self.backend: AttentionBackend = TorchBackend(attention_spec(self.config, block_size=block_size))
+        self.backend.plain_decode = True
+        for norm, product in norm_pairs(self.model):
+            product.fold(norm)
+
+    def steps(self) -> torch.Tensor:
+        """Logits behind two prompts, behind a token more of both, and behind three of the first alone."""
+        run = PagedRun(self.model, self.backend, 48, 2)
+        prompts = [[(7 + 31 * i) % 250 for i in range(n)] for n in (29, 18)]
+        logits = [run.step([0, 1], prompts, 0), run.step([0, 1], [[5], [6]], 2)]
+        return torch.cat(logits + [run.step([0], [[token]], 1) for token in (8, 9, 3)])
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3", num_hidden_layers=3)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> list[DecoderShape]:
+    """The shape of each call of the kernel, which runs here."""
+    calls: list[DecoderShape] = []
+
+    def reference(*args: Any) -> torch.Tensor:
+        calls.append(args[7])
+        return megakernel_reference(*args)
+
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: True)
+    monkeypatch.setattr("minivllm.layers.whole.megakernel", reference)
+    return calls
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_comes_out(
+    tiny_checkpoint: Checkpoints, whole: list[DecoderShape], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    folder = tiny_checkpoint(model, num_hidden_layers=3)
+    world = World(folder, model)
+    got, calls, c = world.steps(), list(whole), world.config
+    shape = DecoderShape(c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim)
+    assert calls == [shape] * 3, "one sequence's decodes, not its prompt, and not two sequences'"
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: False)
+    torch.testing.assert_close(got, World(folder, model).steps())
+    assert len(whole) == 3
+
+
+class OwnWrite(TorchBackend):
+    def write(self, *args: Any) -> None:
+        super().write(*args)
+
+
+class OwnAttention(Attention):
+    def __call__(self, *args: Any) -> torch.Tensor:
+        return super().__call__(*args)
+
+
+def not_plain(world: World) -> None:
+    world.backend.plain_decode = False
+
+
+def own_write(world: World) -> None:
+    world.backend.__class__ = OwnWrite
+
+
+def hook(world: World) -> None:
+    world.layers[1].register_forward_hook(lambda module, inputs, output: None)
+
+
+def replace_attention(world: World) -> None:
+    world.layers[1].self_attn.attention.__class__ = OwnAttention
+
+
+def another_eps(world: World) -> None:
+    world.layers[1].post_attention_layernorm.eps *= 1.0001
+
+
+def another_table(world: World) -> None:
+    table = RotaryTable(world.config)
+    table.build(256, "cpu")
+    world.layers[1].self_attn.attention.rotary = table
+
+
+def no_norm(world: World) -> None:
+    for layer in world.layers[1:]:
+        layer.self_attn.attention.k_norm = None
+
+
+@pytest.mark.parametrize("change", [not_plain, own_write, hook, replace_attention, another_eps, another_table, no_norm])
+def test_what_is_of_its_own_is_left_alone(
+    folder: Path, whole: list[DecoderShape], monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
+) -> None:
+    world, apart = World(folder), World(folder)
+    change(world)
+    change(apart)
+    got = world.steps()
+    assert not whole
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: False)
+    torch.testing.assert_close(got, apart.steps())
+
+
+def test_another_page_size_is_left_alone(folder: Path, whole: list[DecoderShape]) -> None:
+    World(folder, block_size=32).steps()
+    assert not whole
+
+
+def test_norms_of_heads_are_read_where_there_are_some(folder: Path, whole: list[DecoderShape]) -> None:
+    world = World(folder)
+    for layer in world.layers:
+        assert isinstance(layer.self_attn.q_norm, RMSNorm)
+        layer.self_attn.q_norm.weight.data.mul_(torch.linspace(0.5, 2, world.config.head_dim))
+    got = world.steps()
+    assert len(whole) == 3
+    apart = World(folder)
+    apart.backend.plain_decode = False
+    assert not torch.allclose(got[-1], apart.steps()[-1], rtol=1e-3, atol=1e-3), "the weights matter"
+    for layer in apart.layers:
+        layer.self_attn.q_norm.weight.data.mul_(torch.linspace(0.5, 2, world.config.head_dim))
+    torch.testing.assert_close(got, apart.steps())
