@@ -250,12 +250,13 @@ __device__ __forceinline__ float take_first(Memory& memory, const u16* x) {
   return square;
 }
 
-// Which programs attend to how many pages: as few as give each warp one, and not more than SPLITS.
+// Which programs attend to how many pages: as few as leave each warp two, since everybody reads each one's part, and not
+// more than SPLITS.
 struct Shares {
   int pages, each, splits;
   __device__ __forceinline__ explicit Shares(int length) {
     pages = (length + TILE - 1) / TILE;
-    const int wanted = min((pages + WARPS - 1) / WARPS, SPLITS);
+    const int wanted = min((pages + 2 * WARPS - 1) / (2 * WARPS), SPLITS);
     each = (pages + wanted - 1) / wanted;
     splits = (pages + each - 1) / each;
   }
@@ -477,7 +478,7 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, const T
   meet();  // x stands where outs do
 }
 
-// Attention's output where o reads it: MOST splits' parts put together, if there are so many.
+// Attention's output where o reads it: the parts of splits, MOST at most, put together.
 template <int MOST>
 __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
   constexpr int TWOS = WIDTH / 4, TIMES = TWOS / THREADS, MOST_OF = 8 / MOST;
@@ -532,7 +533,8 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
 }
 __device__ __forceinline__ void take_heads(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
   if (splits == 1) return take_parts<1>(memory, parts, sums, splits, flag);
-  if (splits <= 3) return take_parts<3>(memory, parts, sums, splits, flag);
+  if (splits == 2) return take_parts<2>(memory, parts, sums, splits, flag);
+  if (splits <= 4) return take_parts<4>(memory, parts, sums, splits, flag);
   take_parts<SPLITS>(memory, parts, sums, splits, flag);
 }
 
