@@ -2,11 +2,12 @@
 //
 // Compiled for one shape, behind hopper.cuh. PROGRAMS of them, one a multiprocessor, all at once. Of each of a layer's
 // four products a program has as many lines of the weight as any other, all of k. One warp asks for weights, which
-// depend on nothing, as far ahead as there is room: from one product, and one layer, to the next. WARPS multiply, each a
-// part of k. Attention is done by SPLITS programs a key head at most, each some of the keys: TILE of them a warp.
+// depend on nothing, as far ahead as there is room: from one product, and one layer, to the next; and for the pages of
+// keys and values that its program attends to. WARPS multiply, each a part of k, and attend, each to a page at a time.
 // What programs make for each other are words in memory, two bfloat16 (or a float) and a flag, written at once: a word
-// is there when its flag is this step's and layer's, so that nothing is fenced, counted or cleared. Buffers of words are
-// used again in each layer: who writes one has read what all have made from what it held.
+// is there when its flag is this step's and layer's, so that nothing is fenced, counted or cleared. (A flag comes back
+// after 2^32 layers.) Buffers of words are used again in each layer: who writes one has read what all have made from
+// what it held. What everybody reads is there COPIES times, so that fewer wait for one word.
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that multiply and attend
 constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
@@ -17,9 +18,10 @@ constexpr int LINE_BYTES = 2 * CHUNK + 64;  // in shared memory, where eight lin
 constexpr int LOADS = CHUNK / WARPS / 32;
 constexpr int AT_ONCE = 16 / LOADS;         // stages that a warp reads before it multiplies
 constexpr int TILE = 16;                    // keys: a page
+constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
-static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && STAGE_BYTES % 1024 == 0, "megakernel.py counts less");
+static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
 // Words, in this order.
 constexpr int QKV_WORDS = QKV / 2, PART_WORDS = SPLITS * WIDTH / 2, SUM_WORDS = SPLITS * HEADS, X_WORDS = HIDDEN / 2;
 
@@ -42,7 +44,9 @@ __device__ __forceinline__ void look_at_two(const u64* from, u64 (&words)[2]) {
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
 }
 __device__ __forceinline__ bool has(u64 word, u32 flag) { return (u32)(word >> 32) == flag; }
-__device__ __forceinline__ bool both(const u64 (&words)[2], u32 flag) { return has(words[0], flag) && has(words[1], flag); }
+__device__ __forceinline__ bool both(const u64 (&words)[2], u32 flag) {
+  return has(words[0], flag) && has(words[1], flag);
+}
 __device__ __forceinline__ void be_patient(u32& looks) {
   if (++looks == PATIENCE) asm volatile("trap;");
 }
@@ -89,7 +93,7 @@ struct Memory {  // shared
   float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
   u64 barriers[2 * STAGES];
 };
-static_assert(sizeof(Memory) <= MEMORY_BYTES, "megakernel.py counts less");
+static_assert(sizeof(Memory) <= MEMORY_BYTES, "megakernel.py");
 
 struct Ring {
   u32 tiles, full, empty;
@@ -130,8 +134,8 @@ __device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int 
   }
 }
 
-// A product's sums, a part of each warp's. A lane reads 16 bytes of a line at once and hands them to the tensor cores as
-// they are: two of their four words are k of one row of a tile, two of another row, whose x stands in another column.
+// A product's sums, a part of each warp's. A lane reads 16 bytes of a line at once and hands them to the tensor cores
+// as they are: two of their four words are k of one row of a tile, two of another, whose x stands in another column.
 // GROUPS times eight lines, CHUNKS stages each, which are there or come soon.
 template <int GROUPS, int CHUNKS>
 __device__ __forceinline__ void multiply_stages(float (&sums)[GROUPS][2][4], Ring& ring, u32 line_at, u32 x_at,
@@ -226,11 +230,11 @@ template <int WORDS, bool SQUARED> __device__ __forceinline__ float take(Memory&
   meet();
   return square;
 }
-// 1 / rms of the input, once all have left their squares and met.
 __device__ __forceinline__ void leave_squares(Memory& memory, float square) {
   square = warp_sum(square);
   if (threadIdx.x % 32 == 0) memory.squares[threadIdx.x / 32] = square;
 }
+// 1 / rms of the input, once all have left their squares and met.
 __device__ __forceinline__ float factor(const Memory& memory, float eps) {
   float sum = 0.f;
 #pragma unroll
@@ -250,13 +254,13 @@ __device__ __forceinline__ float take_first(Memory& memory, const u16* x) {
   return square;
 }
 
-// Which programs attend to how many pages: as few as leave each warp two, since everybody reads each one's part, and not
-// more than SPLITS.
+// Which programs attend to how many pages: as few as leave each warp two, since everybody reads each one's part, and
+// not more than FEW of a key head; of long contexts SPLITS.
 struct Shares {
   int pages, each, splits;
   __device__ __forceinline__ explicit Shares(int length) {
     pages = (length + TILE - 1) / TILE;
-    const int wanted = min((pages + 2 * WARPS - 1) / (2 * WARPS), SPLITS);
+    const int wanted = pages > LONG_PAGES ? SPLITS : min((pages + 2 * WARPS - 1) / (2 * WARPS), FEW);
     each = (pages + wanted - 1) / wanted;
     splits = (pages + each - 1) / each;
   }
@@ -283,11 +287,12 @@ __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* tab
 #pragma unroll
       for (int i = 0; i < PAGES; i++) {
         const int its_block = __shfl_sync(~0u, block, first - some + i);
+        const u32 to = ring.at() + i * PAGE_BYTES + lane * (PAGE_BYTES / 2);
         if (lane < 2 && i < pages)  // keys, values
           asm volatile(
-              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5}],"
-              " [%2];" ::"r"(ring.at() + i * PAGE_BYTES + lane * (PAGE_BYTES / 2)), "l"(maps + lane), "r"(bar), "r"(0),
-              "r"(column), "r"(its_block) : "memory");
+              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+              " [%0], [%1, {%3, %3, %4, %5}], [%2];" ::"r"(to), "l"(maps + lane), "r"(bar), "r"(0), "r"(column),
+              "r"(its_block) : "memory");
       }
     }
   }
@@ -478,7 +483,7 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, const T
   meet();  // x stands where outs do
 }
 
-// Attention's output where o reads it: the parts of splits, MOST at most, put together.
+// Attention's output where o reads it: the parts of splits put together, MOST at a time.
 template <int MOST>
 __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
   constexpr int TWOS = WIDTH / 4, TIMES = TWOS / THREADS, MOST_OF = 8 / MOST;
@@ -487,46 +492,60 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
   u32 looks = 0;
 #pragma unroll 1
   for (int start = threadIdx.x; start < TWOS; start += SOME * THREADS) {
-    u64 two[SOME][MOST][2] = {}, sum[SOME][MOST] = {};
-    bool there;
-    do {
-      there = true;
+    float tops[SOME], all[SOME] = {}, y[SOME][4] = {};
 #pragma unroll
-      for (int s = 0; s < MOST; s++)
-        if (s < splits)
-#pragma unroll
-          for (int i = 0; i < SOME; i++) {
-            const int at = start + i * THREADS;
-            look_at_two(parts + s * (WIDTH / 2) + 2 * at, two[i][s]);
-            if (MOST > 1) sum[i][s] = look(sums + s * HEADS + at / (D / 4));
-          }
-#pragma unroll
-      for (int s = 0; s < MOST; s++)
-#pragma unroll
-        for (int i = 0; i < SOME; i++)
-          there &= s >= splits || (both(two[i][s], flag) && (MOST == 1 || has(sum[i][s], flag)));
-      be_patient(looks);
-    } while (!there);
-#pragma unroll
-    for (int i = 0; i < SOME; i++) {
-      u32 out[2] = {(u32)two[i][0][0], (u32)two[i][0][1]};
-      if (MOST > 1) {
-        float tops[MOST], top = -1e30f, all = 0.f, y[4] = {};
+    for (int i = 0; i < SOME; i++) tops[i] = -1e30f;
+#pragma unroll 1
+    for (int first = 0; first < splits; first += MOST) {
+      u64 two[SOME][MOST][2] = {}, sum[SOME][MOST] = {};
+      bool there;
+      do {
+        there = true;
 #pragma unroll
         for (int s = 0; s < MOST; s++)
-          tops[s] = s < splits ? __uint_as_float((u32)sum[i][s]) : -1e38f, top = fmaxf(top, tops[s]);
+          if (first + s < splits)
+#pragma unroll
+            for (int i = 0; i < SOME; i++) {
+              const int at = start + i * THREADS;
+              look_at_two(parts + (first + s) * (WIDTH / 2) + 2 * at, two[i][s]);
+              sum[i][s] = look(sums + (first + s) * HEADS + at / (D / 4));
+            }
+#pragma unroll
+        for (int s = 0; s < MOST; s++)
+#pragma unroll
+          for (int i = 0; i < SOME; i++)
+            there &= first + s >= splits || (both(two[i][s], flag) && has(sum[i][s], flag));
+        be_patient(looks);
+      } while (!there);
+#pragma unroll
+      for (int i = 0; i < SOME; i++) {
+        const float before = tops[i];
+        float its_tops[MOST];
 #pragma unroll
         for (int s = 0; s < MOST; s++) {
-          const float by = exp2_of(tops[s] - top);
-          all += by;
+          its_tops[s] = first + s < splits ? __uint_as_float((u32)sum[i][s]) : -1e38f;
+          tops[i] = fmaxf(tops[i], its_tops[s]);
+        }
+        if (MOST == FEW) {  // there may be more
+          const float by = exp2_of(before - tops[i]);
+          all[i] *= by;
+#pragma unroll
+          for (int j = 0; j < 4; j++) y[i][j] *= by;
+        }
+#pragma unroll
+        for (int s = 0; s < MOST; s++) {
+          const float by = exp2_of(its_tops[s] - tops[i]);
+          all[i] += by;
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            y[2 * j] += by * low((u32)two[i][s][j]), y[2 * j + 1] += by * high((u32)two[i][s][j]);
+            y[i][2 * j] += by * low((u32)two[i][s][j]), y[i][2 * j + 1] += by * high((u32)two[i][s][j]);
         }
-        const float one = __fdividef(1.f, all);
-        out[0] = pack(y[0] * one, y[1] * one), out[1] = pack(y[2] * one, y[3] * one);
       }
-      put_four(memory, start + i * THREADS, out[0], out[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < SOME; i++) {
+      const float one = __fdividef(1.f, all[i]);
+      put_four(memory, start + i * THREADS, pack(y[i][0] * one, y[i][1] * one), pack(y[i][2] * one, y[i][3] * one));
     }
   }
   meet();
@@ -535,7 +554,7 @@ __device__ __forceinline__ void take_heads(Memory& memory, const u64* parts, con
   if (splits == 1) return take_parts<1>(memory, parts, sums, splits, flag);
   if (splits == 2) return take_parts<2>(memory, parts, sums, splits, flag);
   if (splits <= 4) return take_parts<4>(memory, parts, sums, splits, flag);
-  take_parts<SPLITS>(memory, parts, sums, splits, flag);
+  take_parts<FEW>(memory, parts, sums, splits, flag);
 }
 
 // Leaves pairs of a product's outputs: ``y`` is one of ``line``'s thread, of all threads of a warp.
@@ -547,11 +566,11 @@ __device__ __forceinline__ void leave_pair(u64* words, int size, int line, float
     for (int c = 0; c < COPIES_; c++) leave(words + c * size + line / 2, pack(y, other), flag);
 }
 
-// words: see above; count: layers so far, of all launches with these words.
+// maps: of each layer's keys and values. words: see above; count: layers so far, of all launches with these words.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
-megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, const float* angles, const long long* positions,
-           const long long* slots, const int* lengths, const int* table, u64* words, u32* count, long long angles_stride,
-           int num_layers, u32 zero, float eps, float heads_eps, float scale) {
+megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, const float* angles,
+           const long long* positions, const long long* slots, const int* lengths, const int* table, u64* words,
+           u32* count, long long angles_stride, int num_layers, u32 zero, float eps, float heads_eps, float scale) {
   extern __shared__ unsigned char dynamic[];
   const u32 base = (shared_address(dynamic) + 1023) & ~1023u;
   Memory& memory = *(Memory*)(dynamic + (base - shared_address(dynamic)));
@@ -611,8 +630,10 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     leave_squares(memory, square);
     meet();
     float by = factor(memory, eps);
-    for (int i = line; i < (QKV_LINES + 31) / 32 * 32; i += THREADS)
-      leave_pair<1>(projection + program * QKV_LINES / 2, 0, i, i < QKV_LINES ? sum_of(memory, i) * by : 0.f, i < QKV_LINES, flag);
+    for (int i = line; i < (QKV_LINES + 31) / 32 * 32; i += THREADS) {
+      const float out = i < QKV_LINES ? sum_of(memory, i) * by : 0.f;
+      leave_pair<1>(projection + program * QKV_LINES / 2, 0, i, out, i < QKV_LINES, flag);
+    }
     if (program / KV < shares.splits)
       attend(memory, its, token, shares, ring, projection, parts, sums, heads_eps, scale, flag, nothing);
 

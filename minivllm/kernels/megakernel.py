@@ -27,7 +27,7 @@ from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 
 PAGE = 16  # keys
-_WARPS, _SPLITS = 8, 8  # that multiply; programs that share a key head's attention, at most
+_WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that may share a key head's attention
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
 _LEAST_STAGES, _MOST_STAGES = 4, 64
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
@@ -55,6 +55,7 @@ class DecoderShape:
 @dataclass(frozen=True, slots=True)
 class MegakernelConfig:
     programs: int
+    splits: int  # of a key head's attention, at most
     chunk: int  # elements of k that a stage has, of eight lines
     stages: int
     stage_bytes: int
@@ -74,7 +75,7 @@ def megakernel_config(shape: DecoderShape, sms: int = 132) -> MegakernelConfig |
     lines = shape.hidden, shape.inner, shape.qkv
     even = range(sms // 8 * 8, sms * 9 // 10, -8)
     programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # they leave pairs
-    if programs is None or programs < shape.num_kv_heads * _SPLITS or shape.hidden // programs > 32 * _WARPS:
+    if programs is None or programs < shape.num_kv_heads * _LEAST_SPLITS or shape.hidden // programs > 32 * _WARPS:
         return None
     ks = shape.hidden, shape.width, shape.inner
     chunk = next((c for c in (1024, 512) if not any(k % c for k in ks)), None)
@@ -87,14 +88,17 @@ def megakernel_config(shape: DecoderShape, sms: int = 132) -> MegakernelConfig |
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
     stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
-    return MegakernelConfig(programs, chunk, stages, stage_bytes, memory) if stages >= _LEAST_STAGES else None
+    if stages < _LEAST_STAGES:
+        return None
+    splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
+    return MegakernelConfig(programs, splits, chunk, stages, stage_bytes, memory)
 
 
 @cache
 def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
     macros = {"PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner, "KV": shape.num_kv_heads,
               "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim, "CHUNK": config.chunk,
-              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "SPLITS": _SPLITS, "COPIES": _COPIES,
+              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "SPLITS": config.splits, "COPIES": _COPIES,
               "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
     return Kernel("megakernel", (), tuple(macros.items()))
 
@@ -201,7 +205,7 @@ def megakernel(
     table = _table(device, pointers_of)
     caches = tuple(pointer for layer in pointers_of for pointer in layer[-2:])
     maps = _maps(device, caches, len(layers[0].keys), shape.num_kv_heads, shape.head_dim)
-    parts = _SPLITS * (shape.width // 2 + shape.num_heads)
+    parts = config.splits * (shape.width // 2 + shape.num_heads)
     words, count = _words(device, shape.qkv // 2 + _COPIES * (parts + shape.hidden + shape.inner // 2))
     tensors = (table, maps, x, y, cos_sin, positions, slots, seq_lens, block_tables, words, count)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -40,7 +40,8 @@ def check(shape, sms):
     config = megakernel_config(shape, sms)
     if config is None:
         return False
-    assert shape.num_kv_heads * 8 <= config.programs <= sms, "each split of a key head is a program's, all run at once"
+    assert shape.num_kv_heads * config.splits <= config.programs <= sms, "each split is a program's, all run at once"
+    assert 8 <= config.splits <= 16
     for lines in (shape.hidden, shape.inner, shape.qkv):
         assert lines % (2 * config.programs) == 0, "as many lines each, and pairs of them"
     assert shape.hidden // config.programs <= 256, "a thread each"
@@ -194,7 +195,7 @@ def test_the_driver_is_told_the_launch(told):
     ]
     assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1])]
     assert told.maps == [(cache.data_ptr(), 4, 16, 1024, 128) for layer in step.cache for cache in layer]
-    words, count = mega._words(y.device, 2048 + 4 * (8 * (1024 + 16) + 1024 + 1536))
+    words, count = mega._words(y.device, 2048 + 4 * (16 * (1024 + 16) + 1024 + 1536))
     tensors = (step.x, y, step.cos_sin, step.positions, step.places[-1:], step.lens, step.tables, words, count)
     assert values[0] == table.data_ptr() and values[2:11] == [tensor.data_ptr() for tensor in tensors]
     assert values[11:14] == [128, 3, 0]
@@ -206,7 +207,7 @@ def test_the_driver_is_told_the_launch(told):
 # --------------------------------------------------------------------------- on Hopper
 
 
-LENGTHS = [1, 2, 16, 17, 40, 128, 129, 130, 300, 500, 1000, 1024, 1025, 3000, 9000]
+LENGTHS = [1, 2, 16, 17, 40, 128, 129, 130, 300, 500, 1000, 1024, 1025, 3000, 8192, 8193, 20000]
 
 
 @pytest.mark.gpu
