@@ -26,7 +26,8 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        kept = type(self)._decode is TritonBackend._decode and type(self).decode is TritonBackend.decode
+        ways = ("plan", "decode", "decode_qkv", "_decode")
+        kept = all(getattr(type(self), name) is getattr(TritonBackend, name) for name in ways)
         self.plain_decode = kept and spec.sliding_window is None
         self.group = spec.num_heads // spec.num_kv_heads
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))

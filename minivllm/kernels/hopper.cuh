@@ -1,6 +1,6 @@
 // What the kernels for Hopper here share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for
-// wgmma, pairs of bfloat16, numbers left in memory, and what stands behind a projection of heads. hopper.py puts it in
-// front of each.
+// wgmma, pairs of bfloat16, small arithmetic, numbers left in memory, and what stands behind a projection of heads.
+// hopper.py puts it in front of each.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -74,6 +74,23 @@ __device__ __forceinline__ u32 pack(float a, float b) {
 }
 __device__ __forceinline__ void read4(float (&d)[4], u32 from) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "r"(from));
+}
+__device__ __forceinline__ uint4 read16(u32 from) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float square_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
 }
 
 // Numbers that programs leave for each other in memory. A word tells by itself that it is there: none that arithmetic

@@ -8,8 +8,8 @@ model), and programs hand each other vectors as words that carry a flag beside t
 does: no barrier of the grid, no fence. A layer's critical path is five such ways through L2, of about a µs each, and
 the arithmetic between.
 
-Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 40 KB a
-layer of Qwen3-0.6B and up to 64 KB of attention's parts. The kernel is CUDA C++ (``megakernel.cu``). All programs must
+Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
+layer of Qwen3-0.6B and 8 KB of each part of attention. The kernel is CUDA C++ (``megakernel.cu``). All programs must
 run at once, as in ``chain_linear``: launch them on one stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
 """
 
@@ -147,6 +147,29 @@ class LayerWeights:
         return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """All that a step does not change. cos_sin (positions, head_dim) float32; ``eps`` is of the norms in front of
+    products, ``heads_eps`` of those of heads."""
+
+    shape: DecoderShape
+    weights: list[LayerWeights]
+    cos_sin: torch.Tensor
+    scale: float
+    eps: float
+    heads_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """positions, slots (1,) int64; seq_lens (1,) int32, the token counted; block_tables (1, …) int32."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
 @cache
 def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     """(layers, 8) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
@@ -174,44 +197,31 @@ def _words(device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-def megakernel(
-    x: torch.Tensor,
-    layers: list[LayerWeights],
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    shape: DecoderShape,
-    scale: float,
-    eps: float,
-    heads_eps: float,
-) -> torch.Tensor:
+def megakernel(x: torch.Tensor, layers: Layers, token: NewToken) -> torch.Tensor:
     """The residual stream (1, hidden) behind all layers, of x (1, hidden) before them; bfloat16, rounded behind each
-    product and each addition. The new keys and values go to the cache.
-
-    cos_sin (positions, head_dim) float32; positions, slots (1,) int64; seq_lens (1,) int32, the new token counted;
-    block_tables (1, …) int32. ``eps`` is of the norms in front of products, ``heads_eps`` of those of heads.
-    """
+    product and each addition. The new key and value of each layer go to its cache."""
     y = torch.empty_like(x)
     if compiling():
         return y
-    device = x.device
+    shape, cos_sin, device = layers.shape, layers.cos_sin, x.device
     config = megakernel_config(shape, num_sms(device))
     assert config is not None and x.shape == (1, shape.hidden) and x.is_contiguous()
-    assert positions.dtype == slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
-    assert seq_lens.dtype == block_tables.dtype == torch.int32 and layers[0].keys.shape[1] == PAGE
-    pointers_of = tuple(layer.pointers() for layer in layers)
+    assert token.positions.dtype == token.slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
+    assert token.seq_lens.dtype == token.block_tables.dtype == torch.int32
+    pointers_of = tuple(layer.pointers() for layer in layers.weights)
     table = _table(device, pointers_of)
     caches = tuple(pointer for layer in pointers_of for pointer in layer[-2:])
-    maps = _maps(device, caches, len(layers[0].keys), shape.num_kv_heads, shape.head_dim)
+    blocks, page = layers.weights[0].keys.shape[:2]
+    assert page == PAGE
+    maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim)
     parts = config.splits * (shape.width // 2 + shape.num_heads)
     words, count = _words(device, shape.qkv // 2 + _COPIES * (parts + shape.hidden + shape.inner // 2))
-    tensors = (table, maps, x, y, cos_sin, positions, slots, seq_lens, block_tables, words, count)
+    step = (token.positions, token.slots, token.seq_lens, token.block_tables)
+    tensors = (table, maps, x, y, cos_sin, *step, words, count)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     stride = ctypes.c_longlong(cos_sin.stride(0))
-    numbers = (ctypes.c_int * 2)(len(layers), 0)
-    factors = (ctypes.c_float * 3)(eps, heads_eps, scale * LOG2E)
+    numbers = (ctypes.c_int * 2)(len(layers.weights), 0)
+    factors = (ctypes.c_float * 3)(layers.eps, layers.heads_eps, layers.scale * LOG2E)
     addresses = [
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
         ctypes.addressof(stride),
@@ -223,19 +233,7 @@ def megakernel(
     return y
 
 
-def megakernel_reference(
-    x: torch.Tensor,
-    layers: list[LayerWeights],
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    shape: DecoderShape,
-    scale: float,
-    eps: float,
-    heads_eps: float,
-) -> torch.Tensor:
+def megakernel_reference(x: torch.Tensor, layers: Layers, token: NewToken) -> torch.Tensor:
     """The same in float32, rounded to x's dtype where the kernel rounds."""
 
     def rounded(y: torch.Tensor) -> torch.Tensor:
@@ -244,27 +242,28 @@ def megakernel_reference(
     def normed(y: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is None:
             return y
-        return rounded(rounded(F.rms_norm(y, y.shape[-1:], eps=heads_eps)) * weight.float())
+        return rounded(rounded(F.rms_norm(y, y.shape[-1:], eps=layers.heads_eps)) * weight.float())
 
     def turned(y: torch.Tensor) -> torch.Tensor:
         first, second = y.chunk(2, dim=-1)
         return rounded(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
 
-    stream, groups, dim = x.float(), shape.num_kv_heads, shape.head_dim
-    cos, sin = cos_sin[positions[0]].chunk(2)
-    each = torch.arange(int(seq_lens[0]), device=x.device)
-    places = block_tables[0, each // PAGE].long() * PAGE + each % PAGE
-    for layer in layers:
-        heads = rounded(F.rms_norm(stream, stream.shape[-1:], eps=eps) @ layer.qkv.float().T).view(-1, dim)
+    shape, stream = layers.shape, x.float()
+    groups, dim = shape.num_kv_heads, shape.head_dim
+    cos, sin = layers.cos_sin[token.positions[0]].chunk(2)
+    each = torch.arange(int(token.seq_lens[0]), device=x.device)
+    places = token.block_tables[0, each // PAGE].long() * PAGE + each % PAGE
+    for layer in layers.weights:
+        heads = rounded(F.rms_norm(stream, stream.shape[-1:], eps=layers.eps) @ layer.qkv.float().T).view(-1, dim)
         q, k, v = heads.split((shape.num_heads, groups, groups))
         stored = layer.keys.view(-1, groups, dim), layer.values.view(-1, groups, dim)
         for kept, new in zip(stored, (turned(normed(k, layer.k_norm)), v), strict=True):
-            kept[slots[0]] = new.to(kept.dtype)
+            kept[token.slots[0]] = new.to(kept.dtype)
         keys, values = (kept[places].float() for kept in stored)
         q = turned(normed(q, layer.q_norm)).view(groups, -1, dim)
-        weights = (torch.einsum("hgd,nhd->hgn", q, keys) * scale).softmax(dim=-1)
+        weights = (torch.einsum("hgd,nhd->hgn", q, keys) * layers.scale).softmax(dim=-1)
         out = rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(1, -1)
         stream = rounded(stream + out @ layer.o.float().T)
-        gate, up = (F.rms_norm(stream, stream.shape[-1:], eps=eps) @ layer.gate_up.float().T).chunk(2, dim=1)
+        gate, up = (F.rms_norm(stream, stream.shape[-1:], eps=layers.eps) @ layer.gate_up.float().T).chunk(2, dim=1)
         stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
     return stream.to(x.dtype)

@@ -51,12 +51,6 @@ __device__ __forceinline__ u32 read1(u32 from) {
 __device__ __forceinline__ void write1(u32 to, u32 word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
-__device__ __forceinline__ uint4 read16(u32 from) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from)
-               : "memory");
-  return x;
-}
 __device__ __forceinline__ void write16(u32 to, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
@@ -75,11 +69,6 @@ __device__ __forceinline__ u32 transposed(u32 pair) {  // of an 8 x 8 matrix, a 
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
   return d;
-}
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 __device__ __forceinline__ float column_max(float x) {  // over the lanes that hold a column
 #pragma unroll
@@ -103,12 +92,6 @@ struct New {  // what makes q, k and v of a packed projection; strides in elemen
   float eps, x_eps;
 };
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
-  return x;
-}
-__device__ __forceinline__ float square_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 __device__ __forceinline__ u32 scaled(u32 pair, float factor) { return pack(low(pair) * factor, high(pair) * factor); }
 __device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
   u32 y;

@@ -10,7 +10,15 @@ import torch
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.megakernel import PAGE, DecoderShape, LayerWeights, megakernel, use_megakernel
+from minivllm.kernels.megakernel import (
+    PAGE,
+    DecoderShape,
+    Layers,
+    LayerWeights,
+    NewToken,
+    megakernel,
+    use_megakernel,
+)
 from minivllm.layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
@@ -48,10 +56,9 @@ def decode_whole(
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])
-    return megakernel(
-        x, [_weights_of(layer, backend) for layer in layers], heads.rotary.cos_sin, positions, batch.slot_mapping,
-        batch.seq_lens, batch.block_tables, shape, backend.spec.scale, eps, heads.eps,
-    )  # fmt: skip
+    weights = [_weights_of(layer, backend) for layer in layers]
+    fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps)
+    return megakernel(x, fixed, NewToken(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
 
 
 def _self_attention(layer: DecoderLayer) -> SelfAttention:

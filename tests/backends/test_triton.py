@@ -13,6 +13,8 @@ from dataclasses import replace
 
 import pytest
 
+from minivllm.backends.select import HybridBackend
+from minivllm.backends.torch import TorchBackend
 from minivllm.backends.triton import TritonBackend
 from minivllm.kernels.paged_decode import _decode_kernel
 from minivllm.testing.steps import Step, relative_error, spec_of
@@ -69,3 +71,21 @@ def test_a_batch_larger_than_planned_for_is_refused():
     backend.bind(world.cache)
     with pytest.raises(ValueError, match="17 decode rows"):
         backend.plan(world.batch)
+
+
+class OwnDecode(TritonBackend):
+    def decode(self, *args):
+        super().decode(*args)
+
+
+class OwnPlan(TritonBackend):
+    def plan(self, batch):
+        super().plan(batch)
+
+
+def test_a_kernel_of_all_layers_may_decode_in_its_place_unless_it_is_asked_for_something_else():
+    plain = TritonBackend(SPEC)
+    assert plain.plain_decode and HybridBackend(TorchBackend(SPEC), plain).plain_decode
+    assert not TritonBackend(replace(SPEC, sliding_window=64)).plain_decode
+    assert not OwnDecode(SPEC).plain_decode and not OwnPlan(SPEC).plain_decode
+    assert not HybridBackend(plain, TorchBackend(SPEC)).plain_decode, "decodes are the other one's"

@@ -1,6 +1,7 @@
 """All layers in one kernel: how they are cut, and what the driver is told, without a GPU; on Hopper, the results
 against float32, with NaN wherever nothing was stored."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,9 @@ from minivllm.kernels import hopper, nvrtc
 from minivllm.kernels import megakernel as mega
 from minivllm.kernels.megakernel import (
     DecoderShape,
+    Layers,
     LayerWeights,
+    NewToken,
     megakernel,
     megakernel_config,
     megakernel_reference,
@@ -97,7 +100,7 @@ def test_where_it_is_taken(monkeypatch):
     monkeypatch.setattr(mega, "loads", lambda kernel, device: answer.loads)
     monkeypatch.setattr(mega, "load", lambda kernel, device: kernel)
     monkeypatch.setattr(nvrtc, "programs_at_once", lambda function, shape, multiprocessors: answer.programs)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.inference_mode(False))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     shape, cuda = SHAPES["Qwen3-0.6B"], torch.device("cuda")
     mega._fits.cache_clear()
     assert use_megakernel(shape, BF16, cuda)
@@ -170,10 +173,10 @@ class Step:
         return self.cache.flatten(2, 3)
 
     def run(self, x=None, kernel=megakernel):
+        layers = Layers(self.shape, self.layers, self.cos_sin, 0.1, EPS, HEADS_EPS)
         return kernel(
-            self.x if x is None else x, self.layers, self.cos_sin, self.positions, self.places[-1:], self.lens,
-            self.tables, self.shape, 0.1, EPS, HEADS_EPS,
-        )  # fmt: skip
+            self.x if x is None else x, layers, NewToken(self.positions, self.places[-1:], self.lens, self.tables)
+        )
 
     def take_new(self):
         """Each layer's new key and value, (layers, 2, kv heads, head_dim), out of the cache."""

@@ -59,7 +59,7 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> list[DecoderShape]:
     calls: list[DecoderShape] = []
 
     def reference(*args: Any) -> torch.Tensor:
-        calls.append(args[7])
+        calls.append(args[1].shape)
         return megakernel_reference(*args)
 
     monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: True)
