@@ -1,5 +1,5 @@
-"""All layers of a decoder for one token in one kernel, on Hopper: what bounds a single sequence is weights, 0.26 ms a
-token of Qwen3-0.6B, and not what stands between kernels.
+"""All layers of a decoder for one token in one kernel, on Hopper, so that a single sequence waits for weights, 0.26 ms
+a token of Qwen3-0.6B, and little for what stands between kernels.
 
 In kernels apart each layer is four products and an attention, each of which fills the chip anew: 21 µs a layer of
 Qwen3-0.6B, whose weights take 7. Here every program stays on its multiprocessor, asks for its lines of the next
