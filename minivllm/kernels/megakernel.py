@@ -100,7 +100,7 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim, "CHUNK": config.chunk,
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "SPLITS": config.splits, "COPIES": _COPIES,
               "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
-    return Kernel("megakernel", (), tuple(macros.items()))
+    return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention"))
 
 
 def use_megakernel(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,0 +1,304 @@
+// Attention of megakernel.cu: asking for pages, making queries and the new key, attending, putting parts together.
+
+// Which programs attend to how many pages: as few as leave each warp two, since everybody reads each one's part, and
+// not more than FEW of a key head; of long contexts SPLITS.
+struct Shares {
+  int pages, each, splits;
+  __device__ __forceinline__ explicit Shares(int length) {
+    pages = (length + TILE - 1) / TILE;
+    const int wanted = pages > LONG_PAGES ? SPLITS : min((pages + 2 * WARPS - 1) / (2 * WARPS), FEW);
+    each = (pages + wanted - 1) / wanted;
+    splits = (pages + each - 1) / each;
+  }
+  __device__ __forceinline__ int begin(int split) const { return min(split * each, pages); }
+  __device__ __forceinline__ int end(int split) const { return min(split * each + each, pages); }
+};
+
+struct Token {  // what is this step's in every layer
+  int length, slot;
+  float cosines[2], sines[2];  // of a lane's two dimensions of a head
+};
+
+// Asks for this program's pages of a layer, one head of them.
+__device__ __forceinline__ void load_pages(const TensorMap* maps, const int* table, const Shares& shares, Ring& ring,
+                                           int lane) {
+  const int end = shares.end(blockIdx.x / KV), column = blockIdx.x % KV * (D / 64);
+#pragma unroll 1
+  for (int some = shares.begin(blockIdx.x / KV); some < end; some += 32) {
+    const int block = some + lane < end ? table[some + lane] : 0;
+#pragma unroll 1
+    for (int first = some; first < min(some + 32, end); first += PAGES, ring.next()) {
+      const int pages = min(end - first, PAGES);
+      const u32 bar = make_room(ring, pages * PAGE_BYTES, lane);
+#pragma unroll
+      for (int i = 0; i < PAGES; i++) {
+        const int its_block = __shfl_sync(~0u, block, first - some + i);
+        const u32 to = ring.at() + i * PAGE_BYTES + lane * (PAGE_BYTES / 2);
+        if (lane < 2 && i < pages)  // keys, values
+          asm volatile(
+              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+              " [%0], [%1, {%3, %3, %4, %5}], [%2];" ::"r"(to), "l"(maps + lane), "r"(bar), "r"(0), "r"(column),
+              "r"(its_block) : "memory");
+      }
+    }
+  }
+}
+
+struct Tile {  // a lane's part of a page of one head, as the tensor cores have it
+  uint4 keys[D / 32][2];    // of two keys, a quarter of each 32 dimensions
+  uint4 values[4][D / 64];  // of four, an eighth of each 64
+
+  static __device__ __forceinline__ int key_of(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
+  static __device__ __forceinline__ int value_of(int i) { return threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8; }
+
+  // Of a key's line of 64 elements eight of them, where TMA has put them.
+  static __device__ __forceinline__ u32 place(int key, int eighth) { return key * LINE + (eighth ^ (key & 7)) * 16; }
+  // Returns words that all that was read has a part in.
+  __device__ __forceinline__ u32 read(u32 at) {
+    u32 seen = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < D / 32; i++)
+        keys[i][half] = read16(at + place(key_of(half), i % 2 * 4 + threadIdx.x % 4) + i / 2 * TILE * LINE),
+        seen |= keys[i][half].x;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < D / 64; j++)
+        values[i][j] = read16(at + PAGE_BYTES / 2 + place(value_of(i), threadIdx.x % 32 / 4) + j * TILE * LINE),
+        seen |= values[i][j].x;
+    return seen;
+  }
+  // Of a sequence's last page, which has so many keys: puts in the newest, whose heads are there; what lies behind it
+  // may not be a number, and has no weight.
+  __device__ __forceinline__ void complete(int left, u32 key_at, u32 value_at) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < D / 32; i++)
+        if (key_of(half) == left - 1) keys[i][half] = read16(key_at + threadIdx.x % 4 * 16 + 64 * i);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < D / 64; j++)
+        if (value_of(i) >= left - 1)
+          values[i][j] = value_of(i) >= left ? make_uint4(0, 0, 0, 0)
+                                             : read16(value_at + threadIdx.x % 32 / 4 * 16 + 128 * j);
+  }
+};
+
+// Norms and turns this program's queries and, if its share ends the sequence, the new key, and stores key and value.
+__device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, const Token& token, const u64* projection,
+                                           int head, bool ends, float eps, u32 flag) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const bool holds = lane < D / 4;
+#pragma unroll 1
+  for (int h = warp; h < (ends ? G + 2 : G); h += WARPS) {
+    const int first = h < G ? (head * G + h) * D : h == G ? WIDTH + head * D : WIDTH + (KV + head) * D;
+    const u64* from = projection + first / 2 + lane;
+    const u32* norm = (const u32*)(h < G ? its.query_norm : its.key_norm) + lane;
+    const bool norms = (h < G ? its.query_norm : its.key_norm) && h <= G;
+    const u32 weights[2] = {norms && holds ? norm[0] : 0, norms && holds ? norm[D / 4] : 0};
+    u64 words[2] = {word_of(0, flag), word_of(0, flag)};
+    u32 looks = 0;
+    do {
+      if (holds) words[0] = look(from), words[1] = look(from + D / 4);
+      be_patient(looks);
+    } while (!__all_sync(~0u, has(words[0], flag) && has(words[1], flag)));
+    u32 front = (u32)words[0], back = (u32)words[1];  // dimensions 2 * lane and the next, and those D / 2 behind
+    if (h <= G) {
+      if (norms) {
+        const float by = rsqrtf(warp_sum(square_of(front) + square_of(back)) / D + eps);
+        const auto normed = [&](u32 pair, u32 weight) {
+          u32 y;
+          asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(pack(low(pair) * by, high(pair) * by)), "r"(weight));
+          return y;
+        };
+        front = normed(front, weights[0]), back = normed(back, weights[1]);
+      }
+      const float a[2] = {low(front), high(front)}, b[2] = {low(back), high(back)};
+      const float *c = token.cosines, *s = token.sines;
+      front = pack(a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
+      back = pack(b[0] * c[0] + a[0] * s[0], b[1] * c[1] + a[1] * s[1]);
+    }
+    if (!holds) continue;
+    *((u32*)memory.made[h] + lane) = front, *((u32*)memory.made[h] + D / 4 + lane) = back;
+    if (h >= G) {
+      u32* to = (u32*)((h == G ? its.keys : its.values) + ((u64)token.slot * KV + head) * D) + lane;
+      to[0] = front, to[D / 4] = back;
+    }
+  }
+  meet();
+}
+
+// This program's part of attention.
+__device__ __forceinline__ void attend(Memory& memory, const Layer& its, const Token& token, const Shares& shares,
+                                       Ring& ring, const u64* projection, u64* parts, u64* sums, float eps, float scale,
+                                       u32 flag, u32 nothing) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, column = lane % 4;
+  const int head = blockIdx.x % KV, split = blockIdx.x / KV, begin = shares.begin(split), end = shares.end(split);
+  make_heads(memory, its, token, projection, head, end == shares.pages, eps, flag);
+
+  // Scores are query heads by keys, which makes them the weights of dimensions by query heads.
+  float out[D / 16][4] = {}, top = -1e30f, total = 0.f;  // of query head `group`
+  const u32 made_at = shared_address(memory.made);
+#pragma unroll 1
+  for (int first = begin; first < end; first += PAGES, ring.next()) {
+    barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
+    const int page = first + warp % PAGES;
+    const bool mine = (first - begin) / PAGES % (WARPS / PAGES) == warp / PAGES && page < end;
+    const u32 bar = ring.empty + 8 * ring.stage;
+    if (!mine) {
+      if (lane == 0) here_arrive(bar);
+      continue;
+    }
+    Tile tile;
+    const u32 seen = tile.read(ring.at() + warp % PAGES * PAGE_BYTES);
+    __syncwarp();
+    if (lane == 0) here_arrive(bar + (seen & nothing));
+    const int left = token.length - page * TILE;
+    if (left <= TILE) tile.complete(left, made_at + G * HEAD_BYTES, made_at + (G + 1) * HEAD_BYTES);
+    float scores[2][4] = {}, more[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) {
+      const uint4 q = read16(made_at + min(group, G - 1) * HEAD_BYTES + column * 16 + 64 * i);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 b = tile.keys[i][half];
+        multiply(scores[half], q.x, 0, q.y, 0, b.x, b.y);
+        multiply(more[half], q.z, 0, q.w, 0, b.z, b.w);
+      }
+    }
+    float now = top;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float& p = scores[i / 2][i % 2];
+      p = Tile::value_of(i) < left ? (p + more[i / 2][i % 2]) * scale : -1e38f;
+      now = fmaxf(now, p);
+    }
+    now = fmaxf(now, __shfl_xor_sync(~0u, now, 1)), now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+    const float by = exp2_of(top - now);
+    top = now, total *= by;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float& p = scores[i / 2][i % 2];
+      p = exp2_of(p - now), total += p;
+    }
+    const u32 weights[2] = {pack(scores[0][0], scores[0][1]), pack(scores[1][0], scores[1][1])};
+    const float first_by = __shfl_sync(~0u, by, column * 8), second_by = __shfl_sync(~0u, by, column * 8 + 4);
+#pragma unroll
+    for (int t = 0; t < D / 16; t++) {
+      const u32 v[4] = {word(tile.values[0][t / 4], t % 4), word(tile.values[1][t / 4], t % 4),
+                        word(tile.values[2][t / 4], t % 4), word(tile.values[3][t / 4], t % 4)};
+      out[t][0] *= first_by, out[t][1] *= second_by, out[t][2] *= first_by, out[t][3] *= second_by;
+      multiply(out[t], __byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
+               __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632), weights[0], weights[1]);
+    }
+  }
+  total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
+  if (column == 0) memory.tops[warp][group] = top, memory.totals[warp][group] = total;
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+    if (2 * column + h < G)
+#pragma unroll
+      for (int t = 0; t < D / 16; t++)
+        *(float2*)&memory.outs[warp][2 * column + h][t / 4 * 64 + group * 8 + t % 4 * 2] =
+            make_float2(out[t][h], out[t][2 + h]);
+  meet();
+  for (int i = threadIdx.x; i < G * D / 2; i += THREADS) {
+    const int h = i / (D / 2), d = i % (D / 2) * 2;
+    float all = -1e30f, sum = 0.f, y[2] = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all = fmaxf(all, memory.tops[w][h]);
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float by = exp2_of(memory.tops[w][h] - all);
+      const float2 its_out = *(const float2*)&memory.outs[w][h][d];
+      sum += by * memory.totals[w][h], y[0] += by * its_out.x, y[1] += by * its_out.y;
+    }
+    const int to = split * HEADS + head * G + h;
+    const float one = __fdividef(1.f, sum);
+    const u32 pair = pack(y[0] * one, y[1] * one), top_of = __float_as_uint(all + __log2f(sum));
+#pragma unroll
+    for (int c = 0; c < COPIES; c++) {
+      leave(parts + c * PART_WORDS + to * (D / 2) + d / 2, pair, flag);
+      if (d == 0) leave(sums + c * SUM_WORDS + to, top_of, flag);
+    }
+  }
+  meet();  // x stands where outs do
+}
+
+// Attention's output where o reads it: the parts of splits put together, MOST at a time.
+template <int MOST>
+__device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
+  constexpr int TWOS = WIDTH / 4, TIMES = TWOS / THREADS, MOST_OF = 8 / MOST;
+  constexpr int SOME = TIMES <= MOST_OF ? TIMES : TIMES % 2 == 0 && MOST_OF > 1 ? 2 : 1;
+  static_assert(TWOS % (SOME * THREADS) == 0, "no thread is left out");
+  u32 looks = 0;
+#pragma unroll 1
+  for (int start = threadIdx.x; start < TWOS; start += SOME * THREADS) {
+    float tops[SOME], all[SOME] = {}, y[SOME][4] = {};
+#pragma unroll
+    for (int i = 0; i < SOME; i++) tops[i] = -1e30f;
+#pragma unroll 1
+    for (int first = 0; first < splits; first += MOST) {
+      u64 two[SOME][MOST][2] = {}, sum[SOME][MOST] = {};
+      bool there;
+      do {
+        there = true;
+#pragma unroll
+        for (int s = 0; s < MOST; s++)
+          if (first + s < splits)
+#pragma unroll
+            for (int i = 0; i < SOME; i++) {
+              const int at = start + i * THREADS;
+              look_at_two(parts + (first + s) * (WIDTH / 2) + 2 * at, two[i][s]);
+              sum[i][s] = look(sums + (first + s) * HEADS + at / (D / 4));
+            }
+#pragma unroll
+        for (int s = 0; s < MOST; s++)
+#pragma unroll
+          for (int i = 0; i < SOME; i++)
+            there &= first + s >= splits || (both(two[i][s], flag) && has(sum[i][s], flag));
+        be_patient(looks);
+      } while (!there);
+#pragma unroll
+      for (int i = 0; i < SOME; i++) {
+        const float before = tops[i];
+        float its_tops[MOST];
+#pragma unroll
+        for (int s = 0; s < MOST; s++) {
+          its_tops[s] = first + s < splits ? __uint_as_float((u32)sum[i][s]) : -1e38f;
+          tops[i] = fmaxf(tops[i], its_tops[s]);
+        }
+        if (MOST == FEW) {  // there may be more
+          const float by = exp2_of(before - tops[i]);
+          all[i] *= by;
+#pragma unroll
+          for (int j = 0; j < 4; j++) y[i][j] *= by;
+        }
+#pragma unroll
+        for (int s = 0; s < MOST; s++) {
+          const float by = exp2_of(its_tops[s] - tops[i]);
+          all[i] += by;
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            y[i][2 * j] += by * low((u32)two[i][s][j]), y[i][2 * j + 1] += by * high((u32)two[i][s][j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < SOME; i++) {
+      const float one = __fdividef(1.f, all[i]);
+      put_four(memory, start + i * THREADS, pack(y[i][0] * one, y[i][1] * one), pack(y[i][2] * one, y[i][3] * one));
+    }
+  }
+  meet();
+}
+__device__ __forceinline__ void take_heads(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
+  if (splits == 1) return take_parts<1>(memory, parts, sums, splits, flag);
+  if (splits == 2) return take_parts<2>(memory, parts, sums, splits, flag);
+  if (splits <= 4) return take_parts<4>(memory, parts, sums, splits, flag);
+  take_parts<FEW>(memory, parts, sums, splits, flag);
+}

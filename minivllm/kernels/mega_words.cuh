@@ -1,0 +1,90 @@
+// What all of megakernel.cu is built on: its sizes, the words that programs leave for each other, what a program has in
+// shared memory, and its ring of stages, which weights and pages go through.
+
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that multiply and attend
+constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
+constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
+constexpr int MOST_LINES = GATE_LINES > QKV_LINES ? GATE_LINES : QKV_LINES;
+constexpr int MOST_K = INNER > WIDTH ? INNER > HIDDEN ? INNER : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
+constexpr int LINE_BYTES = 2 * CHUNK + 64;  // in shared memory, where eight lines are in different banks
+constexpr int LOADS = CHUNK / WARPS / 32;
+constexpr int AT_ONCE = 16 / LOADS;         // stages that a warp reads before it multiplies
+constexpr int TILE = 16;                    // keys: a page
+constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
+constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
+constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
+static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
+// Words, in this order.
+constexpr int QKV_WORDS = QKV / 2, PART_WORDS = SPLITS * WIDTH / 2, SUM_WORDS = SPLITS * HEADS, X_WORDS = HIDDEN / 2;
+
+struct Layer {
+  const u16 *qkv, *o, *gate_up, *down;  // norms' weights are folded in
+  const u16 *query_norm, *key_norm;     // (D,), or null: not normed
+  u16 *keys, *values;                   // (blocks, TILE, KV, D)
+};
+
+__device__ __forceinline__ u64 word_of(u32 data, u32 flag) { return (u64)flag << 32 | data; }
+__device__ __forceinline__ void leave(u64* to, u32 data, u32 flag) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(word_of(data, flag)) : "memory");
+}
+__device__ __forceinline__ u64 look(const u64* from) {
+  u64 word;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
+__device__ __forceinline__ void look_at_two(const u64* from, u64 (&words)[2]) {
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
+}
+__device__ __forceinline__ bool has(u64 word, u32 flag) { return (u32)(word >> 32) == flag; }
+__device__ __forceinline__ bool both(const u64 (&words)[2], u32 flag) {
+  return has(words[0], flag) && has(words[1], flag);
+}
+__device__ __forceinline__ void be_patient(u32& looks) {
+  if (++looks == PATIENCE) asm volatile("trap;");
+}
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+               " {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ uint2 read8(u32 from) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ __forceinline__ float rounded(float x) { return low(pack(x, 0.f)); }
+
+struct Memory {  // shared
+  union {
+    alignas(16) u16 x[MOST_K];           // a product's input
+    alignas(16) float outs[WARPS][G][D];  // of each warp's keys
+  };
+  alignas(16) float sums[(MOST_LINES + 7) / 8 * 8][WARPS];
+  alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, the new key and value
+  float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
+  u64 barriers[2 * STAGES];
+};
+static_assert(sizeof(Memory) <= MEMORY_BYTES, "megakernel.py");
+
+struct Ring {
+  u32 tiles, full, empty;
+  int stage = 0, round = 0;
+
+  __device__ __forceinline__ u32 at() const { return tiles + stage * STAGE_BYTES; }
+  __device__ __forceinline__ void next() {
+    if (++stage == STAGES) stage = 0, round++;
+  }
+};
+
+// Waits until a stage is free, then says how much of it is asked for.
+__device__ __forceinline__ u32 make_room(const Ring& ring, int bytes, int lane) {
+  const u32 bar = ring.full + 8 * ring.stage;
+  barrier_wait(ring.empty + 8 * ring.stage, ring.round & 1 ^ 1);
+  if (lane == 0) barrier_expect(bar, bytes);
+  __syncwarp();
+  return bar;
+}
