@@ -86,11 +86,24 @@ __device__ __forceinline__ float exp2_of(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ u32 scaled(u32 pair, float factor) { return pack(low(pair) * factor, high(pair) * factor); }
+__device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
+  u32 y;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(scaled(pair, factor)), "r"(weight));
+  return y;
+}
 __device__ __forceinline__ float square_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
   return x;
+}
+// One tile of the tensor cores: 16 rows by 16 of k, 16 of k by eight columns.
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+               " {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Numbers that programs leave for each other in memory. A word tells by itself that it is there: none that arithmetic

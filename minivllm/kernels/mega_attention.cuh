@@ -110,12 +110,7 @@ __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, con
     if (h <= G) {
       if (norms) {
         const float by = rsqrtf(warp_sum(square_of(front) + square_of(back)) / D + eps);
-        const auto normed = [&](u32 pair, u32 weight) {
-          u32 y;
-          asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(pack(low(pair) * by, high(pair) * by)), "r"(weight));
-          return y;
-        };
-        front = normed(front, weights[0]), back = normed(back, weights[1]);
+        front = normed(front, by, weights[0]), back = normed(back, by, weights[1]);
       }
       const float a[2] = {low(front), high(front)}, b[2] = {low(back), high(back)};
       const float *c = token.cosines, *s = token.sines;

@@ -37,12 +37,6 @@ __device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
 }
-__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-               " {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 __device__ __forceinline__ u32 read1(u32 from) {
   u32 word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
@@ -92,12 +86,6 @@ struct New {  // what makes q, k and v of a packed projection; strides in elemen
   float eps, x_eps;
 };
 
-__device__ __forceinline__ u32 scaled(u32 pair, float factor) { return pack(low(pair) * factor, high(pair) * factor); }
-__device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
-  u32 y;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(scaled(pair, factor)), "r"(weight));
-  return y;
-}
 // 1 / rms of a row of x.
 __device__ __forceinline__ float row_factor(const New& its, int row, int lane) {
   float square = 0.f;
@@ -414,7 +402,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         u32 a[4];
         load_matrices(a, at + (head * (D / 64) + s / 4) * PAGE * LINE + key_line +
                              ((s % 4 * 2 + lane / 16) ^ (lane & 7)) * 16);
-        multiply(scores[s % 2], a, query[s][0], query[s][1]);
+        multiply(scores[s % 2], a[0], a[1], a[2], a[3], query[s][0], query[s][1]);
       }
       float p[4];
 #pragma unroll
@@ -439,7 +427,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
                                ((d % 4 * 2 + lane / 8 % 2) ^ (lane & 7)) * 16);
         seen |= a[0];
         if (ends) a[0] &= there[0], a[1] &= there[0], a[2] &= there[1], a[3] &= there[1];
-        multiply(state.out[t], a, b0, b1);
+        multiply(state.out[t], a[0], a[1], a[2], a[3], b0, b1);
       }
       __syncwarp();
       if (lane == 0) {
