@@ -1,30 +1,60 @@
 // Attention of megakernel.cu: asking for pages, making queries and the new key, attending, putting parts together.
 
-// Which programs attend to how many pages: as few as leave each warp two, since everybody reads each one's part, and
-// not more than FEW of a key head; of long contexts SPLITS.
+// Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since everybody
+// reads each one's part, and not more than FEW for one sequence that is not long. A sequence's are behind each other.
 struct Shares {
-  int pages, each, splits;
-  __device__ __forceinline__ explicit Shares(int length) {
-    pages = (length + TILE - 1) / TILE;
-    const int wanted = pages > LONG_PAGES ? SPLITS : min((pages + 2 * WARPS - 1) / (2 * WARPS), FEW);
-    each = (pages + wanted - 1) / wanted;
-    splits = (pages + each - 1) / each;
+  int pages[ROWS], splits[ROWS];  // none of a row that is not there
+
+  __device__ __forceinline__ Shares(const int* lengths, int rows) {
+    int all = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) pages[r] = r < rows ? (lengths[r] + TILE - 1) / TILE : 0, all += pages[r];
+    const int most = ROWS == 1 && all <= LONG_PAGES ? FEW : SPLITS;
+    int each = max(2 * WARPS, (all + most - 1) / most), used;
+    do {
+      used = 0;
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) splits[r] = (pages[r] + each - 1) / each, used += splits[r];
+      each += each / 8;
+    } while (used > most);
   }
-  __device__ __forceinline__ int begin(int split) const { return min(split * each, pages); }
-  __device__ __forceinline__ int end(int split) const { return min(split * each + each, pages); }
 };
+__device__ __forceinline__ Share share_of(const Shares& all, int program) {
+  Share its;
+  int split = program / KV;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    if (split >= 0 && split < all.splits[r]) {
+      const int pages = all.pages[r], each = (pages + all.splits[r] - 1) / all.splits[r];
+      its.row = r, its.pages = pages, its.begin = min(split * each, pages), its.end = min(its.begin + each, pages);
+    }
+    split -= all.splits[r];
+  }
+  return its;
+}
+// Writes down what every layer needs of the step.
+__device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, const float* angles, long long stride,
+                                          const long long* positions, const long long* slots, const int* lengths) {
+  const Share share = share_of(shares, blockIdx.x);
+  const int row = max(share.row, 0);
+  for (int i = threadIdx.x; i < D / 2; i += THREADS) {
+    const float* at = angles + positions[row] * stride + i;
+    memory.cosines[i] = at[0], memory.sines[i] = at[D / 2];
+  }
+  if (threadIdx.x == 0) {
+    memory.share = share, memory.length = lengths[row], memory.slot = (int)slots[row];
+    int first = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) memory.parts[r] = {first, shares.splits[r]}, first += shares.splits[r];
+  }
+}
 
-struct Token {  // what is this step's in every layer
-  int length, slot;
-  float cosines[2], sines[2];  // of a lane's two dimensions of a head
-};
-
-// Asks for this program's pages of a layer, one head of them.
-__device__ __forceinline__ void load_pages(const TensorMap* maps, const int* table, const Shares& shares, Ring& ring,
+// Asks for this program's pages of a layer, one head of them. table: its sequence's.
+__device__ __forceinline__ void load_pages(const TensorMap* maps, const int* table, const Share& share, Ring& ring,
                                            int lane) {
-  const int end = shares.end(blockIdx.x / KV), column = blockIdx.x % KV * (D / 64);
+  const int end = share.end, column = blockIdx.x % KV * (D / 64);
 #pragma unroll 1
-  for (int some = shares.begin(blockIdx.x / KV); some < end; some += 32) {
+  for (int some = share.begin; some < end; some += 32) {
     const int block = some + lane < end ? table[some + lane] : 0;
 #pragma unroll 1
     for (int first = some; first < min(some + 32, end); first += PAGES, ring.next()) {
@@ -89,8 +119,9 @@ struct Tile {  // a lane's part of a page of one head, as the tensor cores have 
 };
 
 // Norms and turns this program's queries and, if its share ends the sequence, the new key, and stores key and value.
-__device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, const Token& token, const u64* projection,
-                                           int head, bool ends, float eps, u32 flag) {
+// projection: of the sequence's row.
+__device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, const u64* projection, int head, bool ends,
+                                           float eps, u32 flag) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const bool holds = lane < D / 4;
 #pragma unroll 1
@@ -113,14 +144,14 @@ __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, con
         front = normed(front, by, weights[0]), back = normed(back, by, weights[1]);
       }
       const float a[2] = {low(front), high(front)}, b[2] = {low(back), high(back)};
-      const float *c = token.cosines, *s = token.sines;
-      front = pack(a[0] * c[0] - b[0] * s[0], a[1] * c[1] - b[1] * s[1]);
-      back = pack(b[0] * c[0] + a[0] * s[0], b[1] * c[1] + a[1] * s[1]);
+      const float2 c = *(const float2*)(memory.cosines + 2 * lane), s = *(const float2*)(memory.sines + 2 * lane);
+      front = pack(a[0] * c.x - b[0] * s.x, a[1] * c.y - b[1] * s.y);
+      back = pack(b[0] * c.x + a[0] * s.x, b[1] * c.y + a[1] * s.y);
     }
     if (!holds) continue;
     *((u32*)memory.made[h] + lane) = front, *((u32*)memory.made[h] + D / 4 + lane) = back;
     if (h >= G) {
-      u32* to = (u32*)((h == G ? its.keys : its.values) + ((u64)token.slot * KV + head) * D) + lane;
+      u32* to = (u32*)((h == G ? its.keys : its.values) + ((u64)memory.slot * KV + head) * D) + lane;
       to[0] = front, to[D / 4] = back;
     }
   }
@@ -128,12 +159,12 @@ __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, con
 }
 
 // This program's part of attention.
-__device__ __forceinline__ void attend(Memory& memory, const Layer& its, const Token& token, const Shares& shares,
-                                       Ring& ring, const u64* projection, u64* parts, u64* sums, float eps, float scale,
-                                       u32 flag, u32 nothing) {
+__device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& ring, const u64* projection, u64* copies,
+                                       float eps, float scale, u32 flag, u32 nothing) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, column = lane % 4;
-  const int head = blockIdx.x % KV, split = blockIdx.x / KV, begin = shares.begin(split), end = shares.end(split);
-  make_heads(memory, its, token, projection, head, end == shares.pages, eps, flag);
+  const int head = blockIdx.x % KV, begin = memory.share.begin, end = memory.share.end;
+  const bool ends = end == memory.share.pages;
+  make_heads(memory, its, projection + memory.share.row * QKV_WORDS, head, ends, eps, flag);
 
   // Scores are query heads by keys, which makes them the weights of dimensions by query heads.
   float out[D / 16][4] = {}, top = -1e30f, total = 0.f;  // of query head `group`
@@ -152,7 +183,7 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, const T
     const u32 seen = tile.read(ring.at() + warp % PAGES * PAGE_BYTES);
     __syncwarp();
     if (lane == 0) here_arrive(bar + (seen & nothing));
-    const int left = token.length - page * TILE;
+    const int left = memory.length - page * TILE;
     if (left <= TILE) tile.complete(left, made_at + G * HEAD_BYTES, made_at + (G + 1) * HEAD_BYTES);
     float scores[2][4] = {}, more[2][4] = {};
 #pragma unroll
@@ -212,27 +243,33 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, const T
       const float2 its_out = *(const float2*)&memory.outs[w][h][d];
       sum += by * memory.totals[w][h], y[0] += by * its_out.x, y[1] += by * its_out.y;
     }
-    const int to = split * HEADS + head * G + h;
+    const int to = blockIdx.x / KV * HEADS + head * G + h;
     const float one = __fdividef(1.f, sum);
     const u32 pair = pack(y[0] * one, y[1] * one), top_of = __float_as_uint(all + __log2f(sum));
 #pragma unroll
     for (int c = 0; c < COPIES; c++) {
-      leave(parts + c * PART_WORDS + to * (D / 2) + d / 2, pair, flag);
-      if (d == 0) leave(sums + c * SUM_WORDS + to, top_of, flag);
+      leave(copies + c * COPY_WORDS + to * (D / 2) + d / 2, pair, flag);
+      if (d == 0) leave(copies + c * COPY_WORDS + SUMS + to, top_of, flag);
     }
   }
   meet();  // x stands where outs do
 }
 
-// Attention's output where o reads it: the parts of splits put together, MOST at a time.
+// The most loads of ``times`` that a thread does at once, not more than ``most`` and always as many.
+__device__ constexpr int even_share(int times, int most) {
+  int some = times < most ? times : most;
+  while (times % some) some--;
+  return some;
+}
+
+// Attention's output where o reads it: the parts of a sequence put together, MOST at a time.
 template <int MOST>
 __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
-  constexpr int TWOS = WIDTH / 4, TIMES = TWOS / THREADS, MOST_OF = 8 / MOST;
-  constexpr int SOME = TIMES <= MOST_OF ? TIMES : TIMES % 2 == 0 && MOST_OF > 1 ? 2 : 1;
-  static_assert(TWOS % (SOME * THREADS) == 0, "no thread is left out");
+  constexpr int TWOS = WIDTH / 4, SOME = even_share(TWOS / TEAM, 8 / MOST);
+  static_assert(TWOS % TEAM == 0, "no thread is left out");
   u32 looks = 0;
 #pragma unroll 1
-  for (int start = threadIdx.x; start < TWOS; start += SOME * THREADS) {
+  for (int start = threadIdx.x % TEAM; start < TWOS; start += SOME * TEAM) {
     float tops[SOME], all[SOME] = {}, y[SOME][4] = {};
 #pragma unroll
     for (int i = 0; i < SOME; i++) tops[i] = -1e30f;
@@ -247,7 +284,7 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
           if (first + s < splits)
 #pragma unroll
             for (int i = 0; i < SOME; i++) {
-              const int at = start + i * THREADS;
+              const int at = start + i * TEAM;
               look_at_two(parts + (first + s) * (WIDTH / 2) + 2 * at, two[i][s]);
               sum[i][s] = look(sums + (first + s) * HEADS + at / (D / 4));
             }
@@ -285,15 +322,21 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
     }
 #pragma unroll
     for (int i = 0; i < SOME; i++) {
-      const float one = __fdividef(1.f, all[i]);
-      put_four(memory, start + i * THREADS, pack(y[i][0] * one, y[i][1] * one), pack(y[i][2] * one, y[i][3] * one));
+      const float one = ROWS > 1 && splits == 0 ? 0.f : __fdividef(1.f, all[i]);
+      put_four(memory, start + i * TEAM, pack(y[i][0] * one, y[i][1] * one), pack(y[i][2] * one, y[i][3] * one));
     }
   }
-  meet();
 }
-__device__ __forceinline__ void take_heads(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
-  if (splits == 1) return take_parts<1>(memory, parts, sums, splits, flag);
-  if (splits == 2) return take_parts<2>(memory, parts, sums, splits, flag);
-  if (splits <= 4) return take_parts<4>(memory, parts, sums, splits, flag);
-  take_parts<FEW>(memory, parts, sums, splits, flag);
+__device__ __forceinline__ void take_heads(Memory& memory, const u64* copy, u32 flag) {
+  const auto [first, splits] = memory.parts[threadIdx.x / TEAM];
+  const u64 *parts = copy + first * (WIDTH / 2), *sums = copy + SUMS + first * HEADS;
+  if (splits <= 1)
+    take_parts<1>(memory, parts, sums, splits, flag);
+  else if (splits == 2)
+    take_parts<2>(memory, parts, sums, splits, flag);
+  else if (splits <= 4)
+    take_parts<4>(memory, parts, sums, splits, flag);
+  else
+    take_parts<FEW>(memory, parts, sums, splits, flag);
+  meet();
 }

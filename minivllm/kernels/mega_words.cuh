@@ -2,10 +2,12 @@
 // shared memory, and its ring of stages, which weights and pages go through.
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that multiply and attend
+constexpr int TEAM = THREADS / ROWS;            // those of them that take in one row of what the others made
 constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
 constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
 constexpr int MOST_LINES = GATE_LINES > QKV_LINES ? GATE_LINES : QKV_LINES;
 constexpr int MOST_K = INNER > WIDTH ? INNER > HIDDEN ? INNER : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
+constexpr int X_BYTES = 2 * MOST_K + (ROWS > 1 ? 64 : 0);  // of a row in shared memory: rows in different banks
 constexpr int LINE_BYTES = 2 * CHUNK + 64;  // in shared memory, where eight lines are in different banks
 constexpr int LOADS = CHUNK / WARPS / 32;
 constexpr int AT_ONCE = 16 / LOADS;         // stages that a warp reads before it multiplies
@@ -14,8 +16,12 @@ constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
 static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
-// Words, in this order.
-constexpr int QKV_WORDS = QKV / 2, PART_WORDS = SPLITS * WIDTH / 2, SUM_WORDS = SPLITS * HEADS, X_WORDS = HIDDEN / 2;
+static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4, "a tile of tensor cores has eight columns, of which a row takes two");
+// Words: of a row's projection, which stand in front; in each copy of what all read, where parts of attention, their
+// sums, and rows of the others begin.
+constexpr int QKV_WORDS = QKV / 2, X_WORDS = HIDDEN / 2, INNER_WORDS = INNER / 2;
+constexpr int SUMS = SPLITS * WIDTH / 2, MIDDLE = SUMS + SPLITS * HEADS, ACTIVATED = MIDDLE + ROWS * X_WORDS;
+constexpr int STREAM = ACTIVATED + ROWS * INNER_WORDS, COPY_WORDS = STREAM + ROWS * X_WORDS;
 
 struct Layer {
   const u16 *qkv, *o, *gate_up, *down;  // norms' weights are folded in
@@ -52,14 +58,27 @@ __device__ __forceinline__ uint2 read8(u32 from) {
 __device__ __forceinline__ u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 __device__ __forceinline__ float rounded(float x) { return low(pack(x, 0.f)); }
 
+struct Share {  // of the pages of all sequences, a program's
+  int row = -1, pages, begin, end;  // row: of the sequence; none. pages: all of it
+};
+struct Parts {  // of a sequence
+  int first, splits;
+};
+
 struct Memory {  // shared
   union {
-    alignas(16) u16 x[MOST_K];           // a product's input
+    alignas(16) u16 x[ROWS][X_BYTES / 2];  // a product's input
     alignas(16) float outs[WARPS][G][D];  // of each warp's keys
   };
-  alignas(16) float sums[(MOST_LINES + 7) / 8 * 8][WARPS];
+  alignas(16) float sums[(MOST_LINES + 7) / 8 * 8][ROWS][WARPS];
   alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, the new key and value
   float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
+  // This step's, in every layer: what this program attends to, that sequence's angles, length and place in the cache,
+  // and the parts of all sequences.
+  Share share;
+  float cosines[D / 2], sines[D / 2];
+  int length, slot;
+  Parts parts[ROWS];
   u64 barriers[2 * STAGES];
 };
 static_assert(sizeof(Memory) <= MEMORY_BYTES, "megakernel.py");

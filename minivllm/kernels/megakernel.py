@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import compiling, num_sms
+from minivllm.kernels._triton import compiling, next_power_of_2, num_sms
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
@@ -29,6 +29,7 @@ from minivllm.kernels.pdl import use_pdl
 PAGE = 16  # keys
 _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that may share a key head's attention
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
+MAX_MEGAKERNEL_ROWS = 4
 _LEAST_STAGES, _MOST_STAGES = 4, 64
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
 
@@ -54,8 +55,9 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class MegakernelConfig:
+    rows: int  # sequences, at most
     programs: int
-    splits: int  # of a key head's attention, at most
+    splits: int  # of a key head's attention, at most, of all sequences together
     chunk: int  # elements of k that a stage has, of eight lines
     stages: int
     stage_bytes: int
@@ -67,23 +69,35 @@ class MegakernelConfig:
 
 
 @cache
-def megakernel_config(shape: DecoderShape, sms: int = 132) -> MegakernelConfig | None:
-    """None: the products do not cut evenly, or nothing of the kernel's kind attends to such heads."""
+def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> MegakernelConfig | None:
+    """None: the products do not cut evenly, nothing of the kernel's kind attends to such heads, or there are too many
+    rows."""
+    if rows > MAX_MEGAKERNEL_ROWS:
+        return None
+    rows = next_power_of_2(rows)
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
-    if rest or group > _MAX_GROUP or shape.head_dim not in (64, 128) or shape.width % (4 * 32 * _WARPS):
+    if rest or group > _MAX_GROUP or shape.head_dim not in (64, 128):
         return None
     lines = shape.hidden, shape.inner, shape.qkv
     even = range(sms // 8 * 8, sms * 9 // 10, -8)
     programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # they leave pairs
-    if programs is None or programs < shape.num_kv_heads * _LEAST_SPLITS or shape.hidden // programs > 32 * _WARPS:
+    if programs is None or programs < shape.num_kv_heads * _LEAST_SPLITS:
+        return None
+    if rows * shape.hidden // programs > 32 * _WARPS or shape.width % (4 * 32 * _WARPS // rows):
         return None
     ks = shape.hidden, shape.width, shape.inner
     chunk = next((c for c in (1024, 512) if not any(k % c for k in ks)), None)
     if chunk is None:
         return None
     most_lines = -(-max(2 * shape.inner, shape.qkv) // programs // 8) * 8
-    memory = max(2 * max(ks), 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
-    memory += 4 * _WARPS * (most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16) + 16 * _MOST_STAGES + 64
+    x_bytes = rows * (2 * max(ks) + (64 if rows > 1 else 0))
+    memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
+    memory += (
+        4 * _WARPS * (rows * most_lines + 2 * 8 + 1)
+        + (group + 2) * (2 * shape.head_dim + 16)
+        + 4 * (shape.head_dim + 16)
+    )
+    memory += 16 * _MOST_STAGES + 64
     memory = -(-memory // 1024) * 1024
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
@@ -91,23 +105,24 @@ def megakernel_config(shape: DecoderShape, sms: int = 132) -> MegakernelConfig |
     if stages < _LEAST_STAGES:
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
-    return MegakernelConfig(programs, splits, chunk, stages, stage_bytes, memory)
+    return MegakernelConfig(rows, programs, splits, chunk, stages, stage_bytes, memory)
 
 
 @cache
 def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
-    macros = {"PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner, "KV": shape.num_kv_heads,
-              "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim, "CHUNK": config.chunk,
+    macros = {"ROWS": config.rows, "PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner,
+              "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
+              "CHUNK": config.chunk,
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "SPLITS": config.splits, "COPIES": _COPIES,
               "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
     return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention"))
 
 
-def use_megakernel(shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is for such layers, and runs there."""
+def use_megakernel(shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel is for such layers and so many sequences, and runs there."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
-    config = megakernel_config(shape, num_sms(device))
+    config = megakernel_config(shape, rows, num_sms(device))
     if config is None or not loads(megakernel_of(shape, config), device):
         return False
     return compiling() or _fits(shape, config, device)
@@ -161,8 +176,9 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class NewToken:
-    """positions, slots (1,) int64; seq_lens (1,) int32, the token counted; block_tables (1, …) int32."""
+class NewTokens:
+    """One of each sequence. positions, slots (rows,) int64; seq_lens (rows,) int32, the token counted; block_tables
+    (rows, …) int32."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -197,17 +213,17 @@ def _words(device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tenso
     )
 
 
-def megakernel(x: torch.Tensor, layers: Layers, token: NewToken) -> torch.Tensor:
-    """The residual stream (1, hidden) behind all layers, of x (1, hidden) before them; bfloat16, rounded behind each
-    product and each addition. The new key and value of each layer go to its cache."""
+def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tensor:
+    """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; bfloat16, rounded behind
+    each product and each addition. The new keys and values of each layer go to its cache."""
     y = torch.empty_like(x)
     if compiling():
         return y
     shape, cos_sin, device = layers.shape, layers.cos_sin, x.device
-    config = megakernel_config(shape, num_sms(device))
-    assert config is not None and x.shape == (1, shape.hidden) and x.is_contiguous()
-    assert token.positions.dtype == token.slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
-    assert token.seq_lens.dtype == token.block_tables.dtype == torch.int32
+    config = megakernel_config(shape, len(x), num_sms(device))
+    assert config is not None and x.shape[1] == shape.hidden and x.is_contiguous()
+    assert tokens.positions.dtype == tokens.slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
+    assert tokens.seq_lens.dtype == tokens.block_tables.dtype == torch.int32
     pointers_of = tuple(layer.pointers() for layer in layers.weights)
     table = _table(device, pointers_of)
     caches = tuple(pointer for layer in pointers_of for pointer in layer[-2:])
@@ -215,17 +231,18 @@ def megakernel(x: torch.Tensor, layers: Layers, token: NewToken) -> torch.Tensor
     assert page == PAGE
     maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim)
     parts = config.splits * (shape.width // 2 + shape.num_heads)
-    words, count = _words(device, shape.qkv // 2 + _COPIES * (parts + shape.hidden + shape.inner // 2))
-    step = (token.positions, token.slots, token.seq_lens, token.block_tables)
+    streams = shape.hidden + shape.inner // 2
+    words, count = _words(device, config.rows * shape.qkv // 2 + _COPIES * (parts + config.rows * streams))
+    step = (tokens.positions, tokens.slots, tokens.seq_lens, tokens.block_tables)
     tensors = (table, maps, x, y, cos_sin, *step, words, count)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    stride = ctypes.c_longlong(cos_sin.stride(0))
-    numbers = (ctypes.c_int * 2)(len(layers.weights), 0)
+    strides = (ctypes.c_longlong * 2)(cos_sin.stride(0), tokens.block_tables.stride(0))
+    numbers = (ctypes.c_int * 3)(len(x), len(layers.weights), 0)
     factors = (ctypes.c_float * 3)(layers.eps, layers.heads_eps, layers.scale * LOG2E)
     addresses = [
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
-        ctypes.addressof(stride),
-        *(ctypes.addressof(numbers) + 4 * i for i in range(2)),
+        *(ctypes.addressof(strides) + 8 * i for i in range(2)),
+        *(ctypes.addressof(numbers) + 4 * i for i in range(3)),
         *(ctypes.addressof(factors) + 4 * i for i in range(3)),
     ]
     kernel = load(megakernel_of(shape, config), device)
@@ -233,7 +250,7 @@ def megakernel(x: torch.Tensor, layers: Layers, token: NewToken) -> torch.Tensor
     return y
 
 
-def megakernel_reference(x: torch.Tensor, layers: Layers, token: NewToken) -> torch.Tensor:
+def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tensor:
     """The same in float32, rounded to x's dtype where the kernel rounds."""
 
     def rounded(y: torch.Tensor) -> torch.Tensor:
@@ -250,20 +267,26 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, token: NewToken) -> to
 
     shape, stream = layers.shape, x.float()
     groups, dim = shape.num_kv_heads, shape.head_dim
-    cos, sin = layers.cos_sin[token.positions[0]].chunk(2)
-    each = torch.arange(int(token.seq_lens[0]), device=x.device)
-    places = token.block_tables[0, each // PAGE].long() * PAGE + each % PAGE
+    cos, sin = (half[:, None] for half in layers.cos_sin[tokens.positions].chunk(2, dim=-1))
+    lengths = tokens.seq_lens.tolist()
+    places = [
+        table[(each := torch.arange(length, device=x.device)) // PAGE].long() * PAGE + each % PAGE
+        for table, length in zip(tokens.block_tables, lengths, strict=True)
+    ]
     for layer in layers.weights:
-        heads = rounded(F.rms_norm(stream, stream.shape[-1:], eps=layers.eps) @ layer.qkv.float().T).view(-1, dim)
-        q, k, v = heads.split((shape.num_heads, groups, groups))
+        normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
+        heads = rounded(normed_stream @ layer.qkv.float().T).view(len(x), -1, dim)
+        q, k, v = heads.split((shape.num_heads, groups, groups), dim=1)
         stored = layer.keys.view(-1, groups, dim), layer.values.view(-1, groups, dim)
         for kept, new in zip(stored, (turned(normed(k, layer.k_norm)), v), strict=True):
-            kept[token.slots[0]] = new.to(kept.dtype)
-        keys, values = (kept[places].float() for kept in stored)
-        q = turned(normed(q, layer.q_norm)).view(groups, -1, dim)
-        weights = (torch.einsum("hgd,nhd->hgn", q, keys) * layers.scale).softmax(dim=-1)
-        out = rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(1, -1)
-        stream = rounded(stream + out @ layer.o.float().T)
+            kept[tokens.slots] = new.to(kept.dtype)
+        q = turned(normed(q, layer.q_norm)).view(len(x), groups, -1, dim)
+        out = []
+        for queries, its_places in zip(q, places, strict=True):
+            keys, values = (kept[its_places].float() for kept in stored)
+            weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * layers.scale).softmax(dim=-1)
+            out.append(rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(-1))
+        stream = rounded(stream + torch.stack(out) @ layer.o.float().T)
         gate, up = (F.rms_norm(stream, stream.shape[-1:], eps=layers.eps) @ layer.gate_up.float().T).chunk(2, dim=1)
         stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
     return stream.to(x.dtype)

@@ -1,4 +1,4 @@
-"""The decode step of one sequence through all layers as one kernel (``kernels/megakernel.py``), where the layers and
+"""The decode step of a few sequences through all layers as one kernel (``kernels/megakernel.py``), where the layers and
 the attention backend are made for it. ``Decoder`` asks; nothing of a step lives here.
 """
 
@@ -11,11 +11,12 @@ import torch
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.megakernel import (
+    MAX_MEGAKERNEL_ROWS,
     PAGE,
     DecoderShape,
     Layers,
     LayerWeights,
-    NewToken,
+    NewTokens,
     megakernel,
     use_megakernel,
 )
@@ -30,7 +31,7 @@ def whole_shape(
 ) -> DecoderShape | None:
     """Of layers that go as one kernel in this step; None: they do not. ``products``: the ``chain_shape`` of all."""
     batch = backend.batch
-    if len(x) != 1 or batch is None or not batch.num_decodes == batch.num_seqs == 1:
+    if len(x) > MAX_MEGAKERNEL_ROWS or batch is None or not batch.num_decodes == batch.num_seqs == len(x):
         return None
     if not backend.plain_decode or not backend.keeps_cache_write() or backend.kv_cache.shape[3] != PAGE:
         return None
@@ -41,7 +42,7 @@ def whole_shape(
     shape = DecoderShape(products.hidden, products.inner, heads.num_heads, heads.num_kv_heads, heads.head_dim)
     fits = (shape.width, shape.qkv) == (products.width, products.qkv) and backend.kv_cache.dtype == x.dtype
     rotates = heads.rotary.cos_sin.shape[1] == heads.head_dim
-    return shape if fits and rotates and use_megakernel(shape, x.dtype, x.device) else None
+    return shape if fits and rotates and use_megakernel(shape, len(x), x.dtype, x.device) else None
 
 
 def decode_whole(
@@ -51,14 +52,14 @@ def decode_whole(
     positions: torch.Tensor,
     backend: AttentionBackend,
 ) -> torch.Tensor:
-    """The residual stream (1, hidden) behind all layers, of x (1, hidden) before them, which have that
+    """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them, which have that
     ``whole_shape``."""
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])
     weights = [_weights_of(layer, backend) for layer in layers]
     fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps)
-    return megakernel(x, fixed, NewToken(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
+    return megakernel(x, fixed, NewTokens(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
 
 
 def _self_attention(layer: DecoderLayer) -> SelfAttention:

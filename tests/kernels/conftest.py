@@ -124,7 +124,7 @@ def told(monkeypatch):
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
-        "megakernel": (0, [*[pointer] * 11, long, number, number, *[fraction] * 3]),
+        "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
     }
 

@@ -15,7 +15,7 @@ from minivllm.kernels.megakernel import (
     DecoderShape,
     Layers,
     LayerWeights,
-    NewToken,
+    NewTokens,
     megakernel,
     megakernel_config,
     megakernel_reference,
@@ -34,20 +34,23 @@ SHAPES = {  # of published models
     "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
     "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
 }
+ROWS = {model: (1, 2, 4) if model not in ("Qwen3-14B", "Qwen3-32B") else (1, 2) for model in SHAPES}
 
 
 # --------------------------------------------------------------------------- how they are cut
 
 
-def check(shape, sms):
-    config = megakernel_config(shape, sms)
+def check(shape, rows, sms):
+    config = megakernel_config(shape, rows, sms)
     if config is None:
         return False
+    assert rows <= config.rows <= 4
     assert shape.num_kv_heads * config.splits <= config.programs <= sms, "each split is a program's, all run at once"
     assert 8 <= config.splits <= 16
     for lines in (shape.hidden, shape.inner, shape.qkv):
         assert lines % (2 * config.programs) == 0, "as many lines each, and pairs of them"
-    assert shape.hidden // config.programs <= 256, "a thread each"
+    assert config.rows * shape.hidden // config.programs <= 256, "a thread each"
+    assert shape.width % (4 * 256 // config.rows) == 0, "threads that take a row take as much each"
     assert not any(k % config.chunk for k in (shape.hidden, shape.width, shape.inner))
     assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
     assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
@@ -65,15 +68,18 @@ def check(shape, sms):
         st.sampled_from([1, 2, 4, 8, 16]),
         st.sampled_from([64, 96, 128]),
     ),
+    st.integers(1, 5),
     st.sampled_from([2, 39, 114, 132]),
 )
-def test_what_is_cut_fits_the_chip(shape, sms):
-    check(shape, sms)
+def test_what_is_cut_fits_the_chip(shape, rows, sms):
+    check(shape, rows, sms)
 
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_published_models_are_cut(model):
-    assert check(SHAPES[model], 132) and megakernel_config(SHAPES[model]).programs == 128
+    for rows in ROWS[model]:
+        assert check(SHAPES[model], rows, 132) and megakernel_config(SHAPES[model], rows).programs == 128
+    assert megakernel_config(SHAPES[model], 5) is None
 
 
 @pytest.mark.parametrize(
@@ -103,34 +109,37 @@ def test_where_it_is_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     shape, cuda = SHAPES["Qwen3-0.6B"], torch.device("cuda")
     mega._fits.cache_clear()
-    assert use_megakernel(shape, BF16, cuda)
-    assert not use_megakernel(shape, torch.float16, cuda) and not use_megakernel(shape, BF16, torch.device("cpu"))
-    assert not use_megakernel(DecoderShape(1024, 3072, 16, 8, 96), BF16, cuda)
+    assert all(use_megakernel(shape, rows, BF16, cuda) for rows in (1, 2, 3, 4))
+    assert not use_megakernel(shape, 5, BF16, cuda)
+    assert not use_megakernel(shape, 1, torch.float16, cuda)
+    assert not use_megakernel(shape, 1, BF16, torch.device("cpu"))
+    assert not use_megakernel(DecoderShape(1024, 3072, 16, 8, 96), 1, BF16, cuda)
     answer.programs = 127
     mega._fits.cache_clear()
-    assert not use_megakernel(shape, BF16, cuda), "its programs wait for one that never runs"
+    assert not use_megakernel(shape, 1, BF16, cuda), "its programs wait for one that never runs"
     answer.loads, answer.programs = False, 132
     mega._fits.cache_clear()
-    assert not use_megakernel(shape, BF16, cuda)
+    assert not use_megakernel(shape, 1, BF16, cuda)
     mega._fits.cache_clear()
 
 
 @pytest.mark.parametrize("model", SHAPES)
 def test_published_models_compile(compiled, reads_in_time, model):
     shape = SHAPES[model]
-    cubin = nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape)).source)
-    assert b"megakernel" in cubin
-    reads_in_time(cubin)
+    for rows in ROWS[model]:
+        cubin = nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows)).source)
+        assert b"megakernel" in cubin
+        reads_in_time(cubin)
 
 
 # --------------------------------------------------------------------------- one step
 
 
 class Step:
-    """Layers, their cache, and a token at the end of ``length`` of them; pages drawn from all over the cache, and NaN
+    """Layers, their cache, and a token at the end of each of ``lengths``; pages drawn from all over the cache, and NaN
     where no key was stored."""
 
-    def __init__(self, shape, layers, length, device, normed=True):
+    def __init__(self, shape, layers, lengths, device, normed=True):
         self.shape = shape
 
         def weight(n, k):
@@ -139,18 +148,24 @@ class Step:
         def norm():
             return (1 + 0.2 * torch.randn(shape.head_dim, device=device)).to(BF16) if normed else None
 
-        pages = -(-length // 16)
+        pages = [-(-length // 16) for length in lengths]
         self.cache = torch.full(
-            (layers, 2, pages + 1, 16, shape.num_kv_heads, shape.head_dim), float("nan"), dtype=BF16, device=device
+            (layers, 2, sum(pages) + 1, 16, shape.num_kv_heads, shape.head_dim),
+            float("nan"),
+            dtype=BF16,
+            device=device,
         )
-        self.tables = torch.zeros(1, pages + 3, dtype=torch.int32, device=device)
-        self.tables[0, :pages] = 1 + torch.randperm(pages, device=device)
-        places = self.tables[0, :pages].long().repeat_interleave(16) * 16 + torch.arange(16, device=device).repeat(
-            pages
-        )
-        self.places = places[:length]
-        stored = torch.randn(layers, 2, length - 1, *self.cache.shape[4:], device=device).to(BF16)
-        self.flat[:, :, self.places[:-1]] = stored
+        self.tables = torch.zeros(len(lengths), max(pages) + 3, dtype=torch.int32, device=device)
+        drawn = (1 + torch.randperm(sum(pages), device=device)).int().split(pages)
+        within, stored = torch.arange(16, device=device), []
+        self.slots = torch.zeros(len(lengths), dtype=torch.int64, device=device)
+        for i, (its, length) in enumerate(zip(drawn, lengths, strict=True)):
+            self.tables[i, : len(its)] = its
+            places = (its.long()[:, None] * 16 + within).flatten()[:length]
+            self.slots[i] = places[-1]
+            stored.append(places[:-1])
+        old = torch.cat(stored)
+        self.flat[:, :, old] = torch.randn(layers, 2, len(old), *self.cache.shape[4:], device=device).to(BF16)
         self.layers = [
             LayerWeights(
                 weight(shape.qkv, shape.hidden),
@@ -163,10 +178,10 @@ class Step:
             )
             for i in range(layers)
         ]
-        self.x = torch.randn(1, shape.hidden, device=device).to(BF16)
-        self.cos_sin = torch.randn(length + 1, shape.head_dim, device=device)
-        self.positions = torch.tensor([length - 1], device=device)
-        self.lens = torch.tensor([length], dtype=torch.int32, device=device)
+        self.x = torch.randn(len(lengths), shape.hidden, device=device).to(BF16)
+        self.cos_sin = torch.randn(max(lengths) + 1, shape.head_dim, device=device)
+        self.positions = torch.tensor([length - 1 for length in lengths], device=device)
+        self.lens = torch.tensor(lengths, dtype=torch.int32, device=device)
 
     @property
     def flat(self):
@@ -174,35 +189,36 @@ class Step:
 
     def run(self, x=None, kernel=megakernel):
         layers = Layers(self.shape, self.layers, self.cos_sin, 0.1, EPS, HEADS_EPS)
-        return kernel(
-            self.x if x is None else x, layers, NewToken(self.positions, self.places[-1:], self.lens, self.tables)
-        )
+        tokens = NewTokens(self.positions, self.slots, self.lens, self.tables)
+        return kernel(self.x if x is None else x, layers, tokens)
 
     def take_new(self):
-        """Each layer's new key and value, (layers, 2, kv heads, head_dim), out of the cache."""
-        new = self.flat[:, :, self.places[-1]].clone()
-        self.flat[:, :, self.places[-1]] = float("nan")
+        """Each layer's new keys and values, (layers, 2, rows, kv heads, head_dim), out of the cache."""
+        new = self.flat[:, :, self.slots].clone()
+        self.flat[:, :, self.slots] = float("nan")
         return new
 
 
-def test_the_driver_is_told_the_launch(told):
+@pytest.mark.parametrize(("lengths", "rows"), [([40], 1), ([40, 7, 90], 4)])
+def test_the_driver_is_told_the_launch(told, lengths, rows):
     shape = SHAPES["Qwen3-0.6B"]
-    step = Step(shape, 3, 40, "cpu", normed=False)
+    step = Step(shape, 3, lengths, "cpu", normed=False)
     y = step.run()
     ((config, kernel, values),) = told.seen
-    cut = megakernel_config(shape)
-    assert kernel == mega.megakernel_of(shape, cut) and y.shape == (1, 1024)
+    cut = megakernel_config(shape, rows)
+    assert kernel == mega.megakernel_of(shape, cut) and y.shape == (len(lengths), 1024) and cut.rows == rows
     table = mega._table(y.device, tuple(layer.pointers() for layer in step.layers))
     assert table[1].tolist()[:4] == [
         getattr(step.layers[1], name).data_ptr() for name in ("qkv", "o", "gate_up", "down")
     ]
     assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1])]
-    assert told.maps == [(cache.data_ptr(), 4, 16, 1024, 128) for layer in step.cache for cache in layer]
-    words, count = mega._words(y.device, 2048 + 4 * (16 * (1024 + 16) + 1024 + 1536))
-    tensors = (step.x, y, step.cos_sin, step.positions, step.places[-1:], step.lens, step.tables, words, count)
+    blocks, width = step.cache.shape[2], step.tables.shape[1]
+    assert told.maps == [(cache.data_ptr(), blocks, 16, 1024, 128) for layer in step.cache for cache in layer]
+    words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536) * rows))
+    tensors = (step.x, y, step.cos_sin, step.positions, step.slots, step.lens, step.tables, words, count)
     assert values[0] == table.data_ptr() and values[2:11] == [tensor.data_ptr() for tensor in tensors]
-    assert values[11:14] == [128, 3, 0]
-    assert values[14:] == [pytest.approx(EPS), pytest.approx(HEADS_EPS), pytest.approx(0.1 * 1.4426950408889634)]
+    assert values[11:16] == [128, width, len(lengths), 3, 0]
+    assert values[16:] == [pytest.approx(EPS), pytest.approx(HEADS_EPS), pytest.approx(0.1 * 1.4426950408889634)]
     assert (config.gridDimX, config.blockDimX, int(config.hStream)) == (128, 288, 77)
     assert config.sharedMemBytes == cut.shared_bytes and not words.any() and not count.any()
 
@@ -211,12 +227,16 @@ def test_the_driver_is_told_the_launch(told):
 
 
 LENGTHS = [1, 2, 16, 17, 40, 128, 129, 130, 300, 500, 1000, 1024, 1025, 3000, 8192, 8193, 20000]
+SEVERAL = [
+    [1, 1], [300, 17], [16, 4000], [1, 2, 3], [128, 129, 130, 131], [1, 20000, 1, 40], [700] * 4, [5000, 256, 257, 1],
+    [9000, 9000, 9000],
+]  # fmt: skip
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", SHAPES)
 def test_it_runs_on_this_gpu(gpu, model):
-    assert use_megakernel(SHAPES[model], BF16, gpu)
+    assert all(use_megakernel(SHAPES[model], rows, BF16, gpu) for rows in ROWS[model])
 
 
 @pytest.mark.gpu
@@ -224,8 +244,9 @@ def test_it_runs_on_this_gpu(gpu, model):
 def test_it_computes_what_the_layers_do(gpu, close, monkeypatch, model):
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
-    for length in LENGTHS if model in ("Qwen3-0.6B", "Llama-3.2-1B") else LENGTHS[::4]:
-        step = Step(SHAPES[model], 2, length, gpu, normed=model.startswith("Qwen"))
+    some = [lengths for lengths in SEVERAL if len(lengths) <= max(ROWS[model])]
+    for lengths in [[length] for length in LENGTHS[:: 1 if model in ("Qwen3-0.6B", "Llama-3.2-1B") else 4]] + some:
+        step = Step(SHAPES[model], 2, lengths, gpu, normed=model.startswith("Qwen"))
         before = step.cache.clone()
         x = step.run(kernel=megakernel_reference)
         new = step.take_new()
@@ -239,19 +260,20 @@ def test_it_computes_what_the_layers_do(gpu, close, monkeypatch, model):
 
 @pytest.mark.gpu
 def test_nan_come_out_as_nan_and_nobody_waits_for_them(gpu):
-    step = Step(SHAPES["Qwen3-0.6B"], 2, 700, gpu)
+    step = Step(SHAPES["Qwen3-0.6B"], 2, [700, 40, 300], gpu)
     expected = step.run()
     bad = step.x.clone()
-    bad.view(torch.int16)[0, 5] = -1  # the NaN whose bits are all set
-    assert step.run(bad).isnan().all()
-    step.flat[:, :, step.places[-1]] = float("nan")  # of the bad token
+    bad.view(torch.int16)[1, 5] = -1  # the NaN whose bits are all set
+    got = step.run(bad)
+    assert got[1].isnan().all() and torch.equal(got[::2], expected[::2]), "of that row alone"
+    step.take_new()  # of the bad token, too
     assert torch.equal(step.run(), expected)
 
 
 @pytest.mark.gpu
 def test_launches_behind_each_other_wait_for_what_the_one_before_wrote(gpu, captured):
     """In a graph, each on the stream of the one before, of other models' layers in turn."""
-    steps = [Step(SHAPES["Qwen3-0.6B"], 3, 400, gpu), Step(SHAPES["Llama-3.2-1B"], 2, 90, gpu, normed=False)]
+    steps = [Step(SHAPES["Qwen3-0.6B"], 3, [400], gpu), Step(SHAPES["Llama-3.2-1B"], 2, [90, 300], gpu, normed=False)]
     starts, ends = [step.x.clone() for step in steps], {}
 
     def step_all():
