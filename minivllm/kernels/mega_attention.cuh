@@ -330,6 +330,8 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
 __device__ __forceinline__ void take_heads(Memory& memory, const u64* copy, u32 flag) {
   const auto [first, splits] = memory.parts[threadIdx.x / TEAM];
   const u64 *parts = copy + first * (WIDTH / 2), *sums = copy + SUMS + first * HEADS;
+  u32 looks = 0;
+  while (splits && !has(look(sums + (splits - 1) * HEADS + threadIdx.x % TEAM / (D / 4)), flag)) be_patient(looks);
   if (splits <= 1)
     take_parts<1>(memory, parts, sums, splits, flag);
   else if (splits == 2)

@@ -20,65 +20,88 @@ __device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int 
   }
 }
 
-// A product's sums, a part of each warp's. A lane reads 16 bytes of a line at once and hands them to the tensor cores
-// as they are: two of their four words are k of one row of a tile, two of another, whose x stands in another column. So
-// each row of x takes two columns, and their lane of a group of four has its sum.
-// GROUPS times eight lines, CHUNKS stages each, which are there or come soon.
-template <int GROUPS, int CHUNKS>
-__device__ __forceinline__ void multiply_stages(float (&sums)[GROUPS][2][4], Ring& ring, u32 line_at, u32 x_at,
-                                                u32 nothing) {
-  uint4 w[GROUPS][CHUNKS][LOADS];
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++, ring.next()) {
-      barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
-      u32 seen = 0;  // see `nothing` in megakernel.cu
-#pragma unroll
-      for (int i = 0; i < LOADS; i++) w[g][c][i] = read16(ring.at() + line_at + 64 * i), seen |= w[g][c][i].x;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) here_arrive(ring.empty + 8 * ring.stage + (seen & nothing));
-    }
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++)
-#pragma unroll
-    for (int i = 0; i < LOADS; i++) {
-      const uint2 x = read8(x_at + 2 * CHUNK * c + 64 * i);
-#pragma unroll
-      for (int g = 0; g < GROUPS; g++) {
-        const uint4 a = w[g][c][i];
-        multiply(sums[g][i % 2], a.x, a.y, a.z, a.w, x.x, x.y);
-      }
-    }
-}
-// So many lines from the first on.
-template <int GROUPS, int K>
-__device__ __forceinline__ void multiply_groups(Memory& memory, Ring& ring, int first, u32 line_at, u32 x_at,
-                                                u32 nothing) {
-  constexpr int CHUNKS = K / CHUNK, SOME = CHUNKS < AT_ONCE ? CHUNKS : AT_ONCE, REST = CHUNKS % SOME;
-  float sums[GROUPS][2][4] = {};
-#pragma unroll 1
-  for (int c = 0; c + SOME <= CHUNKS; c += SOME)
-    multiply_stages<GROUPS, SOME>(sums, ring, line_at, x_at + 2 * CHUNK * c, nothing);
-  if constexpr (REST) multiply_stages<GROUPS, REST>(sums, ring, line_at, x_at + 2 * CHUNK * (CHUNKS - REST), nothing);
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    const float sum = (sums[g][0][0] + sums[g][1][0]) + (sums[g][0][3] + sums[g][1][3]);
-    const int row = threadIdx.x % 4;
-    if (row < ROWS) memory.sums[first + 8 * g + threadIdx.x % 32 / 4][row][threadIdx.x / 32] = sum;
+// How a product of so many lines goes through registers: batches of so many eights of lines, and stages of each.
+template <int LINES, int K> struct Cut {
+  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = K / CHUNK, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int DEEP = (STEPS + SETS_OF_STEPS - 1) / SETS_OF_STEPS, MOST = AT_ONCE / DEEP;
+  static constexpr int SETS = (EIGHTS + MOST - 1) / MOST, MANY = (EIGHTS + SETS - 1) / SETS;
+  static_assert(MANY == 1 || SETS_OF_STEPS == 1, "stages come line by line");
+
+  static __device__ __forceinline__ bool has(int set, int deep_set, int i, int step) {
+    return (EIGHTS % MANY == 0 || set * MANY + i < EIGHTS) && (STEPS % DEEP == 0 || deep_set * DEEP + step < STEPS);
   }
-}
-template <int LINES, int K> __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, u32 nothing) {
-  constexpr int GROUPS = (LINES + 7) / 8, CHUNKS = K / CHUNK, SOME = AT_ONCE / CHUNKS > 1 ? AT_ONCE / CHUNKS : 1;
-  constexpr int MANY = SOME < GROUPS ? SOME : GROUPS, REST = GROUPS % MANY;
+};
+// A lane reads 16 bytes of a line at once and hands them to the tensor cores as they are: two of their four words are k
+// of one row of a tile, two of another, whose x stands in another column. So each row of x takes two columns of eight,
+// and one lane of four has its sum.
+template <class C> struct Batch {
+  uint4 w[C::MANY][C::DEEP][LOADS];
+
+  // Of stages that are there or come soon, which are let go.
+  __device__ __forceinline__ void read(Ring& ring, int set, int deep_set, u32 nothing) {
+    const int lane = threadIdx.x % 32;
+    const u32 from = lane / 4 * LINE_BYTES + threadIdx.x / 32 * (CHUNK / WARPS) * 2 + lane % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < C::MANY; i++)
+#pragma unroll
+      for (int step = 0; step < C::DEEP; step++)
+        if (C::has(set, deep_set, i, step)) {
+          barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
+          u32 seen = 0;  // see `nothing` in megakernel.cu
+#pragma unroll
+          for (int j = 0; j < LOADS; j++) w[i][step][j] = read16(ring.at() + from + 64 * j), seen |= w[i][step][j].x;
+          __syncwarp();
+          if (lane == 0) here_arrive(ring.empty + 8 * ring.stage + (seen & nothing));
+          ring.next();
+        }
+  }
+  __device__ __forceinline__ void multiply_by(u32 x_at, float (&sums)[C::MANY][SUMS_OF][4], int set, int deep_set) {
+#pragma unroll
+    for (int step = 0; step < C::DEEP; step++)
+#pragma unroll
+      for (int j = 0; j < LOADS; j++) {
+        uint2 x[X_TILES];
+#pragma unroll
+        for (int t = 0; t < X_TILES; t++)
+          x[t] = read8(x_at + 4 * X_BYTES * t + 2 * CHUNK * (deep_set * C::DEEP + step) + 64 * j);
+#pragma unroll
+        for (int i = 0; i < C::MANY; i++)
+          if (C::has(set, deep_set, i, step))
+#pragma unroll
+            for (int t = 0; t < X_TILES; t++) {
+              const uint4 a = w[i][step][j];
+              multiply(sums[i][X_TILES == 1 ? j % 2 : t], a.x, a.y, a.z, a.w, x[t].x, x[t].y);
+            }
+      }
+  }
+};
+// A product's sums, a part of each warp's, of x that is there. batch: the first.
+template <class C>
+__device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 mine = warp * (CHUNK / WARPS) * 2 + lane % 4 * 16;
-  const u32 x_at = shared_address(memory.x) + lane / 8 % ROWS * X_BYTES + mine + lane / 4 % 2 * 8;
-  const u32 line_at = lane / 4 * LINE_BYTES + mine;
+  const u32 x_at = shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * (CHUNK / WARPS) * 2 +
+                   lane % 4 * 16 + lane / 4 % 2 * 8;
 #pragma unroll 1
-  for (int g = 0; g + MANY <= GROUPS; g += MANY)
-    multiply_groups<MANY, K>(memory, ring, 8 * g, line_at, x_at, nothing);
-  if constexpr (REST) multiply_groups<REST, K>(memory, ring, 8 * (GROUPS - REST), line_at, x_at, nothing);
+  for (int set = 0; set < C::SETS; set++) {
+    float sums[C::MANY][SUMS_OF][4] = {};
+#pragma unroll 1
+    for (int deep_set = 0; deep_set < C::SETS_OF_STEPS; deep_set++) {
+      batch.multiply_by(x_at, sums, set, deep_set);
+      if (deep_set + 1 < C::SETS_OF_STEPS)
+        batch.read(ring, set, deep_set + 1, nothing);
+      else if (set + 1 < C::SETS)
+        batch.read(ring, set + 1, 0, nothing);
+    }
+#pragma unroll
+    for (int i = 0; i < C::MANY; i++)
+#pragma unroll
+      for (int t = 0; t < X_TILES; t++) {
+        float sum = sums[i][t][0] + sums[i][t][3];
+        if (X_TILES == 1) sum += sums[i][1][0] + sums[i][1][3];
+        const int row = 4 * t + lane % 4, first = 8 * (set * C::MANY + i);
+        if (row < ROWS && C::has(set, 0, i, 0)) memory.sums[first + lane / 4][row][warp] = sum;
+      }
+  }
 }
 // Where four elements of this thread's row stand: of each eight pairs the first, third, second and fourth.
 __device__ __forceinline__ void put_four(Memory& memory, int at, u32 front, u32 back) {  // at: in fours
@@ -99,6 +122,8 @@ template <int WORDS, bool SQUARED> __device__ __forceinline__ float take(Memory&
   words += threadIdx.x / TEAM * WORDS;
   float square = 0.f;
   u32 looks = 0;
+  if (TIMES > 1)  // wait with one word a warp, so that nobody waits for those who wait
+    while (!has(look(words + 2 * (first & ~31)), flag)) be_patient(looks);
 #pragma unroll 1
   for (int start = 0; start < TIMES; start += AT_ONCE) {
     u64 two[AT_ONCE][2] = {};

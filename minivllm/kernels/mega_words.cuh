@@ -16,7 +16,9 @@ constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
 static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
-static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4, "a tile of tensor cores has eight columns, of which a row takes two");
+constexpr int X_TILES = (ROWS + 3) / 4;     // of tensor cores: eight columns, of which a row takes two
+constexpr int SUMS_OF = X_TILES > 2 ? X_TILES : 2;    // of eight lines: each tile's; even and odd k's of a tile alone
+static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "warps of a row");
 // Words: of a row's projection, which stand in front; in each copy of what all read, where parts of attention, their
 // sums, and rows of the others begin.
 constexpr int QKV_WORDS = QKV / 2, X_WORDS = HIDDEN / 2, INNER_WORDS = INNER / 2;

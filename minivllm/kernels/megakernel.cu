@@ -76,8 +76,10 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     asm volatile("" : "+l"(copies), "+l"(its_copy), "+l"(words));
     const Layer its = layers[l];
     const u32 flag = first_flag + l;
+    Batch<Cut<QKV_LINES, HIDDEN>> qkv;
+    qkv.read(ring, 0, 0, nothing);
     if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
-    multiply_lines<QKV_LINES, HIDDEN>(memory, ring, nothing);
+    multiply_lines(memory, ring, qkv, nothing);
     leave_squares(memory, square);
     meet();
     for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {
@@ -87,16 +89,20 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     }
     if (memory.share.row >= 0) attend(memory, its, ring, words, copies, heads_eps, scale, flag, nothing);
 
+    Batch<Cut<ADD_LINES, WIDTH>> o;
+    o.read(ring, 0, 0, nothing);
     take_heads(memory, its_copy, flag);
-    multiply_lines<ADD_LINES, WIDTH>(memory, ring, nothing);
+    multiply_lines(memory, ring, o, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
       own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;
       leave_pair(copies + MIDDLE + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
 
+    Batch<Cut<GATE_LINES, HIDDEN>> gate_up;
+    gate_up.read(ring, 0, 0, nothing);
     square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
-    multiply_lines<GATE_LINES, HIDDEN>(memory, ring, nothing);
+    multiply_lines(memory, ring, gate_up, nothing);
     leave_squares(memory, square);
     meet();
     constexpr int OUTPUTS = GATE_LINES / 2;
@@ -110,8 +116,10 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
       leave_pair(copies + ACTIVATED + row * INNER_WORDS + program * OUTPUTS / 2, line, out, row < ROWS, flag);
     }
 
+    Batch<Cut<ADD_LINES, INNER>> down;
+    down.read(ring, 0, 0, nothing);
     take<INNER_WORDS, false>(memory, its_copy + ACTIVATED, flag);
-    multiply_lines<ADD_LINES, INNER>(memory, ring, nothing);
+    multiply_lines(memory, ring, down, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
       own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;

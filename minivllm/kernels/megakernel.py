@@ -1,16 +1,17 @@
-"""All layers of a decoder for one token in one kernel, on Hopper, so that a single sequence waits for weights, 0.26 ms
-a token of Qwen3-0.6B, and little for what stands between kernels.
+"""All layers of a decoder in one kernel, for the next token of up to eight sequences, on Hopper, so that a step waits
+for weights, 0.26 ms of Qwen3-0.6B, and little for what stands between kernels.
 
 In kernels apart each layer is four products and an attention, each of which fills the chip anew: 21 µs a layer of
 Qwen3-0.6B, whose weights take 7. Here every program stays on its multiprocessor, asks for its lines of the next
 products' weights while it waits for what the others make of the current one (200 KB a program, most of a layer of that
-model), and programs hand each other vectors as words that carry a flag beside the data, as NCCL's low-latency protocol
-does: no barrier of the grid, no fence. A layer's critical path is five such ways through L2, of about a µs each, and
-the arithmetic between.
+model, and the next product's first in registers), and programs hand each other vectors as words that carry a flag
+beside the data, as NCCL's low-latency protocol does: no barrier of the grid, no fence. A layer's critical path is five
+such ways through L2, of about a µs each, and the arithmetic between.
 
-Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
-layer of Qwen3-0.6B and 8 KB of each part of attention. The kernel is CUDA C++ (``megakernel.cu``). All programs must
-run at once, as in ``chain_linear``: launch them on one stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
+Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 28 KB a
+layer and row of Qwen3-0.6B and 8 KB of each part of attention, so that beyond eight rows nothing is gained. The kernel
+is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one stream. Idea:
+Hazy Research's megakernel for Llama-1B (2025).
 """
 
 import ctypes
@@ -29,8 +30,8 @@ from minivllm.kernels.pdl import use_pdl
 PAGE = 16  # keys
 _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that may share a key head's attention
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
-MAX_MEGAKERNEL_ROWS = 4
-_LEAST_STAGES, _MOST_STAGES = 4, 64
+MAX_MEGAKERNEL_ROWS = 8
+_MOST_STAGES, _MANY_ROWS_STAGES = 64, 8  # with 8 rows fewer stages have not been tried in an engine
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
 
 
@@ -102,7 +103,7 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
     stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
-    if stages < _LEAST_STAGES:
+    if stages < (4096 // chunk if rows <= 4 else _MANY_ROWS_STAGES):  # what registers take at once
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
     return MegakernelConfig(rows, programs, splits, chunk, stages, stage_bytes, memory)

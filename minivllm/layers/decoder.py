@@ -229,10 +229,10 @@ class Decoder(nn.Module):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
         elif (products := self._products(layers, x)) is not None:
             usual = cast(list[DecoderLayer], layers)
-            if (whole := whole_shape(usual, products, x, attention)) is not None:
-                x, layers = decode_whole(usual, whole, x, positions, attention), []
-            elif use_chain(len(x), products, x.dtype, x.device):
+            if use_chain(len(x), products, x.dtype, x.device):
                 x, layers = self._chained(usual, x, positions, attention), []
+            elif (whole := whole_shape(usual, products, x, attention)) is not None:
+                x, layers = decode_whole(usual, whole, x, positions, attention), []
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)

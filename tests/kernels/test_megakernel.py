@@ -34,7 +34,7 @@ SHAPES = {  # of published models
     "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
     "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
 }
-ROWS = {model: (1, 2, 4) if model not in ("Qwen3-14B", "Qwen3-32B") else (1, 2) for model in SHAPES}
+ROWS = dict.fromkeys(SHAPES, (1, 2, 4)) | {"Qwen3-0.6B": (1, 2, 4, 8), "Qwen3-14B": (1, 2), "Qwen3-32B": (1, 2)}
 
 
 # --------------------------------------------------------------------------- how they are cut
@@ -44,7 +44,7 @@ def check(shape, rows, sms):
     config = megakernel_config(shape, rows, sms)
     if config is None:
         return False
-    assert rows <= config.rows <= 4
+    assert rows <= config.rows <= 8
     assert shape.num_kv_heads * config.splits <= config.programs <= sms, "each split is a program's, all run at once"
     assert 8 <= config.splits <= 16
     for lines in (shape.hidden, shape.inner, shape.qkv):
@@ -68,7 +68,7 @@ def check(shape, rows, sms):
         st.sampled_from([1, 2, 4, 8, 16]),
         st.sampled_from([64, 96, 128]),
     ),
-    st.integers(1, 5),
+    st.integers(1, 9),
     st.sampled_from([2, 39, 114, 132]),
 )
 def test_what_is_cut_fits_the_chip(shape, rows, sms):
@@ -79,7 +79,7 @@ def test_what_is_cut_fits_the_chip(shape, rows, sms):
 def test_published_models_are_cut(model):
     for rows in ROWS[model]:
         assert check(SHAPES[model], rows, 132) and megakernel_config(SHAPES[model], rows).programs == 128
-    assert megakernel_config(SHAPES[model], 5) is None
+    assert megakernel_config(SHAPES[model], 9) is None
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_where_it_is_taken(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     shape, cuda = SHAPES["Qwen3-0.6B"], torch.device("cuda")
     mega._fits.cache_clear()
-    assert all(use_megakernel(shape, rows, BF16, cuda) for rows in (1, 2, 3, 4))
-    assert not use_megakernel(shape, 5, BF16, cuda)
+    assert all(use_megakernel(shape, rows, BF16, cuda) for rows in range(1, 9))
+    assert not use_megakernel(shape, 9, BF16, cuda)
     assert not use_megakernel(shape, 1, torch.float16, cuda)
     assert not use_megakernel(shape, 1, BF16, torch.device("cpu"))
     assert not use_megakernel(DecoderShape(1024, 3072, 16, 8, 96), 1, BF16, cuda)
@@ -229,7 +229,7 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
 LENGTHS = [1, 2, 16, 17, 40, 128, 129, 130, 300, 500, 1000, 1024, 1025, 3000, 8192, 8193, 20000]
 SEVERAL = [
     [1, 1], [300, 17], [16, 4000], [1, 2, 3], [128, 129, 130, 131], [1, 20000, 1, 40], [700] * 4, [5000, 256, 257, 1],
-    [9000, 9000, 9000],
+    [9000, 9000, 9000], [1, 2, 3, 4, 5], [300, 17, 1000, 128, 129, 1, 2000, 40], [3, 3, 12000, 3, 3, 3, 3], [2000] * 8,
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A decode step of one sequence whose layers go in one kernel: the same comes out, and a layer or a backend with
+"""Decode steps whose layers go in one kernel: the same comes out, and a layer or a backend with
 anything of its own is left alone. With the reference in the kernel's place; the kernel itself: ``tests/kernels``."""
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from helpers import PagedRun, attention_spec
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.megakernel import DecoderShape, megakernel_reference
+from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, megakernel_reference
 from minivllm.layers.attention import Attention
+from minivllm.layers.decoder import Decoder
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.llama import LlamaForCausalLM
@@ -23,6 +24,7 @@ from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs,
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]
+Calls = list[tuple[DecoderShape, int]]
 MODELS = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}
 
 
@@ -54,31 +56,31 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> list[DecoderShape]:
-    """The shape of each call of the kernel, which runs here."""
-    calls: list[DecoderShape] = []
+def whole(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The shape and the rows of each call of the kernel, which runs here."""
+    calls: Calls = []
 
     def reference(*args: Any) -> torch.Tensor:
-        calls.append(args[1].shape)
+        calls.append((args[1].shape, len(args[0])))
         return megakernel_reference(*args)
 
-    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: True)
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, rows, dtype, device: True)
     monkeypatch.setattr("minivllm.layers.whole.megakernel", reference)
     return calls
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_comes_out(
-    tiny_checkpoint: Checkpoints, whole: list[DecoderShape], monkeypatch: pytest.MonkeyPatch, model: str
+    tiny_checkpoint: Checkpoints, whole: Calls, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     folder = tiny_checkpoint(model, num_hidden_layers=3)
     world = World(folder, model)
     got, calls, c = world.steps(), list(whole), world.config
     shape = DecoderShape(c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim)
-    assert calls == [shape] * 3, "one sequence's decodes, not its prompt, and not two sequences'"
-    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: False)
+    assert calls == [(shape, rows) for rows in (2, 1, 1, 1)], "decodes, not the prompts"
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
     torch.testing.assert_close(got, World(folder, model).steps())
-    assert len(whole) == 3
+    assert len(whole) == 4
 
 
 class OwnWrite(TorchBackend):
@@ -124,29 +126,49 @@ def no_norm(world: World) -> None:
 
 @pytest.mark.parametrize("change", [not_plain, own_write, hook, replace_attention, another_eps, another_table, no_norm])
 def test_what_is_of_its_own_is_left_alone(
-    folder: Path, whole: list[DecoderShape], monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
+    folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
 ) -> None:
     world, apart = World(folder), World(folder)
     change(world)
     change(apart)
     got = world.steps()
     assert not whole
-    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda shape, dtype, device: False)
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
     torch.testing.assert_close(got, apart.steps())
 
 
-def test_another_page_size_is_left_alone(folder: Path, whole: list[DecoderShape]) -> None:
+def test_too_many_sequences_and_steps_with_prompts_are_left_alone(folder: Path, whole: Calls) -> None:
+    world = World(folder)
+    rows = MAX_MEGAKERNEL_ROWS + 1
+    run = PagedRun(world.model, world.backend, 8 * rows, rows)
+    run.step(range(rows), [[7 + i, 3] for i in range(rows)], 0)
+    run.step(range(rows), [[5]] * rows, rows)
+    run.step([0, 1], [[9], [4, 4]], 1)
+    assert not whole
+    run.step(range(rows - 1), [[6]] * (rows - 1), rows - 1)
+    assert [calls for _, calls in whole] == [rows - 1]
+
+
+def test_where_the_chain_is_taken_it_stays(folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, *args: bool(asked.append(rows)) or rows == 2)
+    monkeypatch.setattr(Decoder, "_chained", lambda self, layers, x, *args: x)
+    World(folder).steps()
+    assert 2 in asked and [rows for _, rows in whole] == [1, 1, 1]
+
+
+def test_another_page_size_is_left_alone(folder: Path, whole: Calls) -> None:
     World(folder, block_size=32).steps()
     assert not whole
 
 
-def test_norms_of_heads_are_read_where_there_are_some(folder: Path, whole: list[DecoderShape]) -> None:
+def test_norms_of_heads_are_read_where_there_are_some(folder: Path, whole: Calls) -> None:
     world = World(folder)
     for layer in world.layers:
         assert isinstance(layer.self_attn.q_norm, RMSNorm)
         layer.self_attn.q_norm.weight.data.mul_(torch.linspace(0.5, 2, world.config.head_dim))
     got = world.steps()
-    assert len(whole) == 3
+    assert len(whole) == 4
     apart = World(folder)
     apart.backend.plain_decode = False
     assert not torch.allclose(got[-1], apart.steps()[-1], rtol=1e-3, atol=1e-3), "the weights matter"
