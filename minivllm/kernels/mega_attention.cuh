@@ -1,7 +1,8 @@
 // Attention of megakernel.cu: asking for pages, making queries and the new key, attending, putting parts together.
 
-// Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since everybody
-// reads each one's part, and not more than FEW for one sequence that is not long. A sequence's are behind each other.
+// Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since
+// everybody reads each one's part, and not more than FEW for one sequence that is not long. A sequence's are behind each
+// other.
 struct Shares {
   int pages[ROWS], splits[ROWS];  // none of a row that is not there
 
@@ -327,10 +328,10 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
     }
   }
 }
-__device__ __forceinline__ void take_heads(Memory& memory, const u64* copy, u32 flag) {
+__device__ __forceinline__ void take_heads(Memory& memory, const u64* copy, u32 flag) {  // of a thread's row
   const auto [first, splits] = memory.parts[threadIdx.x / TEAM];
   const u64 *parts = copy + first * (WIDTH / 2), *sums = copy + SUMS + first * HEADS;
-  u32 looks = 0;
+  u32 looks = 0;  // at one word a warp first, see take
   while (splits && !has(look(sums + (splits - 1) * HEADS + threadIdx.x % TEAM / (D / 4)), flag)) be_patient(looks);
   if (splits <= 1)
     take_parts<1>(memory, parts, sums, splits, flag);

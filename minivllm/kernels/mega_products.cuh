@@ -87,10 +87,8 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
 #pragma unroll 1
     for (int deep_set = 0; deep_set < C::SETS_OF_STEPS; deep_set++) {
       batch.multiply_by(x_at, sums, set, deep_set);
-      if (deep_set + 1 < C::SETS_OF_STEPS)
-        batch.read(ring, set, deep_set + 1, nothing);
-      else if (set + 1 < C::SETS)
-        batch.read(ring, set + 1, 0, nothing);
+      const bool deeper = deep_set + 1 < C::SETS_OF_STEPS;
+      if (deeper || set + 1 < C::SETS) batch.read(ring, deeper ? set : set + 1, deeper ? deep_set + 1 : 0, nothing);
     }
 #pragma unroll
     for (int i = 0; i < C::MANY; i++)
@@ -103,7 +101,7 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
       }
   }
 }
-// Where four elements of this thread's row stand: of each eight pairs the first, third, second and fourth.
+// Where four elements of this thread's row stand: of each eight the first pair, the third, the second and the fourth.
 __device__ __forceinline__ void put_four(Memory& memory, int at, u32 front, u32 back) {  // at: in fours
   u32* to = (u32*)memory.x[threadIdx.x / TEAM] + at / 2 * 4 + at % 2;
   to[0] = front, to[2] = back;
@@ -122,7 +120,7 @@ template <int WORDS, bool SQUARED> __device__ __forceinline__ float take(Memory&
   words += threadIdx.x / TEAM * WORDS;
   float square = 0.f;
   u32 looks = 0;
-  if (TIMES > 1)  // wait with one word a warp, so that nobody waits for those who wait
+  if (TIMES > 1)  // one word a warp first: all programs looking at all words, again and again, fill L2's time
     while (!has(look(words + 2 * (first & ~31)), flag)) be_patient(looks);
 #pragma unroll 1
   for (int start = 0; start < TIMES; start += AT_ONCE) {
