@@ -1,8 +1,8 @@
 // Attention of megakernel.cu: asking for pages, making queries and the new key, attending, putting parts together.
 
 // Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since
-// everybody reads each one's part, and not more than FEW for one sequence that is not long. A sequence's are behind each
-// other.
+// everybody reads each one's part, and not more than FEW for one sequence that is not long. Those of a sequence follow
+// each other.
 struct Shares {
   int pages[ROWS], splits[ROWS];  // none of a row that is not there
 
