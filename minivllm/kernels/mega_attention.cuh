@@ -76,11 +76,15 @@ __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* tab
 }
 
 struct Tile {  // a lane's part of a page of one head, as the tensor cores have it
-  uint4 keys[D / 32][2];    // of two keys, a quarter of each 32 dimensions
+  uint4 keys[D / 32][2];    // of two keys, two eighths of each 64 dimensions
   uint4 values[4][D / 64];  // of four, an eighth of each 64
 
   static __device__ __forceinline__ int key_of(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
   static __device__ __forceinline__ int value_of(int i) { return threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8; }
+
+  // Of 64 dimensions the eighth that a lane has of a key and of a query: lanes that read at once, in different banks.
+  static __device__ __forceinline__ int eighth_of(int i) { return threadIdx.x % 4 * 2 + i % 2; }
+  static __device__ __forceinline__ int head_at(int i) { return i / 2 * LINE + eighth_of(i) * 16; }  // in a whole head
 
   // Of a key's line of 64 elements eight of them, where TMA has put them.
   static __device__ __forceinline__ u32 place(int key, int eighth) { return key * LINE + (eighth ^ (key & 7)) * 16; }
@@ -91,7 +95,7 @@ struct Tile {  // a lane's part of a page of one head, as the tensor cores have 
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int i = 0; i < D / 32; i++)
-        keys[i][half] = read16(at + place(key_of(half), i % 2 * 4 + threadIdx.x % 4) + i / 2 * TILE * LINE),
+        keys[i][half] = read16(at + place(key_of(half), eighth_of(i)) + i / 2 * TILE * LINE),
         seen |= keys[i][half].x;
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -108,7 +112,7 @@ struct Tile {  // a lane's part of a page of one head, as the tensor cores have 
     for (int half = 0; half < 2; half++)
 #pragma unroll
       for (int i = 0; i < D / 32; i++)
-        if (key_of(half) == left - 1) keys[i][half] = read16(key_at + threadIdx.x % 4 * 16 + 64 * i);
+        if (key_of(half) == left - 1) keys[i][half] = read16(key_at + head_at(i));
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -189,7 +193,7 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
     float scores[2][4] = {}, more[2][4] = {};
 #pragma unroll
     for (int i = 0; i < D / 32; i++) {
-      const uint4 q = read16(made_at + min(group, G - 1) * HEAD_BYTES + column * 16 + 64 * i);
+      const uint4 q = read16(made_at + min(group, G - 1) * HEAD_BYTES + Tile::head_at(i));
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const uint4 b = tile.keys[i][half];
