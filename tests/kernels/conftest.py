@@ -1,11 +1,14 @@
 """Where a kernel's launcher runs: on the GPU, and on the CPU under Triton's interpreter, in float32 (its bf16 dot is
 wrong). Triton reads TRITON_INTERPRET when it is first imported, so it is set here, before any kernel is. Kernels in
-CUDA C++ are compiled and launched on the CPU, too, as far as that goes: up to the driver."""
+CUDA C++ are compiled and launched on the CPU, too, up to the driver; one of them also runs there, see emulator.py."""
 
 import ctypes
 import os
 import re
+import struct
 import subprocess
+import sys
+from shutil import which
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +155,46 @@ def told(monkeypatch):
     yield launches
     for module in (cluster_linear, persistent_linear):
         module._plan.cache_clear()
+
+
+@pytest.fixture
+def emulated(monkeypatch, tmp_path_factory):
+    """The megakernel on the CPU, of 16 programs. ``seed`` draws the order in which they go on; ``changes``, pairs of
+    texts, are made in its source."""
+    if sys.platform != "linux" or which("g++") is None:
+        pytest.skip("no g++, or not on Linux")
+    import emulator
+
+    from minivllm.kernels import megakernel
+
+    asked = SimpleNamespace(seed=1, changes=())
+
+    def launched(kernel, shape, addresses):
+        source = kernel.source
+        for old, new in asked.changes:
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        if source not in _EMULATED:
+            _EMULATED[source] = emulator.build(source, tmp_path_factory.mktemp("emulated"))
+        given = (ctypes.c_void_p * len(addresses))(*addresses)
+        wrong = _EMULATED[source](shape.grid[0], shape.threads, asked.seed, given)
+        if wrong:
+            raise RuntimeError(wrong.decode())
+
+    def page_map(pointer, pages, size, width, columns):
+        return struct.pack("<qqqq", pointer, size, width, columns).ljust(128, b"\0")
+
+    megakernel._words.cache_clear()  # of a run that went wrong
+    monkeypatch.setattr(megakernel, "num_sms", lambda device: 16)
+    monkeypatch.setattr(megakernel, "use_pdl", lambda device: False)
+    monkeypatch.setattr(megakernel, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(megakernel, "_map_bytes", lambda made: made)
+    monkeypatch.setattr(megakernel.nvrtc, "page_map", page_map)
+    monkeypatch.setattr(megakernel.nvrtc, "launch", launched)
+    return asked
+
+
+_EMULATED = {}  # source: what runs it
 
 
 @pytest.fixture

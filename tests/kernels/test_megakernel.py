@@ -223,6 +223,59 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert config.sharedMemBytes == cut.shared_bytes and not words.any() and not count.any()
 
 
+# --------------------------------------------------------------------------- emulated
+
+
+SMALL = DecoderShape(512, 1024, 8, 2, 128)  # stages of 512; four query heads of a key head
+EMULATED = [
+    (SMALL, [1]), (SMALL, [17]), (SMALL, [300]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [128, 129, 1]),
+    (SMALL, [1, 400, 1, 40]), (SMALL, [1, 2, 3, 4, 5]), (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]),
+    (DecoderShape(1024, 2048, 16, 2, 64), [20, 300, 6]),  # stages of 1,024; eight
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "lengths"), EMULATED, ids=str)
+def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, close, monkeypatch, shape, lengths):
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
+    torch.manual_seed(0)
+    step = Step(shape, 2, lengths, "cpu", normed=len(lengths) != 2)
+    before = step.cache.clone()
+    x = step.run(kernel=megakernel_reference)
+    new = step.take_new()
+    got = step.run()
+    close(got, x)
+    close(step.take_new(), new)
+    assert torch.equal(step.cache.view(torch.int16), before.view(torch.int16)), "nothing else is written"
+    emulated.seed = 2
+    assert torch.equal(step.run(), got), "in whatever order, with the words of the launch before"
+
+
+MISTAKES = {
+    "a wait left out": (
+        "  meet();\n  return square;\n}\n__device__",
+        "  return square;\n}\n__device__",
+        "error|element",
+    ),
+    "queries read otherwise than keys": ("Tile::head_at(i))", "column * 16 + 64 * i)", "relative error"),
+    "a stage kept": ("    if (lane == 0) here_arrive(bar + (seen & nothing));\n", "", "waits for a barrier"),
+    "parts not waited for": ("both(two[i][s], flag)", "true", "error|element"),
+    "words of the layer before": ("its_copy + STREAM, flag - 1)", "its_copy + STREAM, flag)", "waits for two words"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulator_notices(emulated, close, mistake):
+    old, new, error = MISTAKES[mistake]
+    torch.manual_seed(0)
+    step = Step(SMALL, 2, [300], "cpu")
+    x = step.run(kernel=megakernel_reference)
+    step.take_new()
+    emulated.changes = ((old, new),)
+    with pytest.raises((AssertionError, RuntimeError), match=error):
+        close(step.run(), x)
+
+
 # --------------------------------------------------------------------------- on Hopper
 
 

@@ -1,0 +1,288 @@
+// Runs a kernel in CUDA C++ on the CPU, for emulator.py: each of its threads is a coroutine, and all are of one thread
+// here. Programs go on in another order each time, and some come late. What a warp does together waits for its 32 lanes;
+// copies by TMA land some time later; a run that comes to a standstill says who waits for what. Memory is in order, as it
+// is not on a GPU: what is missing of fences is not found.
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+using std::max;
+using std::min;
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
+inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
+inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
+inline float __expf(float x) { return expf(x); }
+inline float __log2f(float x) { return log2f(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
+  const uint64_t all = (uint64_t)b << 32 | a;
+  unsigned y = 0;
+  for (int i = 0; i < 4; i++) y |= (unsigned)(all >> 8 * (how >> 4 * i & 7) & 255) << 8 * i;
+  return y;
+}
+
+namespace emulated {
+constexpr size_t STACK = 128 << 10, SHARED = 232 << 10;
+struct Barrier { unsigned count, left; int bytes; unsigned phase; };  // an mbarrier; stands beside shared memory
+struct Copy { int program; unsigned to, bar; std::vector<unsigned char> bytes; };
+struct Warp { uint64_t words[2][32][6]; unsigned arrived = 0, number = 0; };
+struct Named { unsigned arrived = 0, number = 0; };
+struct Program {
+  unsigned char* shared;
+  std::vector<Barrier> barriers = std::vector<Barrier>(SHARED / 8);
+  std::vector<Warp> warps;
+  Named named[2];
+};
+struct Dim { unsigned x, y = 0, z = 0; };
+struct Thread {
+  ucontext_t context;
+  Dim thread, block;
+  bool done = false;
+  const char* waits = "";
+};
+inline std::vector<Program> programs;
+inline std::vector<Thread> threads;
+inline std::vector<Copy> copies;
+inline ucontext_t scheduler;
+inline Thread* now;
+inline std::mt19937 random;
+inline unsigned long progress;  // of anybody
+inline std::string wrong;       // what ends the run
+
+inline Program& program() { return programs[now->block.x]; }
+inline Warp& warp() { return program().warps[now->thread.x / 32]; }
+inline unsigned lane() { return now->thread.x % 32; }
+inline void yield(const char* waits) {
+  now->waits = waits;
+  swapcontext(&now->context, &scheduler);
+}
+inline std::string name_of(const Thread& its) {
+  return "program " + std::to_string(its.block.x) + ", warp " + std::to_string(its.thread.x / 32);
+}
+[[noreturn]] inline void fail(const std::string& why) {
+  wrong = name_of(*now) + ": " + why;
+  for (;;) yield("nothing more");
+}
+// Leaves this lane's words and waits until all 32 have: two buffers, so that nobody overtakes by more than one.
+inline const uint64_t (*exchange(std::initializer_list<uint64_t> mine))[6] {
+  Warp& its = warp();
+  const unsigned number = its.number;
+  std::copy(mine.begin(), mine.end(), its.words[number % 2][lane()]);
+  if (++its.arrived == 32)
+    its.arrived = 0, its.number++, progress++;
+  else
+    while (its.number == number) yield("its warp");
+  return its.words[number % 2];
+}
+inline void meet(int which, unsigned count) {
+  Named& its = program().named[which];
+  const unsigned number = its.number;
+  if (++its.arrived == count)
+    its.arrived = 0, its.number++, progress++;
+  else
+    while (its.number == number) yield("its program");
+}
+inline Barrier& barrier(unsigned at) {
+  if (at % 8 || at >= SHARED) fail("no barrier stands there");
+  return program().barriers[at / 8];
+}
+inline void turn(Barrier& its) {
+  if (its.left || its.bytes) return;
+  its.left = its.count, its.phase++, progress++;
+}
+inline unsigned char* shared(unsigned at, size_t size) {
+  if (at % size || at + size > SHARED) fail("an address in shared memory that is not, or not aligned");
+  return program().shared + at;
+}
+inline void land(size_t which) {
+  Copy copy = std::move(copies[which]);
+  copies[which] = std::move(copies.back()), copies.pop_back();
+  Program& its = programs[copy.program];
+  memcpy(its.shared + copy.to, copy.bytes.data(), copy.bytes.size());
+  Barrier& bar = its.barriers[copy.bar / 8];
+  bar.bytes -= (int)copy.bytes.size();
+  turn(bar);
+}
+inline void resume(Thread& its) {
+  now = &its;
+  swapcontext(&scheduler, &its.context);
+}
+// One launch. Returns what went wrong, or nothing.
+template <class F> const char* run(unsigned number, unsigned block, unsigned seed, F kernel) {
+  static F* body;
+  body = &kernel;
+  random.seed(seed);
+  programs.assign(number, {}), threads.assign(number * block, {}), copies.clear(), wrong.clear();
+  const auto mapped = [](size_t size) {
+    return (unsigned char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  };
+  unsigned char *memory = mapped(number * SHARED), *stacks = mapped(threads.size() * STACK);
+  memset(memory, 0xFF, number * SHARED);  // NaN
+  for (unsigned p = 0; p < number; p++) programs[p].shared = memory + p * SHARED, programs[p].warps.resize(block / 32);
+  for (size_t i = 0; i < threads.size(); i++) {
+    Thread& its = threads[i];
+    its.block.x = i / block, its.thread.x = i % block;
+    getcontext(&its.context);
+    its.context.uc_stack.ss_sp = stacks + i * STACK, its.context.uc_stack.ss_size = STACK;
+    its.context.uc_link = &scheduler;
+    makecontext(&its.context, (void (*)()) + [] { (*body)(), now->done = true, progress++; }, 0);
+  }
+  std::vector<unsigned> order(number);
+  std::iota(order.begin(), order.end(), 0);
+  unsigned long before = ~0ul, still = 0;
+  const auto is_done = [](const Thread& its) { return its.done; };
+  while (wrong.empty() && !std::all_of(threads.begin(), threads.end(), is_done)) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (const unsigned p : order)
+      if (random() % 4)
+        for (unsigned t = 0; t < block && wrong.empty(); t++)
+          if (Thread& its = threads[p * block + t]; !its.done) resume(its);
+    for (size_t c = copies.size(); c-- > 0;)
+      if (random() % 3 == 0) land(c);
+    still = progress == before && copies.empty() ? still + 1 : 0, before = progress;
+    if (still > 500) {
+      std::map<std::string, int> waiting;  // the first of each kind is told
+      for (const Thread& its : threads)
+        if (!its.done && its.thread.x % 32 == 0 && ++waiting[its.waits] == 1)
+          wrong += name_of(its) + " waits for " + its.waits + "\n";
+    }
+  }
+  munmap(memory, number * SHARED), munmap(stacks, threads.size() * STACK);
+  return wrong.c_str();
+}
+}  // namespace emulated
+
+#define threadIdx (emulated::now->thread)
+#define blockIdx (emulated::now->block)
+inline void __syncthreads() { emulated::meet(0, 32 * emulated::program().warps.size()); }
+inline void __syncwarp() { emulated::exchange({}); }
+inline bool __all_sync(unsigned, bool yes) {
+  auto* all = emulated::exchange({yes});
+  for (int i = 0; i < 32; i++) yes &= all[i][0];
+  return yes;
+}
+template <class T> T from_lane(T x, int lane) {
+  uint64_t word = 0;
+  memcpy(&word, &x, sizeof x);
+  auto* all = emulated::exchange({word});
+  memcpy(&x, all[lane], sizeof x);
+  return x;
+}
+template <class T> T __shfl_sync(unsigned, T x, int lane) { return from_lane(x, lane % 32); }
+template <class T> T __shfl_xor_sync(unsigned, T x, int other) { return from_lane(x, emulated::lane() ^ other); }
+template <class T> T __shfl_down_sync(unsigned, T x, int by) {
+  const unsigned from = emulated::lane() + by;
+  return from_lane(x, from < 32 ? from : emulated::lane());
+}
+inline size_t __cvta_generic_to_shared(const void* p) { return (const unsigned char*)p - emulated::program().shared; }
+
+namespace ptx {  // named by their instructions; outputs first
+using emulated::barrier, emulated::shared;
+inline void mbarrier_init(unsigned bar, unsigned count) { barrier(bar) = {count, count, 0, 0}; }
+inline void mbarrier_arrive_expect_tx(unsigned bar, unsigned bytes) {
+  auto& its = barrier(bar);
+  its.bytes += bytes, its.left--;
+  emulated::turn(its);
+}
+inline void mbarrier_arrive(unsigned bar) {
+  auto& its = barrier(bar);
+  if (its.left-- == 0) emulated::fail("more arrivals than a barrier waits for");
+  emulated::turn(its);
+}
+inline void mbarrier_try_wait(unsigned bar, unsigned parity) {
+  while ((barrier(bar).phase & 1) == parity) emulated::yield("a barrier");
+}
+inline void cp_async_bulk(unsigned to, const void* from, int size, unsigned bar, unsigned long long) {
+  shared(to, 16);
+  auto* bytes = (const unsigned char*)from;
+  emulated::copies.push_back({(int)blockIdx.x, to, bar, {bytes, bytes + size}});
+}
+struct Pages { const unsigned char* pointer; long long size, width, columns; };  // what stands in a TensorMap here
+inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int column, int page) {
+  Pages its;
+  memcpy(&its, map, sizeof its);
+  if (zero || to % 1024) emulated::fail("a page is brought whole, to where 128 bytes are swizzled");
+  std::vector<unsigned char> bytes(its.size * its.columns * 2);
+  for (int c = 0; c < its.columns / 64; c++)
+    for (int line = 0; line < its.size; line++)
+      for (int unit = 0; unit < 8; unit++)
+        memcpy(&bytes[(c * its.size + line) * 128 + (unit ^ (line & 7)) * 16],
+               its.pointer + ((page * its.size + line) * its.width + (column + c) * 64 + unit * 8) * 2, 16);
+  emulated::copies.push_back({(int)blockIdx.x, to, bar, bytes});
+}
+inline void createpolicy(unsigned long long& policy) { policy = 0; }
+inline void fence_mbarrier_init() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+inline void trap() { emulated::fail("waited for a word too long"); }
+template <class... T> void nothing(T&...) {}  // a value that the compiler is not to know
+[[noreturn]] inline void unknown(const char* code) { emulated::fail(std::string("not emulated: ") + code); }
+inline void bar_sync(int threads) { emulated::meet(1, threads); }
+inline void st_relaxed(unsigned long long* to, unsigned long long x) {
+  while (emulated::random() % 2) emulated::yield("its turn");  // in whatever order
+  *to = x, emulated::progress++;
+}
+inline void ld_relaxed(unsigned long long& x, const unsigned long long* from) {
+  x = *from;
+  emulated::yield("a word");
+}
+inline void ld_relaxed(unsigned long long& x, unsigned long long& y, const unsigned long long* from) {
+  if ((size_t)from % 16) emulated::fail("two words that are not aligned");
+  x = from[0], y = from[1];
+  emulated::yield("two words");
+}
+inline void ld_shared(unsigned& x, unsigned& y, unsigned from) {
+  auto* at = (const unsigned*)shared(from, 8);
+  x = at[0], y = at[1];
+}
+inline void ld_shared(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned from) {
+  auto* at = (const unsigned*)shared(from, 16);
+  x = at[0], y = at[1], z = at[2], w = at[3];
+}
+inline void ex2_approx(float& y, float x) { y = exp2f(x); }
+inline unsigned bf16(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return x != x ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline float of_bf16(unsigned x) { return __uint_as_float(x << 16); }
+inline void cvt_rn(unsigned& pair, float high, float low) { pair = bf16(high) << 16 | bf16(low); }
+inline void mul_rn(unsigned& y, unsigned a, unsigned b) {
+  y = bf16(of_bf16(a >> 16) * of_bf16(b >> 16)) << 16 | bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF));
+}
+// m16n8k16: a lane has of A rows lane / 4 and that + 8, of B and D the columns that PTX's pictures show.
+inline void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                     unsigned b0, unsigned b1) {
+  auto* all = emulated::exchange({a0, a1, a2, a3, b0, b1});
+  const int row = emulated::lane() / 4, column = emulated::lane() % 4 * 2;
+  float* d[4] = {&d0, &d1, &d2, &d3};
+  for (int i = 0; i < 4; i++) {
+    float sum = 0.f;
+    for (int k = 0; k < 16; k++) {
+      const unsigned a = all[row * 4 + k % 8 / 2][k / 8 * 2 + i / 2], b = all[(column + i % 2) * 4 + k % 8 / 2][4 + k / 8];
+      sum += of_bf16(a >> k % 2 * 16 & 0xFFFF) * of_bf16(b >> k % 2 * 16 & 0xFFFF);
+    }
+    *d[i] += sum;
+  }
+}
+}  // namespace ptx

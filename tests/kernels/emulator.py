@@ -1,0 +1,99 @@
+"""Kernels in CUDA C++ on the CPU: each line of PTX becomes a call of a function of emulator.h, and g++ compiles what
+comes out. For what a kernel's threads and programs tell each other, not for its speed."""
+
+import ctypes
+import re
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+HEADER = Path(__file__).with_name("emulator.h")
+_FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
+    "mbarrier.init": "mbarrier_init",
+    "mbarrier.arrive.expect_tx": "mbarrier_arrive_expect_tx",
+    "mbarrier.try_wait": "mbarrier_try_wait",
+    "mbarrier.arrive.shared::cta": "mbarrier_arrive",
+    "cp.async.bulk.tensor.4d": "cp_async_bulk_tensor_4d",
+    "cp.async.bulk.shared": "cp_async_bulk",
+    "createpolicy": "createpolicy",
+    "fence.mbarrier_init": "fence_mbarrier_init",
+    "griddepcontrol.wait": "griddepcontrol_wait",
+    "griddepcontrol.launch_dependents": "griddepcontrol_launch_dependents",
+    "trap": "trap",
+    "bar.sync 1": "bar_sync",
+    "st.relaxed.gpu.global.b64": "st_relaxed",
+    "ld.relaxed.gpu.global.b64": "ld_relaxed",
+    "ld.relaxed.gpu.global.v2.b64": "ld_relaxed",
+    "ld.shared.v2.u32": "ld_shared",
+    "ld.shared.v4.u32": "ld_shared",
+    "ex2.approx": "ex2_approx",
+    "cvt.rn.bf16x2.f32": "cvt_rn",
+    "mul.rn.bf16x2": "mul_rn",
+    "mma.sync.aligned.m16n8k16": "mma_sync",
+}
+
+
+def _outside(text, wanted):
+    """Places of a character that stands in no string and no parentheses."""
+    depth = quoted = 0
+    for i, c in enumerate(text):
+        if c == '"' and text[i - 1] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += (c in "([{") - (c in ")]}")
+            if c == wanted and depth == 0:
+                yield i
+
+
+def _split(text, mark):
+    places = [-1, *_outside(text, mark), len(text)]
+    return [text[a + 1 : b] for a, b in pairwise(places)]
+
+
+def _call(assembly):
+    """``"code" : outputs : inputs : clobbers`` as a call."""
+    strings, *operands = _split(assembly, ":")
+    code = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', strings))
+    function = "nothing" if not code else next((to for holds, to in _FUNCTIONS.items() if holds in code), None)
+    if function is None:
+        return f'ptx::unknown("{code}")'
+    given = [
+        re.fullmatch(r'\s*"[^"]*"\s*\((.*)\)\s*', x, re.S)[1] for y in operands[:2] for x in _split(y, ",") if x.strip()
+    ]
+    return f"ptx::{function}({', '.join(given)})"
+
+
+def _without_assembly(source):
+    parts, at = [], 0
+    for match in re.finditer(r"\basm\b(?: volatile)?(?=\s*\()", source):
+        if match.start() < at:
+            continue
+        begin = source.index("(", match.end())
+        end = begin + next(i for i in _outside(source[begin:], ")"))
+        parts += [source[at : match.start()], _call(source[begin + 1 : end])]
+        at = end + 1
+    return "".join(parts) + source[at:]
+
+
+def build(source, folder):
+    """A function of (programs, threads each, seed, addresses of the arguments), which runs the only kernel of
+    ``source`` to its end; what went wrong, or b""."""
+    kernel = re.search(r'extern "C" __global__ void (?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^{]*)\) \{', source)
+    types = [re.match(r"(.*?)\w+$", argument.strip(), re.S)[1] for argument in kernel[2].split(",")]
+    arguments = ", ".join(f"*({kind}*)given[{i}]" for i, kind in enumerate(types))
+    shared = "unsigned char* dynamic = emulated::program().shared;"
+    text = _without_assembly(source).replace("extern __shared__ unsigned char dynamic[];", shared)
+    text = f"""#include "{HEADER}"
+{text}
+extern "C" const char* run(unsigned programs, unsigned threads, unsigned seed, void** given) {{
+  return emulated::run(programs, threads, seed, [&] {{ {kernel[1]}({arguments}); }});
+}}
+"""
+    file, library = folder / "kernel.cpp", folder / "kernel.so"
+    file.write_text(text)
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", "-o", library, file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    run = ctypes.CDLL(str(library)).run
+    run.restype = ctypes.c_char_p
+    return run
