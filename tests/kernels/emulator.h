@@ -1,7 +1,7 @@
-// Runs a kernel in CUDA C++ on the CPU, for emulator.py: each of its threads is a coroutine, and all are of one thread
-// here. Programs go on in another order each time, and some come late. What a warp does together waits for its 32 lanes;
-// copies by TMA land some time later; a run that comes to a standstill says who waits for what. Memory is in order, as it
-// is not on a GPU: what is missing of fences is not found.
+// Runs a kernel in CUDA C++ on the CPU, for emulator.py: each of its threads is a coroutine, all of one thread here.
+// Programs go on in another order each time, and some sleep a while. What a warp does together waits for its 32 lanes;
+// copies by TMA land some time later; a run that comes to a standstill says who waits for what. Memory is in order, as
+// it is not on a GPU: a fence that is missing is not found.
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -19,6 +19,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 using std::max;
 using std::min;
 
@@ -29,6 +30,7 @@ struct alignas(8) float2 { float x, y; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+template <class T> T __ldg(const T* from) { return *from; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
@@ -43,7 +45,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
 }
 
 namespace emulated {
-constexpr size_t STACK = 128 << 10, SHARED = 232 << 10;
+constexpr size_t STACK = 128 << 10, DYNAMIC = 232 << 10, FIXED = 4 << 10, SHARED = DYNAMIC + 4 * FIXED;
 struct Barrier { unsigned count, left; int bytes; unsigned phase; };  // an mbarrier; stands beside shared memory
 struct Copy { int program; unsigned to, bar; std::vector<unsigned char> bytes; };
 struct Warp { uint64_t words[2][32][6]; unsigned arrived = 0, number = 0; };
@@ -115,6 +117,9 @@ inline unsigned char* shared(unsigned at, size_t size) {
   if (at % size || at + size > SHARED) fail("an address in shared memory that is not, or not aligned");
   return program().shared + at;
 }
+template <class T> T& fixed(int which) {  // of a program's variables in shared memory
+  return *(T*)(program().shared + DYNAMIC + which * FIXED);
+}
 inline void land(size_t which) {
   Copy copy = std::move(copies[which]);
   copies[which] = std::move(copies.back()), copies.pop_back();
@@ -148,14 +153,18 @@ template <class F> const char* run(unsigned number, unsigned block, unsigned see
     its.context.uc_link = &scheduler;
     makecontext(&its.context, (void (*)()) + [] { (*body)(), now->done = true, progress++; }, 0);
   }
-  std::vector<unsigned> order(number);
+  std::vector<unsigned> order(number), asleep(number);
   std::iota(order.begin(), order.end(), 0);
   unsigned long before = ~0ul, still = 0;
   const auto is_done = [](const Thread& its) { return its.done; };
   while (wrong.empty() && !std::all_of(threads.begin(), threads.end(), is_done)) {
     std::shuffle(order.begin(), order.end(), random);
     for (const unsigned p : order)
-      if (random() % 4)
+      if (asleep[p])
+        asleep[p]--;
+      else if (random() % 64 == 0)
+        asleep[p] = random() % 48;
+      else
         for (unsigned t = 0; t < block && wrong.empty(); t++)
           if (Thread& its = threads[p * block + t]; !its.done) resume(its);
     for (size_t c = copies.size(); c-- > 0;)
@@ -175,6 +184,7 @@ template <class F> const char* run(unsigned number, unsigned block, unsigned see
 
 #define threadIdx (emulated::now->thread)
 #define blockIdx (emulated::now->block)
+#define gridDim (emulated::Dim{(unsigned)emulated::programs.size()})
 inline void __syncthreads() { emulated::meet(0, 32 * emulated::program().warps.size()); }
 inline void __syncwarp() { emulated::exchange({}); }
 inline bool __all_sync(unsigned, bool yes) {
@@ -213,7 +223,12 @@ inline void mbarrier_arrive(unsigned bar) {
 inline void mbarrier_try_wait(unsigned bar, unsigned parity) {
   while ((barrier(bar).phase & 1) == parity) emulated::yield("a barrier");
 }
-inline void cp_async_bulk(unsigned to, const void* from, int size, unsigned bar, unsigned long long) {
+inline void mbarrier_test_wait(unsigned& done, unsigned bar, unsigned parity) {
+  emulated::yield("a barrier, or not");
+  done = (barrier(bar).phase & 1) != parity;
+}
+inline void clock(unsigned& now) { now = emulated::progress; }
+inline void cp_async_bulk(unsigned to, const void* from, int size, unsigned bar, unsigned long long = 0) {
   shared(to, 16);
   auto* bytes = (const unsigned char*)from;
   emulated::copies.push_back({(int)blockIdx.x, to, bar, {bytes, bytes + size}});
@@ -231,8 +246,12 @@ inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, 
                its.pointer + ((page * its.size + line) * its.width + (column + c) * 64 + unit * 8) * 2, 16);
   emulated::copies.push_back({(int)blockIdx.x, to, bar, bytes});
 }
+inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int page) {
+  cp_async_bulk_tensor_4d(to, map, bar, zero, 0, page);
+}
 inline void createpolicy(unsigned long long& policy) { policy = 0; }
 inline void fence_mbarrier_init() {}
+inline void fence_proxy_async() {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 inline void trap() { emulated::fail("waited for a word too long"); }
@@ -251,6 +270,46 @@ inline void ld_relaxed(unsigned long long& x, unsigned long long& y, const unsig
   if ((size_t)from % 16) emulated::fail("two words that are not aligned");
   x = from[0], y = from[1];
   emulated::yield("two words");
+}
+inline void st_relaxed(float4* to, float x, float y, float z, float w) {
+  while (emulated::random() % 2) emulated::yield("its turn");
+  *to = {x, y, z, w}, emulated::progress++;
+}
+inline void ld_relaxed(float& x, float& y, float& z, float& w, const float4* from) {
+  x = from->x, y = from->y, z = from->z, w = from->w;
+  emulated::yield("four words");
+}
+inline void ld_global(unsigned& x, const void* from) { x = *(const unsigned*)from; }
+inline void ld_shared(unsigned& x, unsigned from) { x = *(const unsigned*)shared(from, 4); }
+inline void st_shared(unsigned to, unsigned x) { *(unsigned*)shared(to, 4) = x; }
+inline void st_shared(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
+  auto* at = (unsigned*)shared(to, 16);
+  at[0] = x, at[1] = y, at[2] = z, at[3] = w;
+}
+// Matrices of 8 x 8: lanes 8 * m to 8 * m + 7 say where the rows of the m-th are; a lane gets two elements of each.
+inline unsigned two_of(const uint64_t (*rows)[6], int matrix, bool transposed) {
+  const int line = emulated::lane() / 4, pair = emulated::lane() % 4 * 2;
+  const auto element = [&](int row, int column) -> unsigned {
+    return *(const unsigned short*)(shared(rows[matrix * 8 + row][0], 16) + 2 * column);
+  };
+  return transposed ? element(pair, line) | element(pair + 1, line) << 16
+                    : element(line, pair) | element(line, pair + 1) << 16;
+}
+inline void ldmatrix(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned from) {
+  auto* rows = emulated::exchange({from});
+  a = two_of(rows, 0, false), b = two_of(rows, 1, false), c = two_of(rows, 2, false), d = two_of(rows, 3, false);
+}
+inline void ldmatrix_trans(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned from) {
+  auto* rows = emulated::exchange({from});
+  a = two_of(rows, 0, true), b = two_of(rows, 1, true), c = two_of(rows, 2, true), d = two_of(rows, 3, true);
+}
+inline void movmatrix(unsigned& to, unsigned from) {
+  auto* all = emulated::exchange({from});
+  const int line = emulated::lane() / 4, pair = emulated::lane() % 4 * 2;
+  const auto element = [&](int row, int column) {
+    return (unsigned)(all[row * 4 + column / 2][0] >> column % 2 * 16 & 0xFFFF);
+  };
+  to = element(pair, line) | element(pair + 1, line) << 16;
 }
 inline void ld_shared(unsigned& x, unsigned& y, unsigned from) {
   auto* at = (const unsigned*)shared(from, 8);

@@ -2,13 +2,25 @@
 comes out. For what a kernel's threads and programs tell each other, not for its speed."""
 
 import ctypes
+import itertools
 import re
 import subprocess
-from itertools import pairwise
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("emulator.h")
 _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
+    "mbarrier.test_wait": "mbarrier_test_wait",
+    "mov.u32 %0, %%clock": "clock",
+    "movmatrix.sync.aligned.m8n8.trans.b16": "movmatrix",
+    "ldmatrix.sync.aligned.m8n8.x4.shared": "ldmatrix",
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared": "ldmatrix_trans",
+    "ld.shared.u32": "ld_shared",
+    "st.shared.u32": "st_shared",
+    "st.shared.v4.u32": "st_shared",
+    "ld.global.u32": "ld_global",
+    "fence.proxy.async": "fence_proxy_async",
+    "st.relaxed.gpu.global.v4.f32": "st_relaxed",
+    "ld.relaxed.gpu.global.v4.f32": "ld_relaxed",
     "mbarrier.init": "mbarrier_init",
     "mbarrier.arrive.expect_tx": "mbarrier_arrive_expect_tx",
     "mbarrier.try_wait": "mbarrier_try_wait",
@@ -47,7 +59,7 @@ def _outside(text, wanted):
 
 def _split(text, mark):
     places = [-1, *_outside(text, mark), len(text)]
-    return [text[a + 1 : b] for a, b in pairwise(places)]
+    return [text[a + 1 : b] for a, b in itertools.pairwise(places)]
 
 
 def _call(assembly):
@@ -79,10 +91,19 @@ def build(source, folder):
     """A function of (programs, threads each, seed, addresses of the arguments), which runs the only kernel of
     ``source`` to its end; what went wrong, or b""."""
     kernel = re.search(r'extern "C" __global__ void (?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^{]*)\) \{', source)
+    places = itertools.count()
     types = [re.match(r"(.*?)\w+$", argument.strip(), re.S)[1] for argument in kernel[2].split(",")]
     arguments = ", ".join(f"*({kind}*)given[{i}]" for i, kind in enumerate(types))
-    shared = "unsigned char* dynamic = emulated::program().shared;"
-    text = _without_assembly(source).replace("extern __shared__ unsigned char dynamic[];", shared)
+    text = re.sub(
+        r"extern __shared__ unsigned char (\w+)\[\];",
+        r"unsigned char* \1 = emulated::program().shared;",
+        _without_assembly(source),
+    )
+    text = re.sub(
+        r"__shared__ (\w+) (\w+)(\[.*\])?;",
+        lambda its: f"auto& {its[2]} = emulated::fixed<{its[1]}{its[3] or ''}>({next(places)});",
+        text,
+    )
     text = f"""#include "{HEADER}"
 {text}
 extern "C" const char* run(unsigned programs, unsigned threads, unsigned seed, void** given) {{

@@ -228,7 +228,8 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
 
 SMALL = DecoderShape(512, 1024, 8, 2, 128)  # stages of 512; four query heads of a key head
 EMULATED = [
-    (SMALL, [1]), (SMALL, [300]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [1, 400, 40]), (SMALL, [1, 2, 3, 4, 5]), (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]),
+    (SMALL, [1]), (SMALL, [300]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [1, 400, 40]), (SMALL, [1, 2, 3, 4, 5]),
+    (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]),
     (DecoderShape(1024, 2048, 16, 2, 64), [20, 300, 6]),  # stages of 1,024; eight
 ]  # fmt: skip
 

@@ -366,3 +366,53 @@ def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, captured, close
         graph.replay()
         for case, out in zip(cases, outs, strict=True):
             close(out, case.expected()[0])
+
+
+# --------------------------------------------------------------------------- emulated
+
+
+EMULATED = [[1], [5, 16, 17, 33], [300, 1, 40, 0, 129, 700]]
+
+
+def scheduled(case):
+    if type(stream._shares_kernel).__name__ != "InterpretedFunction":
+        pytest.skip("Triton was imported without TRITON_INTERPRET=1")
+    return case
+
+
+@pytest.mark.parametrize("lens", EMULATED, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (20, 4, 64)])
+def test_it_attends_as_the_reference_does_wherever_it_runs(emulated, close, lens, heads, kv_heads, dim):
+    torch.manual_seed(0)
+    case = scheduled(Case(lens, heads, kv_heads, dim, "cpu"))
+    first = case.run()
+    close(first, case.expected())
+    emulated.seed = 2
+    assert torch.equal(case.run(), first) and holds_no_part(case.workspace)
+
+
+@pytest.mark.parametrize("lens", [lens for lens in EMULATED if 0 not in lens] + [[300, 1, 700]], ids=str)
+def test_a_packed_projection_is_attended_wherever_it_runs(emulated, close, lens):
+    torch.manual_seed(0)
+    case = scheduled(Packed(lens, 16, 8, 128, "cpu", True, True))
+    expected, cache = case.expected()
+    close(case.run(), expected)
+    close(case.cache.flatten(1, 2)[:, case.slots], cache.flatten(1, 2)[:, case.slots])
+    assert holds_no_part(case.workspace)
+
+
+MISTAKES = {
+    "parts not waited for": ("!__all_sync(~0u, !holds || coming.is_whole())", "false"),
+    "the new key left out": ("if (has_new) write1(there, new_key[i]), write1", "if (has_new) write1"),
+    "queries not waited for": ("    barrier_wait(made, n & 1);\n", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulator_notices(emulated, close, mistake):
+    torch.manual_seed(0)
+    case = scheduled(Packed([300, 1, 700], 16, 8, 128, "cpu", True, True))
+    expected, _ = case.expected()
+    emulated.changes = (MISTAKES[mistake],)
+    with pytest.raises((AssertionError, RuntimeError), match=r"error|element"):
+        close(case.run(), expected)
