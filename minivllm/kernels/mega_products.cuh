@@ -115,7 +115,7 @@ __device__ __forceinline__ float sum_of(const Memory& memory, int line, int row)
 // this thread's, which are of one row.
 template <int WORDS, bool SQUARED> __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag) {
   constexpr int TWOS = WORDS / 2, TIMES = (TWOS + TEAM - 1) / TEAM, ROUNDS = (TIMES + 7) / 8;
-  constexpr int AT_ONCE = (TIMES + ROUNDS - 1) / ROUNDS;
+  constexpr int EACH = (TIMES + ROUNDS - 1) / ROUNDS;
   const int first = threadIdx.x % TEAM;
   words += threadIdx.x / TEAM * WORDS;
   float square = 0.f;
@@ -123,21 +123,21 @@ template <int WORDS, bool SQUARED> __device__ __forceinline__ float take(Memory&
   if (TIMES > 1)  // one word a warp first: all programs looking at all words, again and again, fill L2's time
     while (!has(look(words + 2 * (first & ~31)), flag)) be_patient(looks);
 #pragma unroll 1
-  for (int start = 0; start < TIMES; start += AT_ONCE) {
-    u64 two[AT_ONCE][2] = {};
+  for (int start = 0; start < TIMES; start += EACH) {
+    u64 two[EACH][2] = {};
     bool there;
     do {
       there = true;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++)
+      for (int i = 0; i < EACH; i++)
         if (const int at = (start + i) * TEAM + first; at < TWOS && !both(two[i], flag))
           look_at_two(words + 2 * at, two[i]);
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) there &= (start + i) * TEAM + first >= TWOS || both(two[i], flag);
+      for (int i = 0; i < EACH; i++) there &= (start + i) * TEAM + first >= TWOS || both(two[i], flag);
       be_patient(looks);
     } while (!there);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
+    for (int i = 0; i < EACH; i++)
       if (const int at = (start + i) * TEAM + first; at < TWOS) {
         put_four(memory, at, (u32)two[i][0], (u32)two[i][1]);
         if (SQUARED) square += square_of((u32)two[i][0]) + square_of((u32)two[i][1]);

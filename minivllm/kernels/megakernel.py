@@ -93,17 +93,13 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     most_lines = -(-max(2 * shape.inner, shape.qkv) // programs // 8) * 8
     x_bytes = rows * (2 * max(ks) + (64 if rows > 1 else 0))
     memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
-    memory += (
-        4 * _WARPS * (rows * most_lines + 2 * 8 + 1)
-        + (group + 2) * (2 * shape.head_dim + 16)
-        + 4 * (shape.head_dim + 16)
-    )
-    memory += 16 * _MOST_STAGES + 64
+    memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
+    memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128
     memory = -(-memory // 1024) * 1024
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
     stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
-    if stages < (4096 // chunk if rows <= 4 else _MANY_ROWS_STAGES):  # what registers take at once
+    if stages < 4096 // chunk or (rows > 4 and stages < _MANY_ROWS_STAGES):  # registers take as much at once
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
     return MegakernelConfig(rows, programs, splits, chunk, stages, stage_bytes, memory)
@@ -113,9 +109,8 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
 def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
     macros = {"ROWS": config.rows, "PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner,
               "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
-              "CHUNK": config.chunk,
-              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes, "SPLITS": config.splits, "COPIES": _COPIES,
-              "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
+              "CHUNK": config.chunk, "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
+              "SPLITS": config.splits, "COPIES": _COPIES, "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
     return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention"))
 
 

@@ -199,6 +199,25 @@ class Step:
         return new
 
 
+@pytest.fixture
+def agrees(close, monkeypatch):
+    """Runs a step and compares with the reference; returns the stream."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
+
+    def check(step):
+        before = step.cache.clone()
+        x = step.run(kernel=megakernel_reference)
+        new = step.take_new()
+        got = step.run()
+        close(got, x)
+        close(step.take_new(), new)
+        assert torch.equal(step.cache.view(torch.int16), before.view(torch.int16)), "nothing else is written"
+        return got
+
+    return check
+
+
 @pytest.mark.parametrize(("lengths", "rows"), [([40], 1), ([40, 7, 90], 4)])
 def test_the_driver_is_told_the_launch(told, lengths, rows):
     shape = SHAPES["Qwen3-0.6B"]
@@ -235,18 +254,10 @@ EMULATED = [
 
 
 @pytest.mark.parametrize(("shape", "lengths"), EMULATED, ids=str)
-def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, close, monkeypatch, shape, lengths):
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
+def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape, lengths):
     torch.manual_seed(0)
     step = Step(shape, 2, lengths, "cpu", normed=len(lengths) != 2)
-    before = step.cache.clone()
-    x = step.run(kernel=megakernel_reference)
-    new = step.take_new()
-    got = step.run()
-    close(got, x)
-    close(step.take_new(), new)
-    assert torch.equal(step.cache.view(torch.int16), before.view(torch.int16)), "nothing else is written"
+    got = agrees(step)
     emulated.seed = 2
     assert torch.equal(step.run(), got), "in whatever order, with the words of the launch before"
 
@@ -294,19 +305,11 @@ def test_it_runs_on_this_gpu(gpu, model):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", SHAPES)
-def test_it_computes_what_the_layers_do(gpu, close, monkeypatch, model):
-    empty_like = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args: empty_like(*args).fill_(float("nan")))
+def test_it_computes_what_the_layers_do(gpu, agrees, model):
     some = [lengths for lengths in SEVERAL if len(lengths) <= max(ROWS[model])]
     for lengths in [[length] for length in LENGTHS[:: 1 if model in ("Qwen3-0.6B", "Llama-3.2-1B") else 4]] + some:
         step = Step(SHAPES[model], 2, lengths, gpu, normed=model.startswith("Qwen"))
-        before = step.cache.clone()
-        x = step.run(kernel=megakernel_reference)
-        new = step.take_new()
-        got = step.run()
-        close(got, x)
-        close(step.take_new(), new)
-        assert torch.equal(step.cache.view(torch.int16), before.view(torch.int16)), "nothing else is written"
+        got = agrees(step)
         for _ in range(5):
             assert torch.equal(step.run(), got)
 
