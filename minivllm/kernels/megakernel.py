@@ -8,10 +8,10 @@ model, and the next product's first in registers), and programs hand each other 
 beside the data, as NCCL's low-latency protocol does: no barrier of the grid, no fence. A layer's critical path is five
 such ways through L2, of about a µs each, and the arithmetic between.
 
-Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 28 KB a
-layer and row of Qwen3-0.6B and 8 KB of each part of attention, so that beyond eight rows nothing is gained. The kernel
-is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one stream. Idea:
-Hazy Research's megakernel for Llama-1B (2025).
+Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
+layer and row of Qwen3-0.6B and 8 KB of each part of attention: more than eight rows would gain little (computed). The
+kernel is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one
+stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
 """
 
 import ctypes

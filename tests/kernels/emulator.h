@@ -79,6 +79,9 @@ inline void yield(const char* waits) {
   now->waits = waits;
   swapcontext(&now->context, &scheduler);
 }
+inline void come_late() {  // with what others see, so that it comes in any order
+  while (random() % 2) yield("its turn");
+}
 inline std::string name_of(const Thread& its) {
   return "program " + std::to_string(its.block.x) + ", warp " + std::to_string(its.thread.x / 32);
 }
@@ -119,6 +122,11 @@ inline unsigned char* shared(unsigned at, size_t size) {
 }
 template <class T> T& fixed(int which) {  // of a program's variables in shared memory
   return *(T*)(program().shared + DYNAMIC + which * FIXED);
+}
+// A copy to this program's shared memory, for ``land`` some time later.
+inline void send(unsigned to, unsigned bar, std::vector<unsigned char> bytes) {
+  if (to % 16 || to + bytes.size() > SHARED) fail("a copy to where shared memory is not, or not aligned");
+  copies.push_back({(int)now->block.x, to, bar, std::move(bytes)});
 }
 inline void land(size_t which) {
   Copy copy = std::move(copies[which]);
@@ -229,9 +237,8 @@ inline void mbarrier_test_wait(unsigned& done, unsigned bar, unsigned parity) {
 }
 inline void clock(unsigned& now) { now = emulated::progress; }
 inline void cp_async_bulk(unsigned to, const void* from, int size, unsigned bar, unsigned long long = 0) {
-  shared(to, 16);
   auto* bytes = (const unsigned char*)from;
-  emulated::copies.push_back({(int)blockIdx.x, to, bar, {bytes, bytes + size}});
+  emulated::send(to, bar, {bytes, bytes + size});
 }
 struct Pages { const unsigned char* pointer; long long size, width, columns; };  // what stands in a TensorMap here
 inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int column, int page) {
@@ -244,7 +251,7 @@ inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, 
       for (int unit = 0; unit < 8; unit++)
         memcpy(&bytes[(c * its.size + line) * 128 + (unit ^ (line & 7)) * 16],
                its.pointer + ((page * its.size + line) * its.width + (column + c) * 64 + unit * 8) * 2, 16);
-  emulated::copies.push_back({(int)blockIdx.x, to, bar, bytes});
+  emulated::send(to, bar, std::move(bytes));
 }
 inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int page) {
   cp_async_bulk_tensor_4d(to, map, bar, zero, 0, page);
@@ -259,7 +266,7 @@ template <class... T> void nothing(T&...) {}  // a value that the compiler is no
 [[noreturn]] inline void unknown(const char* code) { emulated::fail(std::string("not emulated: ") + code); }
 inline void bar_sync(int threads) { emulated::meet(1, threads); }
 inline void st_relaxed(unsigned long long* to, unsigned long long x) {
-  while (emulated::random() % 2) emulated::yield("its turn");  // in whatever order
+  emulated::come_late();
   *to = x, emulated::progress++;
 }
 inline void ld_relaxed(unsigned long long& x, const unsigned long long* from) {
@@ -272,7 +279,7 @@ inline void ld_relaxed(unsigned long long& x, unsigned long long& y, const unsig
   emulated::yield("two words");
 }
 inline void st_relaxed(float4* to, float x, float y, float z, float w) {
-  while (emulated::random() % 2) emulated::yield("its turn");
+  emulated::come_late();
   *to = {x, y, z, w}, emulated::progress++;
 }
 inline void ld_relaxed(float& x, float& y, float& z, float& w, const float4* from) {
