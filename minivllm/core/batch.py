@@ -87,7 +87,7 @@ class AttentionBatch:
     graph_size: int = 0  # captured: rows of a decode batch, or tokens of one with prompts, padded; 0: eager
     graph_whole: bool = False  # captured: for steps of ``whole_prompts`` only
     # (r,) int64, device: the row of each sequence's last query token, where no other's hidden state is asked for;
-    # None: every token's is. r is n; captured it is a constant, and padding behind the last sequence.
+    # None: every token's is. Behind the last sequence there may be padding; captured, r is a constant.
     last_tokens: torch.Tensor | None = None
 
     @property

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import AttentionBackend, Model, Sampler, StepHandle
     from minivllm.core.prompt_graphs import PromptGraphs
 
+_FEW_ROWS = 9  # of a last layer: fewer would need kernels of their own, which no step of decodes may need
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
@@ -155,13 +156,16 @@ class ModelRunner:
         row = np.repeat(np.arange(len(slots)), new)
         position = np.arange(start[-1], dtype=np.int32) + (batch.num_computed - start[:-1])[row]
         block = self.host_tables[slots[row], position // self.block_size]
-        sampled = np.nonzero(batch.samples)[0]
+        sampled, last = np.nonzero(batch.samples)[0], start[1:] - 1
+        picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
+        if picks and len(last) < _FEW_ROWS:
+            last = np.pad(last, (0, _FEW_ROWS - len(last)))  # with tokens that nobody asks for
         (
             slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_, next_position_,
             block_slots, block_indices, block_ids, admitted, params, known,
         ) = self.staging.send(
             slots, seq_lens, start, position, block * self.block_size + position % self.block_size, batch.token_ids,
-            start[1:] - 1, sampled, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
+            last, sampled, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
             batch.block_ids, batch.admitted_slots, batch.admitted_params, batch.known_ids,
         )  # fmt: skip
         if len(block_slots):
@@ -174,18 +178,19 @@ class ModelRunner:
             self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
         slots64 = slots_.long()
         input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
-        positions, mapping, last = position_.long(), mapping_.long(), last_.long()
+        positions, mapping, last_tokens = position_.long(), mapping_.long(), last_.long()
         graphs = self.prompt_graphs
         if graphs is not None and (size := graphs.size_for(batch)):
             hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
         else:
-            plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last)
+            plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last_tokens if picks else None)
             hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()
         if not len(sampled):
             return self.land(len(slots), sampled, torch.empty(0, dtype=torch.int64, device=self.device), None)
-        if len(hidden) > len(slots):  # all tokens': a step too small to pick from, or a model that does not
-            hidden = hidden[last]
+        if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
+            hidden = hidden[last_tokens]
+        hidden = hidden[: len(slots)]
         if len(sampled) < len(slots):
             hidden = hidden[sampled_.long()]
         sample_slots = sample_slots_.long()
@@ -195,7 +200,7 @@ class ModelRunner:
 
     def _plan(
         self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        slot_mapping: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor,
+        slot_mapping: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor | None,
     ) -> AttentionBatch:  # fmt: skip
         width = -(-int(host_seq_lens.max()) // self.block_size)
         return AttentionBatch(
@@ -207,7 +212,7 @@ class ModelRunner:
             host_query_lens=batch.num_new,
             host_seq_lens=host_seq_lens,
             host_block_tables=self.host_tables[batch.slots, :width],
-            last_tokens=last_tokens if batch.num_tokens > len(slots) else None,
+            last_tokens=last_tokens,
         )
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:

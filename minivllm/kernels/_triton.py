@@ -6,7 +6,8 @@ Kernel files must not use ``from __future__ import annotations``: Triton reads `
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from os import cpu_count
 from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ class _Compilations(Executor):
         return future
 
     def run(self) -> None:
-        """All, side by side."""
+        """All, side by side, in the order in which they came."""
         import torch
 
         threads = min(len(self._jobs), cpu_count() or 1, _MOST_THREADS)
@@ -129,7 +130,22 @@ def _fulfil(future: Future[Any], compile_: Callable[[], Any]) -> None:
 
 def _kind(value: Any) -> Any:
     """What two arguments have in common for which one compiled kernel does; it may tell more apart than Triton does."""
-    return (value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else (type(value), value)
+    return _Place(value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else (type(value), value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor where a kernel is only compiled: what Triton asks it for, and no memory."""
+
+    dtype: Any
+    start: int  # in bytes, but for multiples of 16
+
+    def data_ptr(self) -> int:
+        return self.start
+
+
+def _place(value: Any) -> Any:
+    return _kind(value) if hasattr(value, "data_ptr") else value
 
 
 _turn = Lock()
@@ -153,12 +169,11 @@ def compile_only() -> Iterator[None]:
     if not HAVE_TRITON or mode is None or triton.knobs.runtime.interpret:
         yield
         return
-    while _openings:
-        _openings.pop().join()
     function = triton.runtime.JITFunction
     seen: set[Any] = set()  # a step launches a kernel in every layer
+    found: list[tuple[int, Callable[[], Any]]] = []  # behind the length of its source
 
-    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def kept(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not compiling():  # another engine's thread
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         with suppress(TypeError):  # an argument that has no hash
@@ -166,19 +181,25 @@ def compile_only() -> Iterator[None]:
             if kind in seen:
                 return None
             seen.add(kind)
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+        options = {name: _place(value) for name, value in kwargs.items()}
+        found.append((len(self.src), partial(run, self, *map(_place, args), grid=grid, warmup=True, **options)))
+        return None
 
     global _compiling
     compilations = _Compilations()
     with _turn:
         run = function.run
-        function.run, _compiling = compiled, get_ident()
+        function.run, _compiling = kept, get_ident()
         try:
-            with mode(compilations, ignore_errors=True):
-                try:
-                    yield
-                    compilations.run()
-                finally:
-                    compilations.give_up()  # of those not done, for which ``mode`` would wait for ever
+            yield
         finally:
             function.run, _compiling = run, None
+        while _openings:
+            _openings.pop().join()
+        with mode(compilations, ignore_errors=True):
+            try:
+                for _, compile_ in sorted(found, key=lambda one: -one[0]):  # what takes longest comes first
+                    compile_()
+                compilations.run()
+            finally:
+                compilations.give_up()  # of those not done, for which ``mode`` would wait for ever

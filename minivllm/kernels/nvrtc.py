@@ -173,11 +173,16 @@ def _launch_config(shape: LaunchShape, stream: int) -> Any:
     return config
 
 
+def _stream() -> int:
+    """Torch's current one. Asked without a device, torch asks the driver how many there are: 30 µs a launch."""
+    return torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
+
+
 def clusters_at_once(function: Any, shape: LaunchShape) -> int:
     """How many clusters of a kernel the current device runs beside each other."""
     from cuda.bindings import driver
 
-    config = _launch_config(shape, torch.cuda.current_stream().cuda_stream)
+    config = _launch_config(shape, _stream())
     return int(_checked(driver.cuOccupancyMaxActiveClusters(function, config)))
 
 
@@ -194,5 +199,5 @@ def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(arguments))(*arguments)
-    config = _launch_config(shape, torch.cuda.current_stream().cuda_stream)
+    config = _launch_config(shape, _stream())
     _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))

@@ -140,7 +140,8 @@ def told(monkeypatch):
         launches.seen.append((config, kernel, [*at[:maps], *(getattr(value, "value", value) for value in values)]))
         return (0,)
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=72 + device))
     for module in (hopper, chain_linear, megakernel, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
     for kind in ("tensor_map", "page_map"):

@@ -3,7 +3,10 @@ Triton's launching; its compilation ahead is the real one."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +26,11 @@ class Kernel:
 
     log: list[str]
 
-    def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.fails, self.ready = name, fails, dict[Any, Any]()
+    def __init__(self, name: str, fails: bool = False, src: str = "") -> None:
+        self.name, self.fails, self.src, self.ready = name, fails, src, dict[Any, Any]()
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        key = (self.name, *(str(a.dtype) if isinstance(a, torch.Tensor) else repr(a) for a in args))
+        key = (self.name, *(str(a.dtype) if hasattr(a, "data_ptr") else repr(a) for a in args))
         if not warmup:
             self.log.append(f"launch {self.name}")
             return None
@@ -89,7 +92,8 @@ def test_kernels_are_compiled_and_loaded_once_a_kind_when_all_are_known(log: lis
             launch(b, half, 1)
         launch(a, single, 1)
         launch(a, single, True)  # equal to 1, and another kind
-        assert log == ["found a", "found b", "found a", "found a"]
+        assert not log
+    assert log[:4] == ["found a", "found b", "found a", "found a"]
     expected = [line for name in "aaab" for line in (f"compile {name}", f"load {name} for device 3")]
     assert sorted(log[4:]) == sorted(expected)
     assert len(a.ready) == 3 and len(b.ready) == 1
@@ -126,7 +130,44 @@ def test_an_error_within_is_raised_and_nothing_is_compiled(log: list[str]) -> No
     with pytest.raises(ZeroDivisionError), compile_only():
         launch(Kernel("a"), 1)
         raise ZeroDivisionError
-    assert log == ["found a"]
+    assert not log
+
+
+def test_the_longest_source_comes_first(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_triton, "_MOST_THREADS", 1)
+    with compile_only():
+        for name, length in (("a", 3), ("b", 9), ("c", 5), ("d", 9)):
+            launch(Kernel(name, src=length * "x"), 1)
+    assert [line for line in log if line.startswith("compile")] == [f"compile {name}" for name in "bdca"]
+
+
+def test_only_what_it_compiles_waits_for_a_device_that_is_being_opened(log: list[str]) -> None:
+    opened = threading.Event()
+    _triton._openings.append(threading.Thread(target=lambda: opened.wait(60) and log.append("opened")))
+    _triton._openings[-1].start()
+    with compile_only():
+        launch(Kernel("a"), 1)
+        opened.set()
+    assert log == ["opened", "found a", "compile a", "load a for device 3"] and not _triton._openings
+
+
+def test_what_is_kept_of_a_tensor_until_then_is_not_its_memory(log: list[str]) -> None:
+    x = torch.zeros(64, dtype=torch.float16)
+    kept = weakref.ref(x)
+    with compile_only():
+        launch(Kernel("a"), x)
+        del x
+        assert kept() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.int32, torch.int16])
+def test_what_stands_for_a_tensor_is_the_same_to_triton(dtype: torch.dtype) -> None:
+    tell = pytest.importorskip("triton._C.libtriton").native_specialize_impl
+    backend = importlib.import_module("triton.backends.nvidia.compiler").CUDABackend
+    for start in (0, 8):
+        x = torch.zeros(64, dtype=torch.uint8)[start : start + 32].view(dtype)
+        for options in itertools.product((False, True), repeat=3):
+            assert tell(backend, x, *options) == tell(backend, _triton._place(x), *options)
 
 
 def test_other_threads_launch_meanwhile(log: list[str]) -> None:

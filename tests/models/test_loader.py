@@ -21,6 +21,7 @@ from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
+from minivllm.models.checkpoint import download
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import build_model, fetch, iterate_safetensors, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -107,6 +108,17 @@ def test_a_repository_out_of_reach_names_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match=rf"cannot fetch {repo}.*`hf download {repo}.*load_format=dummy"):
         fetch(ModelOptions(name="x", repo=repo))
+
+
+def test_what_is_not_cached_is_known_without_the_hubs_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: asked.append(repo) or tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot fetch nobody/nothing: it is not in the local cache"):
+        download("nobody/nothing", offline=True)
+    assert not asked
+    (tmp_path / "models--nobody--nothing").mkdir()
+    assert download("nobody/nothing", offline=True) == tmp_path and asked == ["nobody/nothing"]
 
 
 # --------------------------------------------------------------------------- its files
