@@ -62,6 +62,41 @@ def _least_kernel(logits, order, best, VOCAB: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.jit
+def _add_group_kernel(
+    logits, order, which, groups, t1, t2, t3, low, high, above, scale, sum1, sum2, sum3, lowest, highest,
+    COUNT: tl.constexpr, VOCAB: tl.constexpr, APPROX: tl.constexpr,
+):  # fmt: skip
+    """The ``which``-th group's tokens from each of three values on, or their weight, and what lies between the bounds.
+    A function, since Triton reads the text of a loop that it unrolls again for each time."""
+    _, score = _load_group_kernel(logits, order, which, groups, VOCAB)
+    above1 = (score >= t1).to(tl.float32)
+    above2 = (score >= t2).to(tl.float32)
+    above3 = (score >= t3).to(tl.float32)
+    if COUNT:
+        sum1, sum2, sum3 = sum1 + above1, sum2 + above2, sum3 + above3
+    else:
+        weight = exp2_kernel((score - high) * scale, APPROX)
+        sum1 = tl.fma(weight, above1, sum1)
+        sum2 = tl.fma(weight, above2, sum2)
+        sum3 = tl.fma(weight, above3, sum3)
+    lowest = tl.minimum(lowest, tl.where(score >= low, score, _INF))
+    highest = tl.maximum(highest, tl.where(score < above, score, -_INF))
+    return sum1, sum2, sum3, lowest, highest
+
+
+@triton.jit
+def _draw_group_kernel(
+    logits, order, which, groups, bound, scale, key, key2, top, at, VOCAB: tl.constexpr, APPROX: tl.constexpr
+):
+    """The better of what was best in each place of the groups before and the ``which``-th one's tokens."""
+    start, score = _load_group_kernel(logits, order, which, groups, VOCAB)
+    token = start + tl.arange(0, _G)
+    score = tl.where(score >= bound, score * scale + noise_kernel(token, key, key2, APPROX), -_INF)
+    better = (score > top) | ((score == top) & (token < at))
+    return tl.where(better, score, top), tl.where(better, token, at)
+
+
+@triton.jit
 def _search_kernel(
     logits, order, best, floor, low, high, goal, scale, COUNT: tl.constexpr, VOCAB: tl.constexpr, GROUPS: tl.constexpr,
     AT_ONCE: tl.constexpr, APPROX: tl.constexpr,
@@ -89,19 +124,10 @@ def _search_kernel(
         groups = _count_kernel(best, floor, GROUPS)
         for first in range(0, groups, AT_ONCE):
             for i in tl.static_range(AT_ONCE):
-                _, score = _load_group_kernel(logits, order, first + i, groups, VOCAB)
-                above1 = (score >= t1).to(tl.float32)
-                above2 = (score >= t2).to(tl.float32)
-                above3 = (score >= t3).to(tl.float32)
-                if COUNT:
-                    sum1, sum2, sum3 = sum1 + above1, sum2 + above2, sum3 + above3
-                else:
-                    weight = exp2_kernel((score - high) * scale, APPROX)
-                    sum1 = tl.fma(weight, above1, sum1)
-                    sum2 = tl.fma(weight, above2, sum2)
-                    sum3 = tl.fma(weight, above3, sum3)
-                lowest = tl.minimum(lowest, tl.where(score >= low, score, _INF))
-                highest = tl.maximum(highest, tl.where(score < above, score, -_INF))
+                sum1, sum2, sum3, lowest, highest = _add_group_kernel(
+                    logits, order, first + i, groups, t1, t2, t3, low, high, above, scale,
+                    sum1, sum2, sum3, lowest, highest, COUNT, VOCAB, APPROX
+                )  # fmt: skip
         at1, at2, at3 = tl.sum(sum1, 0), tl.sum(sum2, 0), tl.sum(sum3, 0)
         enough1 = at1 >= goal
         if not COUNT:
@@ -174,11 +200,9 @@ def _filter_kernel(
             groups = _count_kernel(best, bound, GROUPS)
             for first in range(0, groups, AT_ONCE):
                 for i in tl.static_range(AT_ONCE):
-                    start, score = _load_group_kernel(logits, order, first + i, groups, VOCAB)
-                    token = start + tl.arange(0, _G)
-                    score = tl.where(score >= bound, score * scale + noise_kernel(token, key, key2, APPROX), -_INF)
-                    better = (score > top) | ((score == top) & (token < at))
-                    top, at = tl.where(better, score, top), tl.where(better, token, at)
+                    top, at = _draw_group_kernel(
+                        logits, order, first + i, groups, bound, scale, key, key2, top, at, VOCAB, APPROX
+                    )
             drawn = tl.min(tl.where(top == tl.max(top, 0), at, VOCAB - 1), 0)
     tl.store(bounds + row, bound)
     tl.store(out + row, drawn.to(tl.int64))
