@@ -1,16 +1,18 @@
 // The products of megakernel.cu: asking for weights, taking in what the others made, multiplying.
 
-// Asks for LINES lines of a weight, eight at a time; of gate and up a program has half of each.
-template <int LINES, int K, bool GATED>
+// Asks for LINES lines of a weight, eight at a time, of one piece of k after another; of gate and up a program has half
+// of each.
+template <int LINES, int K, bool GATED, int PIECES_ = 1>
 __device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int lane, u64 policy) {
-  constexpr int OWN = GATED ? LINES / 2 : LINES;
+  constexpr int OWN = GATED ? LINES / 2 : LINES, EIGHTS = (LINES + 7) / 8;
 #pragma unroll 1
-  for (int first = 0; first < LINES; first += 8) {
+  for (int unit = 0; unit < PIECES_ * EIGHTS; unit++) {
+    const int first = unit % EIGHTS * 8, begin = unit / EIGHTS * (K / PIECES_);
     const int i = first + lane, some = min(LINES - first, 8);
     const int line = blockIdx.x * OWN + (GATED && i >= OWN ? INNER - OWN + i : i);
     const u16* from = weight + (u64)line * K;
 #pragma unroll 1
-    for (int k = 0; k < K; k += CHUNK, ring.next()) {
+    for (int k = begin; k < begin + K / PIECES_; k += CHUNK, ring.next()) {
       const u32 bar = make_room(ring, some * CHUNK * 2, lane);
       if (lane < some)
         asm volatile(
@@ -75,9 +77,10 @@ template <class C> struct Batch {
       }
   }
 };
-// A product's sums, a part of each warp's, of x that is there. batch: the first.
+// A product's sums, a part of each warp's, of x that is there, added to what is there of other pieces. batch: the first.
 template <class C>
-__device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing) {
+__device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing,
+                                               bool adds = false) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 x_at = shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * (CHUNK / WARPS) * 2 +
                    lane % 4 * 16 + lane / 4 % 2 * 8;
@@ -97,7 +100,10 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
         float sum = sums[i][t][0] + sums[i][t][3];
         if (X_TILES == 1) sum += sums[i][1][0] + sums[i][1][3];
         const int row = 4 * t + lane % 4, first = 8 * (set * C::MANY + i);
-        if (row < ROWS && C::has(set, 0, i, 0)) memory.sums[first + lane / 4][row][warp] = sum;
+        if (row < ROWS && C::has(set, 0, i, 0)) {
+          float& all = memory.sums[first + lane / 4][row][warp];
+          all = adds ? all + sum : sum;
+        }
       }
   }
 }
@@ -111,16 +117,19 @@ __device__ __forceinline__ float sum_of(const Memory& memory, int line, int row)
   return (a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w));
 }
 
-// Puts a product's input where it is read: WORDS pairs of each row, which other programs leave. Returns the squares of
-// this thread's, which are of one row.
-template <int WORDS, bool SQUARED> __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag) {
+// Puts a product's input where it is read: WORDS pairs of each row of so many, which other programs leave. Returns the
+// squares of this thread's, which are of one row.
+template <int WORDS, bool SQUARED, int OF_ROW = WORDS>
+__device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag) {
   constexpr int TWOS = WORDS / 2, TIMES = (TWOS + TEAM - 1) / TEAM, ROUNDS = (TIMES + 7) / 8;
   constexpr int EACH = (TIMES + ROUNDS - 1) / ROUNDS;
   const int first = threadIdx.x % TEAM;
-  words += threadIdx.x / TEAM * WORDS;
+  words += threadIdx.x / TEAM * OF_ROW;
   float square = 0.f;
   u32 looks = 0;
-  if (TIMES > 1)  // one word a warp first: all programs looking at all words, again and again, fill L2's time
+  // One word a warp first: all programs looking at all words, again and again, fill L2's time. Not of few words, and
+  // rather of what many lines make.
+  if (TIMES > (SQUARED ? 4 : 1))
     while (!has(look(words + 2 * (first & ~31)), flag)) be_patient(looks);
 #pragma unroll 1
   for (int start = 0; start < TIMES; start += EACH) {

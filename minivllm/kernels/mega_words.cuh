@@ -6,7 +6,8 @@ constexpr int TEAM = THREADS / ROWS;            // those of them that take in on
 constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
 constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
 constexpr int MOST_LINES = GATE_LINES > QKV_LINES ? GATE_LINES : QKV_LINES;
-constexpr int MOST_K = INNER > WIDTH ? INNER > HIDDEN ? INNER : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
+constexpr int PIECE = INNER / PIECES;  // of down's input, which may not fit in shared memory whole
+constexpr int MOST_K = PIECE > WIDTH ? PIECE > HIDDEN ? PIECE : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
 constexpr int X_BYTES = 2 * MOST_K + (ROWS > 1 ? 64 : 0);  // of a row in shared memory: rows in different banks
 constexpr int X_TILES = (ROWS + 3) / 4;            // of the tensor cores: eight columns, of which a row takes two
 constexpr int SUMS_OF = X_TILES > 2 ? X_TILES : 2;  // of eight lines: each tile's, or even and odd k's of one
@@ -18,6 +19,7 @@ constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
 static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
+static_assert(INNER % PIECES == 0 && PIECE % CHUNK == 0, "megakernel.py");
 static_assert(STAGES >= AT_ONCE && (ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8), "megakernel.py");
 // Words: of a row's projection, which stand in front; in each copy of what all read, where parts of attention, their
 // sums, and rows of the others begin.

@@ -53,7 +53,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
       if (share.row >= 0) load_pages(maps + 2 * l, table, share, ring, lane);
       load_weights<ADD_LINES, WIDTH, false>(its.o, ring, lane, policy);
       load_weights<GATE_LINES, HIDDEN, true>(its.gate_up, ring, lane, policy);
-      load_weights<ADD_LINES, INNER, false>(its.down, ring, lane, policy);
+      load_weights<ADD_LINES, INNER, false, PIECES>(its.down, ring, lane, policy);
     }
     return;
   }
@@ -116,10 +116,15 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
       leave_pair(copies + ACTIVATED + row * INNER_WORDS + program * OUTPUTS / 2, line, out, row < ROWS, flag);
     }
 
-    Batch<Cut<ADD_LINES, INNER>> down;
-    down.read(ring, 0, 0, nothing);
-    take<INNER_WORDS, false>(memory, its_copy + ACTIVATED, flag);
-    multiply_lines(memory, ring, down, nothing);
+    Batch<Cut<ADD_LINES, PIECE>> down;
+    const u64* activated = its_copy + ACTIVATED;
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; piece++, activated += PIECE / 2) {
+      down.read(ring, 0, 0, nothing);
+      if (piece) meet();  // all have multiplied by the one before
+      take<PIECE / 2, false, INNER_WORDS>(memory, activated, flag);
+      multiply_lines(memory, ring, down, nothing, piece);
+    }
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
       own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;

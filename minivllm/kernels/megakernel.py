@@ -32,6 +32,7 @@ _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that m
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
 MAX_MEGAKERNEL_ROWS = 8
 _MOST_STAGES, _MANY_ROWS_STAGES = 64, 8  # with 8 rows fewer stages have not been tried in an engine
+_MOST_PIECES = 4  # each is waited for
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
 
 
@@ -63,6 +64,7 @@ class MegakernelConfig:
     stages: int
     stage_bytes: int
     memory_bytes: int  # shared, beside the stages
+    pieces: int  # that down's input is taken in
 
     @property
     def shared_bytes(self) -> int:
@@ -91,18 +93,24 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     if chunk is None:
         return None
     most_lines = -(-max(2 * shape.inner, shape.qkv) // programs // 8) * 8
-    x_bytes = rows * (2 * max(ks) + (64 if rows > 1 else 0))
-    memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
-    memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
-    memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128
-    memory = -(-memory // 1024) * 1024
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
-    stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
-    if stages < 4096 // chunk or (rows > 4 and stages < _MANY_ROWS_STAGES):  # registers take as much at once
+    enough = max(4096 // chunk, _MANY_ROWS_STAGES if rows > 4 else 0)  # registers take as much as the first at once
+    for pieces in range(1, _MOST_PIECES + 1):
+        if shape.inner % (pieces * chunk):
+            continue
+        x_bytes = rows * (2 * max(shape.hidden, shape.width, shape.inner // pieces) + (64 if rows > 1 else 0))
+        memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
+        memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
+        memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128
+        memory = -(-memory // 1024) * 1024
+        stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
+        if stages >= enough:
+            break
+    else:
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
-    return MegakernelConfig(rows, programs, splits, chunk, stages, stage_bytes, memory)
+    return MegakernelConfig(rows, programs, splits, chunk, stages, stage_bytes, memory, pieces)
 
 
 @cache
@@ -110,7 +118,8 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
     macros = {"ROWS": config.rows, "PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner,
               "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
               "CHUNK": config.chunk, "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
-              "SPLITS": config.splits, "COPIES": _COPIES, "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
+              "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
+              "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
     return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention"))
 
 

@@ -34,7 +34,8 @@ SHAPES = {  # of published models
     "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
     "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
 }
-ROWS = dict.fromkeys(SHAPES, (1, 2, 4)) | {"Qwen3-0.6B": (1, 2, 4, 8), "Qwen3-14B": (1, 2), "Qwen3-32B": (1, 2)}
+ROWS = dict.fromkeys(SHAPES, (1, 2, 4, 8)) | dict.fromkeys(["Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B"], (1, 2, 4))
+ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2))
 
 
 # --------------------------------------------------------------------------- how they are cut
@@ -51,7 +52,8 @@ def check(shape, rows, sms):
         assert lines % (2 * config.programs) == 0, "as many lines each, and pairs of them"
     assert config.rows * shape.hidden // config.programs <= 256, "a thread each"
     assert shape.width % (4 * 256 // config.rows) == 0, "threads that take a row take as much each"
-    assert not any(k % config.chunk for k in (shape.hidden, shape.width, shape.inner))
+    assert not any(k % config.chunk for k in (shape.hidden, shape.width))
+    assert shape.inner % (config.pieces * config.chunk) == 0 and 1 <= config.pieces <= 4
     assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
     assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
     assert config.stage_bytes >= max(8 * (2 * config.chunk + 64), 4 * 16 * shape.head_dim)
@@ -79,6 +81,7 @@ def test_what_is_cut_fits_the_chip(shape, rows, sms):
 def test_published_models_are_cut(model):
     for rows in ROWS[model]:
         assert check(SHAPES[model], rows, 132) and megakernel_config(SHAPES[model], rows).programs == 128
+        assert rows == 8 or megakernel_config(SHAPES[model], rows).pieces == 1, "what is taken whole is not waited for"
     assert megakernel_config(SHAPES[model], 9) is None
 
 
@@ -260,6 +263,29 @@ def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape
     got = agrees(step)
     emulated.seed = 2
     assert torch.equal(step.run(), got), "in whatever order, with the words of the launch before"
+
+
+@pytest.fixture
+def in_pieces(emulated, monkeypatch):
+    """A shape whose down takes its input, of eight rows, in four pieces."""
+    monkeypatch.setattr(mega, "_MANY_ROWS_STAGES", 16)
+    megakernel_config.cache_clear()
+    shape = DecoderShape(512, 2048, 8, 2, 64)
+    assert megakernel_config(shape, 8, 16).pieces == 4
+    yield shape
+    megakernel_config.cache_clear()
+
+
+def test_what_does_not_fit_whole_is_taken_in_pieces(emulated, in_pieces, agrees, close):
+    torch.manual_seed(0)
+    step = Step(in_pieces, 2, [300, 17, 100, 128, 1], "cpu")
+    got = agrees(step)
+    emulated.seed = 2
+    assert torch.equal(step.run(), got)
+    emulated.changes = (("all = adds ? all + sum : sum;", "all = sum;"),)
+    step.take_new()
+    with pytest.raises(AssertionError, match="error|element"):
+        close(step.run(), got)
 
 
 MISTAKES = {
