@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import AttentionBackend, Model, Sampler, StepHandle
     from minivllm.core.prompt_graphs import PromptGraphs
 
-_FEW_ROWS = 9  # of a last layer: fewer would need kernels of their own, which no step of decodes may need
+_FEW_ROWS = 9  # at least, of a last layer: kernels for fewer would be compiled at the start, and decodes may need none
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
