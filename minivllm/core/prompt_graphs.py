@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, bool]  # a graph's tokens, and whether its prompts all start in the step
 _SMALLEST = 32
-_MIDDLING = 256  # tokens: projections of fewer may rotate what they make, as those of large steps do
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
 _FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
 _FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
@@ -120,10 +119,11 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def launch_all_kinds(self) -> None:
-        """The smallest step, one of middling size and all large ones, which between them take every kernel, for
-        ``compile_only``."""
+        """The smallest step, the largest of those that are not large, and all large ones, which between them take every
+        kernel, for ``compile_only``."""
+        small = [size for size in self.sizes if size < _LARGE]
         for key in self._plans:
-            if key[0] in (self.sizes[0], _MIDDLING) or key[0] >= _LARGE:
+            if key[0] in (*small[:1], *small[-1:]) or key[0] >= _LARGE:
                 self._rehearse(*key)
                 with rehearsal():
                     self._forward(key[0])

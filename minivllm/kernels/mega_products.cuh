@@ -127,8 +127,8 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
   words += threadIdx.x / TEAM * OF_ROW;
   float square = 0.f;
   u32 looks = 0;
-  // One word a warp first: all programs looking at all words, again and again, fill L2's time. Not of few words, and
-  // rather of what many lines make.
+  // One word a warp first: all programs looking at all words, again and again, fill L2's time. Of a short stream of x a
+  // second look costs more than that.
   if (TIMES > (SQUARED ? 4 : 1))
     while (!has(look(words + 2 * (first & ~31)), flag)) be_patient(looks);
 #pragma unroll 1

@@ -204,13 +204,13 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
 @pytest.mark.parametrize(
     ("weights", "most", "launched"),
     [
-        (10**9, 8192, [(32, False), (256, False), (1024, False), (2048, False), (8192, False), (8192, True)]),
-        (10**9, 512, [(32, False), (256, False)]),
+        (10**9, 8192, [(32, False), (512, False), (1024, False), (2048, False), (8192, False), (8192, True)]),
+        (10**9, 512, [(32, False), (512, False)]),
         (10**9, 31, []),
         (10**11, 60, [(60, False), (60, True)]),  # too large a model for more than a full step
     ],
 )
-def test_ahead_the_smallest_step_is_run_one_of_middling_size_and_all_large_ones(
+def test_ahead_the_smallest_step_is_run_the_largest_but_large_ones_and_all_large_ones(
     weights: int, most: int, launched: list[tuple[int, bool]]
 ) -> None:
     said: list[tuple[int, bool]] = []

@@ -284,7 +284,7 @@ def test_what_does_not_fit_whole_is_taken_in_pieces(emulated, in_pieces, agrees,
     assert torch.equal(step.run(), got)
     emulated.changes = (("all = adds ? all + sum : sum;", "all = sum;"),)
     step.take_new()
-    with pytest.raises(AssertionError, match="error|element"):
+    with pytest.raises(AssertionError, match=r"error|element"):
         close(step.run(), got)
 
 
