@@ -15,13 +15,16 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult, overrides_both
+from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, Sampler, StepHandle
     from minivllm.core.prompt_graphs import PromptGraphs
 
-_FEW_ROWS = 9  # at least, of a last layer: kernels for fewer would be compiled at the start, and decodes may need none
+# Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
+# through all layers in one kernel.
+_FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 

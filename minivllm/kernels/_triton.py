@@ -128,11 +128,6 @@ def _fulfil(future: Future[Any], compile_: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def _kind(value: Any) -> Any:
-    """What two arguments have in common for which one compiled kernel does; it may tell more apart than Triton does."""
-    return _Place(value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else (type(value), value)
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Stands for a tensor where a kernel is only compiled: what Triton asks it for, and no memory."""
@@ -145,7 +140,7 @@ class _Place:
 
 
 def _place(value: Any) -> Any:
-    return _kind(value) if hasattr(value, "data_ptr") else value
+    return _Place(value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else value
 
 
 _turn = Lock()
@@ -176,13 +171,14 @@ def compile_only() -> Iterator[None]:
     def kept(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not compiling():  # another engine's thread
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+        args, kwargs = tuple(map(_place, args)), {name: _place(value) for name, value in kwargs.items()}
         with suppress(TypeError):  # an argument that has no hash
-            kind = (id(self), *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
+            # For equal ones one compiled kernel does; it may tell more apart than Triton does.
+            kind = (id(self), *((type(value), value) for value in args), *((n, type(v), v) for n, v in kwargs.items()))
             if kind in seen:
                 return None
             seen.add(kind)
-        options = {name: _place(value) for name, value in kwargs.items()}
-        found.append((len(self.src), partial(run, self, *map(_place, args), grid=grid, warmup=True, **options)))
+        found.append((len(self.src), partial(run, self, *args, grid=grid, warmup=True, **kwargs)))
         return None
 
     global _compiling

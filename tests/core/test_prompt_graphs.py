@@ -210,9 +210,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
         (10**11, 60, [(60, False), (60, True)]),  # too large a model for more than a full step
     ],
 )
-def test_ahead_the_smallest_step_is_run_the_largest_but_large_ones_and_all_large_ones(
-    weights: int, most: int, launched: list[tuple[int, bool]]
-) -> None:
+def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, launched: list[tuple[int, bool]]) -> None:
     said: list[tuple[int, bool]] = []
     attention = SimpleNamespace(batch=None, plan=lambda plan: None)
 
