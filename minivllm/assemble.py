@@ -36,6 +36,10 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
     executor_name = config.executor.name
     if executor_name == "auto":
         executor_name = "single" if config.tp == 1 else "multiproc"
+    if executor_name == "single" and config.device != "cpu":  # other executors' ranks open their own
+        from minivllm.kernels._triton import open_device
+
+        open_device(0)  # while torch is imported
     executor_class = registry.resolve("executor", executor_name)
     sampler_class = registry.resolve("sampler", config.sampler.name)
     scheduler_class = registry.resolve("scheduler", config.scheduler.name)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -70,8 +72,26 @@ def _into(attend: Callable[..., Any], **usual: Any) -> Callable[..., None]:
     return lambda out, *args, **options: out.copy_(_first(attend(*args, **options, **usual)))
 
 
+def _alone(module: str) -> ModuleType:
+    """A package's module without the rest that the package imports: of sglang-kernel 0.7 s, FlashInfer among it. Where
+    it needs the rest, with that."""
+    package = module.partition(".")[0]
+    found = None if package in (module, *sys.modules) else find_spec(package)
+    if found is None:
+        return import_module(module)
+    sys.modules[package] = module_from_spec(found)  # made, and not run
+    try:
+        return import_module(module)
+    except ImportError:
+        pass
+    finally:  # whoever imports the package next gets all of it
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            del sys.modules[name]
+    return import_module(module)
+
+
 def _fa3(module: str, spec: AttentionSpec) -> Kernels:
-    package, usual = import_module(module), {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
+    package, usual = _alone(module), {"softmax_scale": spec.scale, "causal": True, "window_size": _window(spec)}
     unpacked = "pack_gqa" in inspect.signature(package.flash_attn_varlen_func).parameters and spec.head_dim >= 128
     paged, varlen = (_into(f, **usual) for f in (package.flash_attn_with_kvcache, package.flash_attn_varlen_func))
 

@@ -108,6 +108,10 @@ class RankProcess:
 
 def start_worker(hello: Hello, registry: Registry) -> Worker:
     """Join the other ranks, then load this one's part."""
+    from minivllm.kernels._triton import open_device
+
+    if hello.config.device != "cpu":
+        open_device(hello.device_index)  # while torch is imported
     import torch
 
     from minivllm.executors.group import join, with_exchange, with_peer_memory

@@ -3,6 +3,7 @@
 Kernel files must not use ``from __future__ import annotations``: Triton reads ``tl.constexpr`` from the annotation.
 """
 
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -64,14 +65,21 @@ _openings: list[Thread] = []  # under way, or done and not yet waited for
 @cache
 def open_device(index: int) -> None:
     """Make GPU ``index`` ready in the background: its context, and what Triton's first kernel in a process has to wait
-    for. It hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its driver."""
+    for. It hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its driver.
+
+    Best called before torch is imported, which takes Python longer than all this; without such a GPU it does nothing.
+    """
 
     def work() -> None:
+        _open_context(index)
+        compiles = HAVE_TRITON and not triton.knobs.runtime.interpret
+        if compiles:
+            triton.runtime.cache.triton_key()  # Triton keeps it
         import torch
 
         torch.cuda.set_device(index)
         torch.empty(1, device="cuda")
-        if HAVE_TRITON and not triton.knobs.runtime.interpret:
+        if compiles:
             _load(_nothing_kernel.warmup(1, grid=(1,)))
 
     def quietly() -> None:
@@ -80,6 +88,17 @@ def open_device(index: int) -> None:
 
     _openings.append(Thread(target=quietly, name="minivllm-open-device"))
     _openings[-1].start()
+
+
+def _open_context(index: int) -> None:
+    """The one that torch will use, by the driver alone. Raises OSError or RuntimeError: there is no such GPU."""
+    driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    if (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+    ):
+        raise RuntimeError(f"the driver opens no GPU {index}")
 
 
 def _load(kernel: Any) -> Any:

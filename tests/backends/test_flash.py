@@ -192,3 +192,31 @@ def test_a_model_says_what_transformers_says(
     for _ in range(4):
         assert step(0, 1, 2, 3) == set()
     assert [tokens[:5] for tokens in said] == expected
+
+
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_a_package_is_left_out_unless_its_module_needs_it(
+    needs_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sglang-kernel is: its kernels, not FlashInfer, which the package imports for others."""
+    folder = tmp_path / "some_kernels"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from some_kernels import helper\nEVERYTHING = True\n")
+    (folder / "helper.py").write_text("")
+    needed = "EVERYTHING" if needs_all else "helper"
+    (folder / "attention.py").write_text(f"from some_kernels import {needed}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    module = flash._alone("some_kernels.attention")
+    assert hasattr(module, needed)
+    seen = {name for name in set(sys.modules) - before if name.startswith("some_kernels")}
+    assert ("some_kernels" in seen) == needs_all and (needs_all or not seen)
+
+    import some_kernels.attention  # type: ignore[import-not-found]
+
+    assert some_kernels.EVERYTHING and some_kernels.attention
+    assert flash._alone("some_kernels.attention") is some_kernels.attention  # what is there already is taken
+    for name in set(sys.modules) - before:
+        if name.startswith("some_kernels"):
+            del sys.modules[name]

@@ -151,6 +151,46 @@ def test_only_what_it_compiles_waits_for_a_device_that_is_being_opened(log: list
     assert log == ["opened", "found a", "compile a", "load a for device 3"] and not _triton._openings
 
 
+class Driver:
+    """Of GPUs that there are or are not; writes down what it is asked."""
+
+    def __init__(self, log: list[str], fails: str) -> None:
+        self.log, self.fails = log, fails
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            self.log.append(name)
+            return int(name == self.fails)
+
+        return call
+
+
+CALLS = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+
+
+@pytest.mark.parametrize("fails", ["", *CALLS])
+def test_a_device_is_opened_before_torch_and_without_one_nothing_is_done(
+    fails: str, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_triton.ctypes, "CDLL", lambda name: Driver(log, fails))
+    _triton.triton.runtime.cache = SimpleNamespace(triton_key=lambda: log.append("key"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: log.append(f"torch {index}"))
+    monkeypatch.setattr(torch, "empty", lambda size, device: log.append(f"first tensor on {device}"))
+    kernel = SimpleNamespace(warmup=lambda *args, grid: SimpleNamespace(run=log.append("first kernel")))
+    monkeypatch.setattr(_triton, "_nothing_kernel", kernel)
+    _triton.open_device.__wrapped__(2)
+    _triton._openings.pop().join()
+    if fails:
+        assert log == CALLS[: 1 + CALLS.index(fails)]
+    else:
+        assert log == [*CALLS, "key", "torch 2", "first tensor on cuda", "first kernel"]
+
+
+def test_there_is_no_such_device() -> None:
+    with pytest.raises((OSError, RuntimeError)):
+        _triton._open_context(1000)
+
+
 def test_what_is_kept_of_a_tensor_until_then_is_not_its_memory(log: list[str]) -> None:
     x = torch.zeros(64, dtype=torch.float16)
     kept = weakref.ref(x)
