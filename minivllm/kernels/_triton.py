@@ -162,6 +162,36 @@ def _place(value: Any) -> Any:
     return _Place(value.dtype, value.data_ptr() % 16) if hasattr(value, "data_ptr") else value
 
 
+def _length(kernel: Any) -> int:
+    """Of the text of a kernel and of all functions that it calls, each once."""
+    texts, unread = {kernel: kernel.src}, [kernel.fn]
+    while unread:
+        fn = unread.pop()
+        for called in map(fn.__globals__.get, fn.__code__.co_names):
+            if isinstance(called, triton.runtime.JITFunction) and called not in texts:
+                texts[called] = called.src
+                unread.append(called.fn)
+    return sum(map(len, texts.values()))
+
+
+@contextmanager
+def _read_in_turn() -> Iterator[None]:
+    """Within, one thread at a time makes Triton's IR of a kernel's text. That holds Python's lock, so that side by side
+    each takes as long as all; in turn the first one soon goes on without the lock."""
+    source, turn = triton.compiler.ASTSource, Lock()
+    make_ir = source.make_ir
+
+    def in_turn(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return make_ir(*args, **kwargs)
+
+    source.make_ir = in_turn
+    try:
+        yield
+    finally:
+        source.make_ir = make_ir
+
+
 _turn = Lock()
 _compiling: int | None = None  # the thread that is in ``compile_only``
 
@@ -185,7 +215,7 @@ def compile_only() -> Iterator[None]:
         return
     function = triton.runtime.JITFunction
     seen: set[Any] = set()  # a step launches a kernel in every layer
-    found: list[tuple[int, Callable[[], Any]]] = []  # behind the length of its source
+    found: list[tuple[int, Callable[[], Any]]] = []  # behind the length of its text
 
     def kept(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not compiling():  # another engine's thread
@@ -197,7 +227,7 @@ def compile_only() -> Iterator[None]:
             if kind in seen:
                 return None
             seen.add(kind)
-        found.append((len(self.src), partial(run, self, *args, grid=grid, warmup=True, **kwargs)))
+        found.append((_length(self), partial(run, self, *args, grid=grid, warmup=True, **kwargs)))
         return None
 
     global _compiling
@@ -211,7 +241,7 @@ def compile_only() -> Iterator[None]:
             function.run, _compiling = run, None
         while _openings:
             _openings.pop().join()
-        with mode(compilations, ignore_errors=True):
+        with _read_in_turn(), mode(compilations, ignore_errors=True):
             try:
                 for _, compile_ in sorted(found, key=lambda one: -one[0]):  # what takes longest comes first
                     compile_()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -21,6 +22,19 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(not hasattr(triton, "AsyncCompileMode"), reason="needs Triton's AsyncCompileMode")
 
 
+class Source:
+    """Stands for Triton's ASTSource, of which each compilation makes one and reads it."""
+
+    reading, most = 0, 0
+
+    def make_ir(self, wait: float) -> str:
+        Source.reading += 1
+        Source.most = max(Source.most, Source.reading)
+        time.sleep(wait)
+        Source.reading -= 1
+        return "ir"
+
+
 class Kernel:
     """A JITFunction that compiles to an object, and writes down what is done to it."""
 
@@ -28,6 +42,7 @@ class Kernel:
 
     def __init__(self, name: str, fails: bool = False, src: str = "") -> None:
         self.name, self.fails, self.src, self.ready = name, fails, src, dict[Any, Any]()
+        self.fn = calls()
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         key = (self.name, *(str(a.dtype) if hasattr(a, "data_ptr") else repr(a) for a in args))
@@ -42,6 +57,7 @@ class Kernel:
     def _compile(self) -> Any:
         if self.fails:
             raise ValueError("does not compile")
+        assert Source().make_ir(0.02) == "ir"
         self.log.append(f"compile {self.name}")
         kernel = self
 
@@ -51,6 +67,14 @@ class Kernel:
                 kernel.log.append(f"load {kernel.name} for device {device.index}")
 
         return Compiled()
+
+
+def calls(*called: Kernel) -> Any:
+    """A function whose text calls these."""
+    names = {f"f{number}": kernel for number, kernel in enumerate(called)}
+    scope: dict[str, Any] = dict(names, other=len)
+    exec(f"def fn(): {'; '.join(f'{name}()' for name in (*names, 'other', 'missing'))}", scope)
+    return scope["fn"]
 
 
 def submit_takes_cleanup() -> bool:
@@ -71,6 +95,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         AsyncCompileMode=triton.AsyncCompileMode,
         knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)),
         runtime=SimpleNamespace(JITFunction=Kernel),
+        compiler=SimpleNamespace(ASTSource=Source),
     )
     monkeypatch.setattr(_triton, "triton", stand_in)
     run = Kernel.run
@@ -139,6 +164,23 @@ def test_the_longest_source_comes_first(log: list[str], monkeypatch: pytest.Monk
         for name, length in (("a", 3), ("b", 9), ("c", 5), ("d", 9)):
             launch(Kernel(name, src=length * "x"), 1)
     assert [line for line in log if line.startswith("compile")] == [f"compile {name}" for name in "bdca"]
+
+
+def test_the_text_of_what_a_kernel_calls_counts_once(log: list[str]) -> None:
+    a, b, c = Kernel("a", src="x"), Kernel("b", src="xx"), Kernel("c", src="xxxx")
+    a.fn, b.fn, c.fn = calls(b, b, c), calls(c), calls(a)
+    assert _triton._length(a) == _triton._length(c) == 7
+    b.fn = calls()
+    assert _triton._length(b) == 2
+
+
+def test_one_text_is_read_at_a_time(log: list[str]) -> None:
+    Source.most, make_ir = 0, Source.make_ir
+    with compile_only():
+        for name in "abcdef":
+            launch(Kernel(name), 1)
+    assert Source.most == 1 and Source.make_ir is make_ir
+    assert sum(line.startswith("compile") for line in log) == 6
 
 
 def test_only_what_it_compiles_waits_for_a_device_that_is_being_opened(log: list[str]) -> None:
