@@ -164,12 +164,12 @@ def _place(value: Any) -> Any:
 
 def _length(kernel: Any) -> int:
     """Of the text of a kernel and of all functions that it calls, each once."""
-    texts, unread = {kernel: kernel.src}, [kernel.fn]
+    texts, unread = {kernel.fn: kernel.src}, [kernel.fn]
     while unread:
         fn = unread.pop()
         for called in map(fn.__globals__.get, fn.__code__.co_names):
-            if isinstance(called, triton.runtime.JITFunction) and called not in texts:
-                texts[called] = called.src
+            if isinstance(called, triton.runtime.JITFunction) and called.fn not in texts:
+                texts[called.fn] = called.src
                 unread.append(called.fn)
     return sum(map(len, texts.values()))
 
