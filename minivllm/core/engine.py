@@ -16,7 +16,7 @@ from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Request, TokenTexts
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.core.sequence import FinishReason, Sequence
+from minivllm.core.sequence import Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class LLMEngine:
         self._token_texts = TokenTexts(tokenizer)
         self.stats = EngineStats()
         self.observer: StepObserver | None = None  # told of each step while somebody looks
+        # While true, what requests that go on have to say may wait for the next step: a caller that is busy with many
+        # outputs gets fewer and longer ones. Any thread may set it.
+        self.hold_outputs = False
+        self._touched: dict[str, Request] = {}  # those with something to say
         self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[tuple[Batch, StepHandle]] = deque()
@@ -158,6 +162,7 @@ class LLMEngine:
         """End requests wherever they are; ids that are not known (any more) are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             request = self._requests.pop(name, None)
+            self._touched.pop(name, None)
             for completion in request.completions if request is not None else []:
                 self.scheduler.abort(completion.seq.request_id)
                 self._by_sequence.pop(completion.seq.request_id, None)
@@ -233,30 +238,37 @@ class LLMEngine:
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
-        touched: dict[str, Request] = {}
-        finished = {seq.request_id: reason for seq, reason in committed.finished}
-        if self._watched.any():
-            self._read_tokens(committed, logprobs, touched, finished)
+        ended = self._read_tokens(committed, logprobs) if self._watched.any() else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
             if not request.needs_tokens:
                 completion.add_all(seq.output_token_ids)
             completion.end(reason)
             self._account(completion)
-            touched[request.request_id] = request
-        outputs = []
-        for request in touched.values():
-            if request.finished:
-                self._requests.pop(request.request_id, None)
-            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY:
-                outputs.append(request.output())
-        return outputs
+            self._touched[request.request_id] = ended[request.request_id] = request
+        ended = {name: request for name, request in ended.items() if request.finished}
+        for name in ended:
+            self._requests.pop(name, None)
+        if self._may_hold():
+            for name in ended:
+                del self._touched[name]
+            return [request.output() for request in ended.values()]
+        touched, self._touched = self._touched, {}
+        return [
+            request.output()
+            for name, request in touched.items()
+            if name in ended or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+        ]
 
-    def _read_tokens(
-        self, committed: Committed, logprobs: Logprobs | None, touched: dict[str, Request],
-        finished: dict[str, FinishReason],
-    ) -> None:  # fmt: skip
-        """Hand each watched slot's new token to its completion, and end those whose stop string is complete."""
+    def _may_hold(self) -> bool:
+        """Whether to say it later is wanted, and soon: the step under way is one of decodes alone."""
+        return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0][0].token_ids)
+
+    def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
+        """Hand each watched slot's new token to its completion, and end those whose stop string is complete; returns
+        the requests of these."""
+        stopped: dict[str, Request] = {}
+        finished = {seq.request_id for seq, _ in committed.finished}
         of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
         if logprobs is not None:
             of_row = dict(zip(logprobs.rows.tolist(), logprobs.lists(), strict=True))
@@ -268,13 +280,15 @@ class LLMEngine:
             if seq is None:
                 continue
             request, completion = self._by_sequence[seq.request_id]
-            touched[request.request_id] = request
+            self._touched[request.request_id] = request
             if completion.logprobs is not None and (values := of_row.get(row)) is not None:
                 completion.add_logprobs(token, *values)
             if completion.add([token]) and seq.request_id not in finished:
                 self.scheduler.finish(seq)
                 del self._by_sequence[seq.request_id]
                 self._account(completion)
+                stopped[request.request_id] = request
+        return stopped
 
     def _watch(self, slot: int) -> None:
         seq = self.scheduler.sequences[slot]
@@ -397,6 +411,7 @@ class LLMEngine:
         self._closed = True
         self._under_way.clear()
         self._requests.clear()
+        self._touched.clear()
         self._by_sequence.clear()
         self.executor.shutdown()
 

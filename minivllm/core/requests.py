@@ -46,20 +46,18 @@ class Completion:
         self._stop: list[str] = list(params.stop or [])
         # text that might be the beginning of a stop string is held back until it is known not to be
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in self._stop), default=1) - 1
-        self._said_text = self._said_tokens = 0
+        self._read_tokens = self._said_text = self._said_tokens = 0
 
     def add(self, tokens: list[int]) -> bool:
         """Take in new tokens; returns whether a stop string ended the completion."""
         start = len(self.token_ids)
         self.token_ids += tokens
-        if self._pieces is None:
-            return False
-        if not self._stop:
-            self.text += self._pieces.add(tokens)
-            return False
+        if self._pieces is None or not self._stop:
+            return False  # it becomes text when that is asked for
         for done, token in enumerate(tokens, start + 1):
             before = len(self.text)
             self.text += self._pieces.add([token])
+            self._read_tokens = done
             if done > self.seq.params.min_tokens and self._cut(before):
                 del self.token_ids[done:]
                 return True
@@ -68,8 +66,12 @@ class Completion:
     def add_all(self, tokens: list[int]) -> None:
         """Take in a whole answer at once (nobody watched it grow, so it has no stop strings)."""
         self.token_ids = tokens
-        if self._pieces is not None:
-            self.text = self._pieces.add(tokens)
+
+    def _read(self) -> None:
+        """Make text of the tokens that came since the last time."""
+        if self._pieces is not None and self._read_tokens < len(self.token_ids):
+            self.text += self._pieces.add(self.token_ids[self._read_tokens :])
+            self._read_tokens = len(self.token_ids)
 
     def end(self, reason: FinishReason) -> None:
         """The last token has been added."""
@@ -78,6 +80,7 @@ class Completion:
         self.finish_reason = reason
         stopped_by = self.token_ids[-1] if reason is FinishReason.STOP else None
         if self._pieces is not None:
+            self._read()
             before = len(self.text)
             self.text += self._pieces.finish()
             if stopped_by is not None:
@@ -119,6 +122,8 @@ class Completion:
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         over = self.finish_reason is not None
+        if not over:
+            self._read()
         shown = len(self.text) if over else max(len(self.text) - self._hold, self._said_text)
         first_text = self._said_text if kind is RequestOutputKind.DELTA else 0
         first_token = self._said_tokens if kind is RequestOutputKind.DELTA else 0
@@ -145,7 +150,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(c.finish_reason is not None for c in self.completions)
+        return None not in [completion.finish_reason for completion in self.completions]
 
     @property
     def needs_tokens(self) -> bool:
@@ -161,5 +166,5 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[c.output(kind) for c in self.completions],
             finished=self.finished,
-            num_cached_tokens=max((c.seq.num_cached_tokens for c in self.completions), default=0),
+            num_cached_tokens=max([c.seq.num_cached_tokens for c in self.completions], default=0),
         )

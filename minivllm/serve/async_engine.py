@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
 _REST = 2.0  # of the time that readers take, before they are told of more
 _MOST_REST = 0.05  # seconds
+_MANY = 64  # readers to be told at once, from which on the engine makes no outputs that would only wait for them
 _PATIENCE = 10.0  # seconds that `stop` waits for a step under way
 
 
@@ -138,6 +139,7 @@ class AsyncEngine:
             return
         self._inbox.put(None)
         self._thread.join(_PATIENCE)
+        self.engine.hold_outputs = False
 
     @property
     def num_requests(self) -> int:
@@ -239,6 +241,7 @@ class AsyncEngine:
         """Then rest for twice as long as they took: many streams get more tokens at once, the engine time to make
         them."""
         self._telling, began = True, time.perf_counter()
+        self.engine.hold_outputs = len(self._news) >= _MANY
         for generation in self._news:
             generation._wake()
         self._news.clear()
@@ -248,7 +251,7 @@ class AsyncEngine:
         self._loop.call_later(min(_REST * (time.perf_counter() - began), _MOST_REST), self._rested)
 
     def _rested(self) -> None:
-        self._telling = False
+        self._telling = self.engine.hold_outputs = False
         if self._news:
             self._wake_readers()
 

@@ -70,16 +70,22 @@ def pieces(*words: str) -> list[int]:
     return [token for word in words for token in byte_level_tokenizer().encode(word)]
 
 
-def say(script: Script, lines: Sequence[list[int]], **values: Any) -> list[list[RequestOutput]]:
-    """Each line as a request of its own, all at once; returns every output of each, in order."""
+def say(
+    script: Script, lines: Sequence[list[int]], held: Sequence[bool] = (), **values: Any
+) -> list[list[RequestOutput]]:
+    """Each line as a request of its own, all at once; returns every output of each, in order. ``held``: whether they
+    are, step for step."""
     script.lines = list(lines)
     engine, got = script.engine, [[] for _ in lines]
     for i, line in enumerate(lines):
         params = SamplingParams(**{"max_tokens": max(len(line), 1), "seed": i} | values)
         engine.add_request(str(i), PROMPT, params)
+    steps = itertools.chain(held, itertools.repeat(False))
     while engine.has_unfinished_requests():
+        engine.hold_outputs = next(steps)
         for output in engine.step():
             got[int(output.request_id)].append(output)
+    engine.hold_outputs = False
     engine.scheduler.check()
     assert engine.scheduler.blocks.num_free == engine.num_blocks
     return got
@@ -252,6 +258,61 @@ def test_unknown_ids_and_special_tokens_have_no_text(script: Script) -> None:
     assert told(script, line, skip_special_tokens=False)[0] == "a<|user|>b"
 
 
+# --------------------------------------------------------------------------- outputs that are held
+
+
+@pytest.fixture
+def speaking(script: Script) -> Callable[..., list[RequestOutput]]:
+    """``speaking(add=None)``: one more step, before it another request of six tokens, of which each is told."""
+    script.lines = [pieces("a", "b", "c", "d", "e", "f")] * 3
+
+    def step(add: int | None = None) -> list[RequestOutput]:
+        if add is not None:
+            params = SamplingParams(max_tokens=6, seed=add, output_kind=RequestOutputKind.DELTA)
+            script.engine.add_request(str(add), PROMPT, params)
+        return script.engine.step()
+
+    return step
+
+
+def texts(outputs: list[RequestOutput]) -> dict[str, str]:
+    return {output.request_id: output.outputs[0].text for output in outputs}
+
+
+def test_what_is_held_is_said_at_the_end_or_when_it_is_not_held_any_more(
+    script: Script, speaking: Callable[..., list[RequestOutput]]
+) -> None:
+    script.engine.hold_outputs = True
+    assert [texts(speaking(add)) for add in (0, None, None)] == [{}, {}, {}]
+    script.engine.hold_outputs = False
+    assert texts(speaking()) == {"0": "abcd"}
+    script.engine.hold_outputs = True
+    assert texts(speaking()) == {}
+    last = speaking()
+    assert texts(last) == {"0": "ef"} and last[0].finished and not script.engine.has_unfinished_requests()
+
+
+def test_nothing_is_held_while_a_prompt_is_under_way(
+    script: Script, speaking: Callable[..., list[RequestOutput]]
+) -> None:
+    """It may take long. The step that is taken in meanwhile is said."""
+    script.engine.hold_outputs = True
+    assert [texts(speaking(add)) for add in (0, None)] == [{}, {}]
+    assert texts(speaking(add=1)) == {"0": "abc"}
+    assert texts(speaking()) == {}
+
+
+def test_what_was_held_of_an_aborted_request_is_not_said(
+    script: Script, speaking: Callable[..., list[RequestOutput]]
+) -> None:
+    script.engine.hold_outputs = True
+    assert [texts(speaking(add)) for add in (0, None)] == [{}, {}]
+    script.engine.abort("0")
+    script.engine.hold_outputs = False
+    said = [texts(speaking(add)) for add in (1, None, None, None)]
+    assert "0" not in {name for one in said for name in one} and any(said)
+
+
 # --------------------------------------------------------------------------- anything
 
 
@@ -275,13 +336,20 @@ def expected(words: list[str], stops: list[str], least: int, keep: bool) -> tupl
     least=st.integers(0, 4),
     keep=st.booleans(),
     kind=st.sampled_from(KINDS),
+    held=st.lists(st.booleans(), max_size=16),
 )
 def test_stop_strings_anywhere(
-    script: Script, cases: list[list[str]], stops: list[str], least: int, keep: bool, kind: RequestOutputKind
+    script: Script,
+    cases: list[list[str]],
+    stops: list[str],
+    least: int,
+    keep: bool,
+    kind: RequestOutputKind,
+    held: list[bool],
 ) -> None:
     least = min(least, *map(len, cases))
     lines = [pieces(*words) for words in cases]
-    outputs = say(script, lines, stop=stops, min_tokens=least, include_stop_str_in_output=keep, output_kind=kind)
+    outputs = say(script, lines, held, stop=stops, min_tokens=least, include_stop_str_in_output=keep, output_kind=kind)
     for words, line, got in zip(cases, lines, outputs, strict=True):
         text, count, reason = expected(words, stops, least, keep)
         assert whole(got, kind)[:3] == (text, line[:count], reason)

@@ -17,6 +17,7 @@ from streams import events, streamed
 from minivllm import LLM, SamplingParams
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.serve import async_engine
 from minivllm.serve.async_engine import Aborted, AsyncEngine
 
 COMPLETIONS = "/v1/completions"
@@ -209,6 +210,40 @@ def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> No
     finally:
         engine.stop()
     llm.engine.scheduler.check()
+
+
+def test_many_readers_hear_the_same_in_fewer_pieces(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are told of something, the engine makes no outputs that would only wait for them."""
+    held: list[bool] = []
+
+    async def session(engine: AsyncEngine, readers: int) -> list[list[int]]:
+        engine.start()
+        params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+        async def read(number: int) -> list[int]:
+            tokens: list[int] = []
+            async for output in await engine.generate([str(number)], [[7, number]], params):
+                held.append(engine.engine.hold_outputs)
+                tokens += output.outputs[0].token_ids
+                time.sleep(0.001)  # what a socket takes
+            return tokens
+
+        return await asyncio.gather(*(read(number) for number in range(readers)))
+
+    said = []
+    for most in (1000, 4):
+        monkeypatch.setattr(async_engine, "_MANY", most)
+        llm = make_llm("scheduler.max_num_seqs=8")
+        engine = AsyncEngine(llm.engine)
+        held.clear()
+        try:
+            said.append(asyncio.run(session(engine, 8)))
+        finally:
+            engine.stop()
+        assert any(held) == (most == 4) and not llm.engine.hold_outputs and not llm.engine.has_unfinished_requests()
+    assert said[0] == said[1] and {len(tokens) for tokens in said[0]} == {60}
 
 
 def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM]) -> None:
