@@ -82,8 +82,8 @@ def _alone(module: str) -> ModuleType:
     sys.modules[package] = module_from_spec(found)  # made, and not run
     try:
         return import_module(module)
-    except ImportError:
-        pass
+    except Exception:
+        logger.debug("%s needs all of %s", module, package, exc_info=True)
     finally:  # whoever imports the package next gets all of it
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]

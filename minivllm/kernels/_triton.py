@@ -67,16 +67,20 @@ def open_device(index: int) -> None:
     """Make GPU ``index`` ready in the background: its context, and what Triton's first kernel in a process has to wait
     for. It hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its driver.
 
-    Best called before torch is imported, which takes Python longer than all this; without such a GPU it does nothing.
+    Best called before torch is imported, which takes Python longer than all this; without such a GPU, or with a torch
+    that has no CUDA, it leaves everything as it was.
     """
 
     def work() -> None:
-        _open_context(index)
+        driver, device = _open_context(index)
         compiles = HAVE_TRITON and not triton.knobs.runtime.interpret
         if compiles:
             triton.runtime.cache.triton_key()  # Triton keeps it
         import torch
 
+        if not torch.cuda.is_available():
+            driver.cuDevicePrimaryCtxRelease_v2(device)
+            return
         torch.cuda.set_device(index)
         torch.empty(1, device="cuda")
         if compiles:
@@ -90,8 +94,9 @@ def open_device(index: int) -> None:
     _openings[-1].start()
 
 
-def _open_context(index: int) -> None:
-    """The one that torch will use, by the driver alone. Raises OSError or RuntimeError: there is no such GPU."""
+def _open_context(index: int) -> tuple[Any, Any]:
+    """The one that torch will use, by the driver alone; returns the driver and its name for the device. Raises OSError
+    or RuntimeError: there is no such GPU."""
     driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
     if (
         driver.cuInit(0)
@@ -99,6 +104,7 @@ def _open_context(index: int) -> None:
         or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
     ):
         raise RuntimeError(f"the driver opens no GPU {index}")
+    return driver, device
 
 
 def _load(kernel: Any) -> Any:

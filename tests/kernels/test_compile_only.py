@@ -210,12 +210,13 @@ class Driver:
 CALLS = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
 
 
-@pytest.mark.parametrize("fails", ["", *CALLS])
+@pytest.mark.parametrize(("fails", "has_cuda"), [("", True), ("", False), *((call, True) for call in CALLS)])
 def test_a_device_is_opened_before_torch_and_without_one_nothing_is_done(
-    fails: str, log: list[str], monkeypatch: pytest.MonkeyPatch
+    fails: str, has_cuda: bool, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_triton.ctypes, "CDLL", lambda name: Driver(log, fails))
     _triton.triton.runtime.cache = SimpleNamespace(triton_key=lambda: log.append("key"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: log.append(f"torch {index}"))
     monkeypatch.setattr(torch, "empty", lambda size, device: log.append(f"first tensor on {device}"))
     kernel = SimpleNamespace(warmup=lambda *args, grid: SimpleNamespace(run=log.append("first kernel")))
@@ -224,6 +225,8 @@ def test_a_device_is_opened_before_torch_and_without_one_nothing_is_done(
     _triton._openings.pop().join()
     if fails:
         assert log == CALLS[: 1 + CALLS.index(fails)]
+    elif not has_cuda:
+        assert log == [*CALLS, "key", "cuDevicePrimaryCtxRelease_v2"]
     else:
         assert log == [*CALLS, "key", "torch 2", "first tensor on cuda", "first kernel"]
 
