@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
+    from minivllm.models.tokenizer import Tokenizer
+
+_ENCODED_AT_ONCE = 64  # prompts
 
 
 class LLM:
@@ -76,14 +79,26 @@ class LLM:
         Raises:
             RequestError: a prompt that can never run; the others are dropped, and the engine goes on.
         """
-        many = _prompts(prompts)
-        params = self._params(sampling_params, len(many))
-        if priority is not None and len(priority) != len(many):
-            raise RequestError(f"{len(many)} prompts with {len(priority)} priorities; give one a prompt")
-        priorities = [0] * len(many) if priority is None else priority
+        return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority)
+
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        many = len(prompts)
+        params = self._params(sampling_params, many)
+        if priority is not None and len(priority) != many:
+            raise RequestError(f"{many} prompts with {len(priority)} priorities; give one a prompt")
+        priorities = [0] * many if priority is None else priority
+        encoded = _encoded(prompts, self.engine.tokenizer, add_special_tokens)
         ids: list[str] = []
         try:
-            for number, (prompt, one, urgency) in enumerate(zip(many, params, priorities, strict=True)):
+            for number, (prompt, one, urgency) in enumerate(zip(encoded, params, priorities, strict=True)):
                 name = str(self._number)
                 self._number += 1
                 ids.append(name)  # before: Ctrl-C may find it added
@@ -91,7 +106,7 @@ class LLM:
                     self.engine.add_request(name, prompt, one, priority=urgency)
                 except RequestError as error:
                     ids.pop()
-                    raise RequestError(f"prompt {number}: {error}" if len(many) > 1 else str(error)) from None
+                    raise RequestError(f"prompt {number}: {error}" if many > 1 else str(error)) from None
             return self._run(ids, use_tqdm)
         except BaseException:
             self.engine.abort(ids)
@@ -111,15 +126,12 @@ class LLM:
         for conversation in conversations:
             _check_messages(conversation)
         prompts: list[Prompt] = [
-            self.engine.tokenizer.apply_chat_template(
+            self.engine.tokenizer.render_chat(
                 conversation, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
             )
             for conversation in conversations
         ]
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
-        for output in outputs:
-            output.prompt = self.engine.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
-        return outputs
+        return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as transformers made it, as in vLLM."""
@@ -174,6 +186,29 @@ def _prompts(prompts: Any) -> list[Prompt]:
     if many and all(isinstance(p, int) or hasattr(p, "__index__") for p in many):
         return [many]
     return many
+
+
+def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bool) -> Iterator[Prompt]:
+    """The prompts with token ids, some at a time: a batch is encoded on all cores, and the first step need not wait for
+    the last text."""
+    for start in range(0, len(prompts), _ENCODED_AT_ONCE):
+        some = list(prompts[start : start + _ENCODED_AT_ONCE])
+        texts = {i: text for i, prompt in enumerate(some) if (text := _text_of(prompt)) is not None}
+        try:
+            batch = tokenizer.encode_batch(list(texts.values()), add_special_tokens=add_special_tokens)
+        except RequestError:
+            batch = []  # the engine will say of which
+        for (i, text), ids in zip(texts.items(), batch, strict=False):
+            given = some[i]
+            some[i] = {**(given if isinstance(given, dict) else {}), "prompt": text, "prompt_token_ids": ids}
+        yield from some
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    """What has to be encoded of it."""
+    if isinstance(prompt, dict):
+        prompt = prompt["prompt"] if prompt.get("prompt_token_ids") is None and "prompt" in prompt else []
+    return prompt if isinstance(prompt, str) else None
 
 
 def _check_messages(conversation: Any) -> None:

@@ -38,16 +38,27 @@ class Tokenizer(ABC):
         return self
 
     @abstractmethod
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Each text's token ids. Raises RequestError if one holds half of a character (a lone surrogate)."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """``encode_batch`` of one."""
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     @abstractmethod
+    def render_chat(self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """A conversation as text, special tokens written out, for ``encode(…, add_special_tokens=False)``;
+        ``variables`` go to the template. Raises RequestError if there is none."""
+
     def apply_chat_template(
         self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """A conversation as token ids; ``variables`` go to the template. Raises RequestError if there is none."""
+        """A conversation as token ids: ``render_chat``, encoded."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
 
     @abstractmethod
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
@@ -71,6 +82,7 @@ class CheckpointTokenizer(Tokenizer):
         bytewise = fast is not None and _is_byte_level(fast)
         # of which tokens are text: with special tokens, and without
         self._bytes = {skip: _TokenBytes(fast, skip) for skip in (True, False)} if bytewise else None
+        self._encoder = fast if _is_plain(self._inner) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -80,8 +92,16 @@ class CheckpointTokenizer(Tokenizer):
     def hf_tokenizer(self) -> Any:
         return self._inner
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        _check_unicode(texts)
+        if self._encoder is None:
+            return [self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False) for text in texts]
+        # Not through transformers, which makes masks, offsets and types of every token, with Python's lock held.
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        self._encoder.encode_special_tokens = self._inner.split_special_tokens
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)  # on all cores
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(
@@ -93,21 +113,34 @@ class CheckpointTokenizer(Tokenizer):
             return ByteDetokenizer(self._bytes[skip_special_tokens], prompt_ids)
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_ids)
 
-    def apply_chat_template(
-        self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
+    def render_chat(self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         if not self.has_chat_template:
             raise RequestError(
                 f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
                 "or put a chat_template.jinja into its folder"
             )
+        conversation = [dict(message) for message in messages]
         return self._inner.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
-            **variables,
+            conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
         )
+
+
+def _check_unicode(texts: Sequence[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has half of a character, {text[error.start]!r}, at place {error.start}: bytes that were "
+                "no UTF-8, or text that was cut; decode it with errors='replace'"
+            ) from None
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Whether encoding is all the backend's: subclasses may do more to a text."""
+    from transformers import PreTrainedTokenizerFast
+
+    return type(tokenizer) is PreTrainedTokenizerFast
 
 
 def _is_byte_level(fast: Any) -> bool:
@@ -166,8 +199,9 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return [byte % self.vocab_size for byte in text.encode()]
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        _check_unicode(texts)
+        return [[byte % self.vocab_size for byte in text.encode()] for text in texts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self.detokenizer(skip_special_tokens=skip_special_tokens).finish(ids)
@@ -176,11 +210,9 @@ class ByteTokenizer(Tokenizer):
         special = self.eos_token_ids if skip_special_tokens else ()
         return ByteDetokenizer(_Bytes(special), prompt_ids)
 
-    def apply_chat_template(
-        self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
+    def render_chat(self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
 
 def load_tokenizer(

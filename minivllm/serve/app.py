@@ -90,13 +90,13 @@ class Server:
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
-        prompts = []
-        for prompt in body.prompts():
-            if isinstance(prompt, str):
-                ids = await self._encode(self.tokenizer.encode, prompt, add_special_tokens=body.add_special_tokens)
-                prompts.append({"prompt": prompt, "prompt_token_ids": ids})
-            else:
-                prompts.append({"prompt_token_ids": prompt})
+        given = body.prompts()
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        batch = await self._encode(self.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
+        ids = dict(zip(texts, batch, strict=True))
+        prompts: list[dict[str, Any]] = [
+            {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
+        ]
         return await self._answer(CompletionReply, body, prompts, request)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:

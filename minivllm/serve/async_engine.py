@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.serve.timings import Timings, request_of
 
@@ -55,15 +56,16 @@ class Generation:
     """The outputs of one or more prompts, as they come: ``async for output in generation``.
 
     With ``RequestOutputKind.DELTA`` each output is what came since the one before of the same request; what nobody
-    fetched yet is put together, so that a slow reader costs no more than one output a prompt.
+    fetched yet is put together (else the newest stays), so that a slow reader costs no more than one output a prompt.
 
     Raises, while it is read:
         EngineDeadError: the engine died. Aborted: by ``abort``.
     """
 
-    def __init__(self, engine: AsyncEngine, request_ids: tuple[str, ...]) -> None:
+    def __init__(self, engine: AsyncEngine, request_ids: tuple[str, ...], kind: RequestOutputKind) -> None:
         self.request_ids = request_ids
         self._engine = engine
+        self._joins = kind is RequestOutputKind.DELTA
         self._open = set(request_ids)  # not finished
         self._pending: dict[str, RequestOutput] = {}
         self._error: BaseException | None = None
@@ -92,7 +94,7 @@ class Generation:
 
     def _take(self, output: RequestOutput) -> None:
         """Its readers hear of it with the next ``_wake``."""
-        before = self._pending.get(output.request_id)
+        before = self._pending.get(output.request_id) if self._joins else None
         self._pending[output.request_id] = output if before is None else _joined(before, output)
         if output.finished:
             self._open.discard(output.request_id)
@@ -197,7 +199,7 @@ class AsyncEngine:
             RequestError: one of them can never run. EngineDeadError.
         """
         self.check()
-        generation = Generation(self, tuple(request_ids))
+        generation = Generation(self, tuple(request_ids), params.output_kind)
         for name in generation.request_ids:
             self._generations[name] = generation
         arrived = time.perf_counter()

@@ -104,6 +104,26 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
     assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
 
 
+def test_many_texts_are_encoded_some_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    texts = [f"text {i}" for i in range(150)]
+    forms: list[Any] = [{"prompt": t, "cache_salt": t} if i % 3 == 1 else t for i, t in enumerate(texts)]
+    forms[::5] = [llm.get_tokenizer().encode(text) for text in texts[::5]]
+    want = [llm.get_tokenizer().encode(text) for text in texts]
+    sizes: list[int] = []
+    encode = llm.engine.tokenizer.encode_batch
+
+    def spy(batch: list[str], **options: Any) -> list[list[int]]:
+        sizes.append(len(batch))
+        return encode(batch, **options)
+
+    monkeypatch.setattr(llm.engine.tokenizer, "encode_batch", spy)
+    outputs = run(llm, forms, GREEDY.clone(max_tokens=1))
+    assert [o.prompt_token_ids for o in outputs] == want
+    assert [o.prompt for o in outputs] == [None if i % 5 == 0 else text for i, text in enumerate(texts)]
+    assert sum(sizes) == 120 and 1 < len(sizes) < 10, "not one by one, and not all before the first is added"
+
+
 def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
     llm = engine(**SMALL)
     prompts = prompts_of(3)
@@ -328,6 +348,8 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ([None], {}, ["text or a list of token ids", "NoneType"]),
     ({"prompt": "a", "max_tokens": 3}, {}, ["prompt_token_ids and cache_salt", "not max_tokens"]),
     ({}, {}, ["text or a list of token ids"]),
+    (["fine", "a\ud800"], {}, ["prompt 1:", "half of a character, '\\ud800'", "at place 1", "errors='replace'"]),
+    ({"prompt": "\ud800"}, {}, ["half of a character", "at place 0"]),
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
     ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end", "at most 16"]),
     ([1], {"max_tokens": None, "min_tokens": 2**40}, ["min_tokens=", "lower min_tokens"]),

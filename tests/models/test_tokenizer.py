@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import ASSISTANT, END, USER, byte_level_tokenizer
@@ -135,6 +136,58 @@ def test_a_window_stays_short_whatever_comes(byte_level: CheckpointTokenizer) ->
         longest = 0
         assert grown(WindowDetokenizer(decode), ids) == byte_level.decode(ids)
         assert longest <= 2 * WindowDetokenizer.WINDOW
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_batch_is_what_transformers_makes_of_each(
+    kind: str, special: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    plain: CheckpointTokenizer = request.getfixturevalue(kind)
+    inner = plain.hf_tokenizer.__class__.from_pretrained(plain.path)
+    end = inner.eos_token_id
+    inner.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{inner.eos_token} $A", special_tokens=[(inner.eos_token, end)]
+    )
+    inner.save_pretrained(tmp_path)
+    tokenizer = CheckpointTokenizer(tmp_path)
+    texts = [*TEXTS, f"special {END} inside", *(text * 40 for text in TEXTS)]
+    want = [inner.encode(text, add_special_tokens=special) for text in texts]
+    assert all((ids[:1] == [end]) == special for ids in want)
+    assert tokenizer.encode_batch(texts, add_special_tokens=special) == want
+    assert [tokenizer.encode(text, add_special_tokens=special) for text in texts] == want
+    assert tokenizer.encode_batch([], add_special_tokens=special) == []
+    # what a user did with the tokenizer that they were given stays theirs
+    user = tokenizer.hf_tokenizer
+    user.pad_token = user.eos_token
+    user(texts, padding="max_length", max_length=7, truncation=True, split_special_tokens=True)
+    assert tokenizer.encode_batch(texts, add_special_tokens=special) == want
+
+
+def test_a_tokenizer_that_is_more_than_its_backend_is_asked_itself(tmp_path: Path) -> None:
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    tokenizer = CheckpointTokenizer(tmp_path)
+
+    class Reversing(type(tokenizer.hf_tokenizer)):  # type: ignore[misc]
+        def _encode_plus(self, text: str, **options: Any) -> Any:
+            return super()._encode_plus(text[::-1], **options)
+
+    want = tokenizer.encode_batch(["abc", "xyz"])
+    Reversing.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minivllm.models.tokenizer._load", Reversing.from_pretrained)
+        assert CheckpointTokenizer(tmp_path).encode_batch(["cba", "zyx"]) == want
+
+
+@pytest.mark.parametrize("text,at", [("a\ud800b", 1), ("\udcff", 0)])
+def test_half_of_a_character_is_refused(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer, text: str, at: int
+) -> None:
+    for tokenizer in (byte_level, metaspace, ByteTokenizer(300)):
+        with pytest.raises(RequestError, match=f"half of a character, .*, at place {at}: .*errors='replace'"):
+            tokenizer.encode_batch(["fine", text])
 
 
 def test_chat_template(byte_level: CheckpointTokenizer) -> None:

@@ -140,7 +140,8 @@ def test_a_loop_that_falls_behind_sends_fewer_and_larger_events(
     monkeypatch.setattr(server.engine, "step", slowly)
     monkeypatch.setattr(async_engine, "_REST", 0.0)
     small = streamed(server.client, COMPLETIONS, body)
-    monkeypatch.setattr(async_engine, "_REST", 1e6)  # as long as it may be
+    monkeypatch.setattr(async_engine, "_REST", 1e6)  # as long as it may be, …
+    monkeypatch.setattr(async_engine, "_MOST_REST", 0.2)  # … of steps that take 5 ms and more
     large = streamed(server.client, COMPLETIONS, body)
     assert joined(small, chat=False) == joined(large, chat=False) == [expected]
     assert len(large) < len(small) / 2

@@ -184,11 +184,12 @@ def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> No
         assert [len(ids) for ids in tokens.values()] == [5, 5]
 
         # nobody fetches: the pieces wait as one
-        slow = await engine.generate(["c"], [[1, 2]], params)
-        while engine.num_running:
-            await asyncio.sleep(0.01)
-        pieces = [output async for output in slow]
-        assert [piece.outputs[0].token_ids for piece in pieces] == [tokens["a"]]
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
+            slow = await engine.generate([f"c-{kind.name}"], [[1, 2]], params.clone(output_kind=kind))
+            while engine.num_requests:
+                await asyncio.sleep(0.01)
+            pieces = [output async for output in slow]
+            assert [piece.outputs[0].token_ids for piece in pieces] == [tokens["a"]]
 
         left = await engine.generate(["d"], [[1, 2]], params.clone(max_tokens=900))
         left.abort()
