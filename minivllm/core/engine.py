@@ -68,8 +68,8 @@ class LLMEngine:
         self._token_texts = TokenTexts(tokenizer)
         self.stats = EngineStats()
         self.observer: StepObserver | None = None  # told of each step while somebody looks
-        # While true, what requests that go on have to say may wait for the next step: a caller that is busy with many
-        # outputs gets fewer and longer ones. Any thread may set it.
+        # While true, what requests that have begun and go on have to say may wait for the next step: a caller that is
+        # busy with many outputs gets fewer and longer ones. Any thread may set it.
         self.hold_outputs = False
         self._touched: dict[str, Request] = {}  # those with something to say
         self._sampler_class = sampler_class
@@ -249,14 +249,13 @@ class LLMEngine:
         ended = {name: request for name, request in ended.items() if request.finished}
         for name in ended:
             self._requests.pop(name, None)
-        if self._may_hold():
-            for name in ended:
-                del self._touched[name]
-            return [request.output() for request in ended.values()]
-        touched, self._touched = self._touched, {}
+        telling, self._touched = self._touched, {}
+        if self._may_hold():  # all but beginnings and ends
+            self._touched = {name: request for name, request in telling.items() if request.told and name not in ended}
+            telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [
             request.output()
-            for name, request in touched.items()
+            for name, request in telling.items()
             if name in ended or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
 

@@ -147,6 +147,7 @@ class Request:
     ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.completions: list[Completion] = []
+        self.told = False  # whether there was any output
 
     @property
     def finished(self) -> bool:
@@ -159,6 +160,7 @@ class Request:
         return p.output_kind is not RequestOutputKind.FINAL_ONLY or bool(p.stop) or p.logprobs is not None
 
     def output(self) -> RequestOutput:
+        self.told = True
         kind = self.params.output_kind
         return RequestOutput(
             request_id=self.request_id,

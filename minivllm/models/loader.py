@@ -23,6 +23,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
+from minivllm.models.upload import PinnedUpload
 
 __all__ = [
     "build_model",
@@ -220,7 +221,8 @@ def build_model(
     if isinstance(weights, int):
         dummy_weights(model, weights, getattr(model, "packed", None))
     else:
-        model.load_weights(weights)
+        with PinnedUpload():
+            model.load_weights(weights)
     for norm, product in norm_pairs(model):
         if product.foldable:
             product.fold(norm)

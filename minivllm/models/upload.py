@@ -1,0 +1,69 @@
+"""Weights to a GPU through pinned memory: all cores fill one buffer while the GPU reads another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_BUFFERS, _BUFFER_BYTES = 4, 16 << 20
+
+
+class PinnedUpload(TorchFunctionMode):
+    """While it is entered, ``gpu_tensor.copy_(host_tensor)`` of this thread goes that way, whoever calls it.
+
+    From memory that is not pinned the driver copies with one core, and the GPU waits meanwhile. A mode, not a function,
+    so that models and plugins load weights with plain ``copy_``. When it is left, copies may still be under way, as
+    work that is launched behind them may.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buffers: list[torch.Tensor] = []
+        self._read: list[torch.cuda.Event] = []  # a buffer's last content is on the GPU
+        self._turn = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.copy_ and len(args) == 2 and not kwargs:
+            target, source = args
+            if target.is_cuda and source.device.type == "cpu" and target.shape == source.shape and source.dim():
+                self._copy(target, source)
+                return target
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Some of the first dimension at a time; if one of it is too much, some of the next. Types are converted on the
+        host."""
+        if not source.numel():
+            return
+        row_bytes = target[0].numel() * target.element_size()
+        if row_bytes > _BUFFER_BYTES:
+            for one, of in zip(target, source, strict=True):
+                self._copy(one, of)
+            return
+        rows = _BUFFER_BYTES // row_bytes
+        for start in range(0, len(source), rows):
+            part = source[start : start + rows]
+            buffer, read = self._next()
+            staged = buffer[: part.numel() * target.element_size()].view(target.dtype).view(part.shape)
+            staged.copy_(part)
+            target[start : start + rows].copy_(staged, non_blocking=True)
+            read.record()
+
+    def _next(self) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The buffer that has waited longest, when it can be written to, and the event to record when it was read."""
+        if len(self._buffers) < _BUFFERS:
+            self._buffers.append(torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True))
+            self._read.append(torch.cuda.Event())
+            return self._buffers[-1], self._read[-1]
+        self._turn = (self._turn + 1) % _BUFFERS
+        self._read[self._turn].synchronize()
+        return self._buffers[self._turn], self._read[self._turn]
