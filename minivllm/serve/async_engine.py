@@ -67,6 +67,7 @@ class Generation:
         self._engine = engine
         self._joins = kind is RequestOutputKind.DELTA
         self._open = set(request_ids)  # not finished
+        self._begun = False  # whether there was any output
         self._pending: dict[str, RequestOutput] = {}
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -94,6 +95,7 @@ class Generation:
 
     def _take(self, output: RequestOutput) -> None:
         """Its readers hear of it with the next ``_wake``."""
+        self._begun = True
         before = self._pending.get(output.request_id) if self._joins else None
         self._pending[output.request_id] = output if before is None else _joined(before, output)
         if output.finished:
@@ -232,8 +234,11 @@ class AsyncEngine:
         for output in outputs:
             generation = self._generations.get(output.request_id)
             if generation is not None:
+                if output.finished or not generation._begun:
+                    generation._wake()  # beginnings and ends do not wait for those that go on
+                else:
+                    self._news.add(generation)
                 generation._take(output)
-                self._news.add(generation)
                 if output.finished:
                     del self._generations[output.request_id]
         if self._news and not self._telling:

@@ -247,6 +247,34 @@ def test_many_readers_hear_the_same_in_fewer_pieces(
     assert said[0] == said[1] and {len(tokens) for tokens in said[0]} == {60}
 
 
+def test_beginnings_and_ends_do_not_wait_for_those_that_go_on(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the loop rests from telling many."""
+    monkeypatch.setattr(async_engine, "_REST", 1e9)
+    monkeypatch.setattr(async_engine, "_MOST_REST", 20.0)
+
+    async def session(engine: AsyncEngine) -> None:
+        engine.start()
+        params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        long = await engine.generate(["long"], [[1, 2]], params)
+        while not engine._telling:
+            await asyncio.sleep(0.001)
+        began = time.perf_counter()
+        short = await engine.generate(["short"], [[3, 4]], params.clone(max_tokens=300))
+        pieces = [output.outputs[0].token_ids async for output in short]
+        assert engine._telling and time.perf_counter() - began < 10
+        assert len(pieces) == 2 and len(pieces[0]) < 300 and sum(map(len, pieces)) == 300
+        long.abort()
+
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(session(engine))
+    finally:
+        engine.stop()
+
+
 def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM]) -> None:
     """It is scheduled while it is added; one that is refused was never there."""
 
