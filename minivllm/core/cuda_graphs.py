@@ -234,14 +234,11 @@ class DecodeGraphs:
         moved = not np.array_equal(wanted, self._on_device[:size])
         if not moved and not len(batch.block_slots):
             return
-        slots, block_slots, block_indices, block_ids = run.staging.send(
-            wanted if moved else wanted[:0], batch.block_slots, batch.block_indices, batch.block_ids
-        )
+        places, blocks, slots = run.staging.send(*run.table_entries(batch), wanted if moved else wanted[:0])
+        run.write_table(places, blocks)
         if moved:
             self.slots[:size] = slots
             self._on_device[:size] = wanted
-        if len(block_slots):
-            run.block_table[block_slots.long(), block_indices.long()] = block_ids
 
     # ------------------------------------------------------------------ proving
 

@@ -149,6 +149,16 @@ class ModelRunner:
             return StepApart(self.graphs.launch(decodes), self._launch_eager(prompts))
         return self._launch_eager(batch)
 
+    def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """What is new in the block table, for ``write_table``: (2b,) int32, words of b places, and (b,) int32."""
+        places = batch.block_slots.astype(np.int64) * self.block_table.shape[1] + batch.block_indices
+        return places.view(np.int32), batch.block_ids
+
+    def write_table(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Write ``table_entries``, on the device and ahead of all else that was sent with them."""
+        if len(blocks):
+            self.block_table.view(-1).scatter_(0, places.view(torch.int64), blocks)
+
     # ------------------------------------------------------------------ eager
 
     def _launch_eager(self, batch: Batch) -> PendingStep:
@@ -164,15 +174,14 @@ class ModelRunner:
         if picks and len(last) < _FEW_ROWS:
             last = np.pad(last, (0, _FEW_ROWS - len(last)))  # with tokens that nobody asks for
         (
-            slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_, next_position_,
-            block_slots, block_indices, block_ids, admitted, params, known,
+            places, blocks, slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_,
+            next_position_, admitted, params, known,
         ) = self.staging.send(
-            slots, seq_lens, start, position, block * self.block_size + position % self.block_size, batch.token_ids,
-            last, sampled, slots[sampled], seq_lens[sampled], batch.block_slots, batch.block_indices,
-            batch.block_ids, batch.admitted_slots, batch.admitted_params, batch.known_ids,
+            *self.table_entries(batch), slots, seq_lens, start, position,
+            block * self.block_size + position % self.block_size, batch.token_ids, last, sampled, slots[sampled],
+            seq_lens[sampled], batch.admitted_slots, batch.admitted_params, batch.known_ids,
         )  # fmt: skip
-        if len(block_slots):
-            self.block_table[block_slots.long(), block_indices.long()] = block_ids
+        self.write_table(places, blocks)
         if len(admitted):
             self.sampler.prepare(
                 batch.admitted_slots, batch.admitted_params, admitted.long(), params.view(len(admitted), -1)
