@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass(slots=True)
-class Logprob:
-    """``rank`` is 1 for the most likely token."""
+
+class Logprob(msgspec.Struct, gc=False):
+    """``rank`` is 1 for the most likely token. (There are many: the garbage collector need not walk them.)"""
 
     logprob: float
     rank: int | None = None
