@@ -15,6 +15,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult, overrides_both
+from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
@@ -294,8 +295,9 @@ class ModelRunner:
         if not self.resamples:
             return
         for rows in (1, _SHARED_ROWS):
-            slots = torch.zeros(rows, dtype=torch.int64, device=self.device)
-            self.sampler.resample(self._some_logits(rows), slots, slots)
+            slots, logits = torch.zeros(rows, dtype=torch.int64, device=self.device), self._some_logits(rows)
+            self.sampler.resample(logits, slots, slots)
+            logprobs(logits, slots, 1)
 
     def _some_logits(self, rows: int) -> torch.Tensor:
         """Of so many hidden states of zeros."""

@@ -17,6 +17,7 @@ from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
 from minivllm.kernels.adjust_logits import Adjustments, adjust_logits, count, count_known
 from minivllm.kernels.filters import Filters
+from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
@@ -179,9 +180,6 @@ class DefaultSampler(Sampler):
         if len(wanted) < len(logits):
             picked = self._to_device(wanted)
             logits, tokens = logits[picked], tokens[picked]
-        logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        sampled = logprobs.gather(1, tokens[:, None])
         most = int(self.host["logprobs"][host_slots[wanted]].max())
-        top, top_ids = logprobs.topk(max(most, 1), dim=-1)
-        rank = (logprobs > sampled).sum(dim=-1) + 1
-        return DeviceLogprobs(wanted, sampled[:, 0], rank, top_ids, top)
+        sampled, rank, top, top_ids = logprobs(logits, tokens, max(most, 1))
+        return DeviceLogprobs(wanted, sampled, rank, top_ids, top)

@@ -1,0 +1,102 @@
+"""Log-probabilities of sampled tokens and of the best ones, from one pass over the logits.
+
+Each program takes a part of a row: its maximum and sum of exponentials, how many tokens are above the sampled one, and
+its best. A second kernel puts a row's parts together.
+
+Bytes moved: the logits once, 2 a token; some 300 a row and part beside them.
+"""
+
+import torch
+
+from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+
+MOST = 32  # best tokens that the kernels can find
+_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens"])
+def _parts_kernel(
+    logits, tokens, maxima, sums, aboves, best, best_ids, stride, k,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    token = part * BLOCK + lane
+    x = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    own = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
+    largest = tl.max(x, 0)
+    at = row * PARTS + part
+    tl.store(maxima + at, largest)
+    tl.store(sums + at, tl.sum(tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)), 0))
+    tl.store(aboves + at, tl.sum((x > own).to(tl.int32), 0))
+    for i in range(k):
+        value, index = tl.max(x, 0, return_indices=True)  # of equal ones the first
+        tl.store(best + at * HELD + i, value)
+        tl.store(best_ids + at * HELD + i, part * BLOCK + index)
+        x = tl.where(lane == index, float("-inf"), x)
+
+
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens"])
+def _whole_kernel(
+    logits, tokens, maxima, sums, aboves, best, best_ids, sampled, rank, top, top_ids, stride, k,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PADDED)
+    at, there = row * PARTS + part, part < PARTS
+    largest = tl.load(maxima + at, mask=there, other=float("-inf"))
+    all_largest = tl.max(largest, 0)
+    total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * tl.exp(largest - all_largest), 0)
+    log_total = all_largest + tl.log(total)
+    own = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
+    tl.store(sampled + row, own - log_total)
+    tl.store(rank + row, 1 + tl.sum(tl.load(aboves + at, mask=there, other=0), 0))
+    place = tl.arange(0, PADDED * HELD)
+    held = row * PARTS * HELD + place
+    value = tl.load(best + held, mask=(place < PARTS * HELD) & (place % HELD < k), other=float("-inf"))
+    for i in range(k):
+        found, index = tl.max(value, 0, return_indices=True)
+        tl.store(top + row * k + i, found - log_total)
+        tl.store(top_ids + row * k + i, tl.load(best_ids + row * PARTS * HELD + index))
+        value = tl.where(place == index, float("-inf"), value)
+
+
+Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def logprobs_triton(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found:
+    n, vocab = logits.shape
+    parts = cdiv(vocab, _BLOCK)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    found = empty(n), empty(n, dtype=torch.int32), empty(n, k), empty(n, k, dtype=torch.int32)
+    maxima, sums, aboves = empty(n, parts), empty(n, parts), empty(n, parts, dtype=torch.int32)
+    best, best_ids = empty(n, parts, MOST), empty(n, parts, MOST, dtype=torch.int32)
+    if n:
+        of_parts = (maxima, sums, aboves, best, best_ids)
+        _parts_kernel[(n, parts)](
+            logits, tokens, *of_parts, logits.stride(0), k, VOCAB=vocab, PARTS=parts, HELD=MOST, BLOCK=_BLOCK,
+            num_warps=8,
+        )  # fmt: skip
+        _whole_kernel[(n,)](
+            logits, tokens, *of_parts, *found, logits.stride(0), k, PARTS=parts, PADDED=next_power_of_2(parts),
+            HELD=MOST,
+        )  # fmt: skip
+    return found
+
+
+def logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found:
+    values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    sampled = values.gather(1, tokens[:, None])
+    top, top_ids = values.topk(k, dim=-1)
+    return sampled[:, 0], (values > sampled).sum(dim=-1, dtype=torch.int32) + 1, top, top_ids.int()
+
+
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found:
+    """logits (n, vocab) any float; tokens (n,) int64; k: 1 to ``vocab``. Returns the tokens' log-probabilities (n,)
+    float32, their ranks (n,) int32, 1 for the best, and of the k best tokens, the best first, the log-probabilities
+    (n, k) float32 and the ids (n, k) int32."""
+    run = logprobs_triton if logits.is_cuda and k <= MOST else logprobs_reference
+    return run(logits, tokens, k)
