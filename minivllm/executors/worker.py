@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from minivllm.backends.agree import build
@@ -189,7 +191,10 @@ class Worker:
         """Keys and values of all layers; block 0 is for padding. Zeroed: a masked score times garbage may be NaN."""
         spec = self.spec
         shape = (spec.num_layers, 2, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return torch.zeros(shape, dtype=getattr(torch, self.dtype), device=device)
+        dtype = getattr(torch, self.dtype)
+        if device.type == "cpu":  # numpy's zeros take memory when they are first written to
+            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def _num_blocks(self, device: torch.device) -> int:
         """How many blocks can be handed out: ``cache.num_blocks``, or what fits.
