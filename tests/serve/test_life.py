@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -20,6 +20,7 @@ from minivllm.errors import EngineDeadError, RequestError
 from minivllm.serve import async_engine
 from minivllm.serve.async_engine import Aborted, AsyncEngine
 
+T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "once upon", "max_tokens": 900, "ignore_eos": True}
 
@@ -169,6 +170,15 @@ def test_metrics_count(server: Running) -> None:
 # --------------------------------------------------------------------------- without HTTP
 
 
+def run_session(llm: LLM, session: Callable[[AsyncEngine], Coroutine[Any, Any, T]]) -> tuple[AsyncEngine, T]:
+    """What ``session`` returns, and the engine that it had, which it starts and which is stopped then."""
+    engine = AsyncEngine(llm.engine)
+    try:
+        return engine, asyncio.run(session(engine))
+    finally:
+        engine.stop()
+
+
 def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> None:
     async def session(engine: AsyncEngine) -> None:
         engine.start()
@@ -205,11 +215,7 @@ def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> No
         assert not engine._generations
 
     llm = make_llm()
-    engine = AsyncEngine(llm.engine)
-    try:
-        asyncio.run(session(engine))
-    finally:
-        engine.stop()
+    run_session(llm, session)
     llm.engine.scheduler.check()
 
 
@@ -219,7 +225,7 @@ def test_many_readers_hear_the_same_in_fewer_pieces(
     """While they are told of something, the engine makes no outputs that would only wait for them."""
     held: list[bool] = []
 
-    async def session(engine: AsyncEngine, readers: int) -> list[list[int]]:
+    async def session(engine: AsyncEngine) -> list[list[int]]:
         engine.start()
         params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
@@ -231,18 +237,14 @@ def test_many_readers_hear_the_same_in_fewer_pieces(
                 time.sleep(0.001)  # what a socket takes
             return tokens
 
-        return await asyncio.gather(*(read(number) for number in range(readers)))
+        return await asyncio.gather(*(read(number) for number in range(8)))
 
     said = []
     for most in (1000, 4):
         monkeypatch.setattr(async_engine, "_MANY", most)
         llm = make_llm("scheduler.max_num_seqs=8")
-        engine = AsyncEngine(llm.engine)
         held.clear()
-        try:
-            said.append(asyncio.run(session(engine, 8)))
-        finally:
-            engine.stop()
+        said.append(run_session(llm, session)[1])
         assert any(held) == (most == 4) and not llm.engine.hold_outputs and not llm.engine.has_unfinished_requests()
     assert said[0] == said[1] and {len(tokens) for tokens in said[0]} == {60}
 
@@ -267,12 +269,7 @@ def test_beginnings_and_ends_do_not_wait_for_those_that_go_on(
         assert len(pieces) == 2 and len(pieces[0]) < 300 and sum(map(len, pieces)) == 300
         long.abort()
 
-    llm = make_llm()
-    engine = AsyncEngine(llm.engine)
-    try:
-        asyncio.run(session(engine))
-    finally:
-        engine.stop()
+    run_session(make_llm(), session)
 
 
 def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM]) -> None:
@@ -289,12 +286,7 @@ def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM])
         while engine.engine.has_unfinished_requests():
             await asyncio.sleep(0.01)
 
-    llm = make_llm("scheduler.max_num_batched_tokens=16")
-    engine = AsyncEngine(llm.engine)
-    try:
-        asyncio.run(session(engine))
-    finally:
-        engine.stop()
+    engine, _ = run_session(make_llm("scheduler.max_num_batched_tokens=16"), session)
     timings = engine.timings
     queued, first, whole = (int(h.counts.sum()) for h in (timings.queue, timings.first_token, timings.whole_request))
     assert first == whole == 2 <= queued and not timings._arrived
