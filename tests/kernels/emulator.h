@@ -2,6 +2,7 @@
 // Programs go on in another order each time, and some sleep a while. What a warp does together waits for its 32 lanes;
 // copies by TMA land some time later; a run that comes to a standstill says who waits for what. Memory is in order, as
 // it is not on a GPU: a fence that is missing is not found.
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -58,7 +59,9 @@ struct Program {
 };
 struct Dim { unsigned x, y = 0, z = 0; };
 struct Thread {
-  ucontext_t context;
+  ucontext_t entry;  // for its first turn; from then on jumps, as switching contexts asks the kernel for signals each time
+  jmp_buf place;
+  bool begun = false;
   Dim thread, block;
   bool done = false;
   const char* waits = "";
@@ -66,7 +69,7 @@ struct Thread {
 inline std::vector<Program> programs;
 inline std::vector<Thread> threads;
 inline std::vector<Copy> copies;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline Thread* now;
 inline std::mt19937 random;
 inline unsigned long progress;  // of anybody
@@ -77,7 +80,7 @@ inline Warp& warp() { return program().warps[now->thread.x / 32]; }
 inline unsigned lane() { return now->thread.x % 32; }
 inline void yield(const char* waits) {
   now->waits = waits;
-  swapcontext(&now->context, &scheduler);
+  if (!_setjmp(now->place)) _longjmp(scheduler, 1);
 }
 inline void come_late() {  // with what others see, so that it comes in any order
   while (random() % 2) yield("its turn");
@@ -139,7 +142,10 @@ inline void land(size_t which) {
 }
 inline void resume(Thread& its) {
   now = &its;
-  swapcontext(&scheduler, &its.context);
+  if (_setjmp(scheduler)) return;
+  if (its.begun) _longjmp(its.place, 1);
+  its.begun = true;
+  setcontext(&its.entry);
 }
 // One launch. Returns what went wrong, or nothing.
 template <class F> const char* run(unsigned number, unsigned block, unsigned seed, F kernel) {
@@ -156,10 +162,9 @@ template <class F> const char* run(unsigned number, unsigned block, unsigned see
   for (size_t i = 0; i < threads.size(); i++) {
     Thread& its = threads[i];
     its.block.x = i / block, its.thread.x = i % block;
-    getcontext(&its.context);
-    its.context.uc_stack.ss_sp = stacks + i * STACK, its.context.uc_stack.ss_size = STACK;
-    its.context.uc_link = &scheduler;
-    makecontext(&its.context, (void (*)()) + [] { (*body)(), now->done = true, progress++; }, 0);
+    getcontext(&its.entry);
+    its.entry.uc_stack.ss_sp = stacks + i * STACK, its.entry.uc_stack.ss_size = STACK;
+    makecontext(&its.entry, (void (*)()) + [] { (*body)(), now->done = true, progress++, _longjmp(scheduler, 1); }, 0);
   }
   std::vector<unsigned> order(number), asleep(number);
   std::iota(order.begin(), order.end(), 0);
