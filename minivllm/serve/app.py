@@ -92,8 +92,10 @@ class Server:
         self._check_model(body.model)
         given = body.prompts()
         texts = [prompt for prompt in given if isinstance(prompt, str)]
-        batch = await self._encode(self.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
-        ids = dict(zip(texts, batch, strict=True))
+        ids: dict[str, list[int]] = {}
+        if texts:  # prompts of ids do not wait for others' texts
+            batch = await self._encode(self.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
+            ids = dict(zip(texts, batch, strict=True))
         prompts: list[dict[str, Any]] = [
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]

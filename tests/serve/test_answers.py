@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -257,6 +258,29 @@ def test_32_clients_of_all_kinds_get_what_they_get_alone(server: Running) -> Non
         said = dict(zip(order, clients.map(ask, order), strict=True))
     for number, expected in enumerate(alone):
         assert _rounded(said[number]) == _rounded(expected), work[number]
+
+
+def test_prompts_of_ids_do_not_wait_for_a_text_that_is_encoded(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, going, may_go = server.engine.tokenizer.encode_batch, threading.Event(), threading.Event()
+
+    def slowly(texts: list[str], **options: Any) -> list[list[int]]:
+        going.set()
+        assert may_go.wait(60)
+        return encode(texts, **options)
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode_batch", slowly)
+    body = {"max_tokens": 3, "temperature": 0}
+    with ThreadPoolExecutor(1) as client:
+        text = client.submit(server.post, COMPLETIONS, prompt=PROMPT, **body)
+        try:
+            assert going.wait(60)
+            ids = server.post(COMPLETIONS, prompt=encode([PROMPT])[0], **body)
+            assert not text.done()
+        finally:
+            may_go.set()
+        assert text.result().json()["choices"] == ids.json()["choices"]
 
 
 def _rounded(value: Any) -> Any:
