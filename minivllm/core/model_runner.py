@@ -292,12 +292,11 @@ class ModelRunner:
     @torch.inference_mode()
     def launch_all_refinements(self) -> None:
         """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
-        if not self.resamples:
-            return
         for rows in (1, _SHARED_ROWS):
             slots, logits = torch.zeros(rows, dtype=torch.int64, device=self.device), self._some_logits(rows)
-            self.sampler.resample(logits, slots, slots)
             logprobs(logits, slots, 1)
+            if self.resamples:
+                self.sampler.resample(logits, slots, slots)
 
     def _some_logits(self, rows: int) -> torch.Tensor:
         """Of so many hidden states of zeros."""

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from minivllm import LLM, SamplingParams
+from minivllm.core import model_runner
 from minivllm.core.batch import AttentionBatch
+from minivllm.core.model_runner import ModelRunner
+from minivllm.core.parallel import TensorParallel
+from minivllm.executors.agreed import AgreedSampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -40,3 +44,21 @@ def test_a_dry_run_is_a_step_of_any_kind_and_keeps_nothing(
     assert not runner.last_token.any() and not runner.num_computed.any()
     llm.reset_prefix_cache()
     assert llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("many_ranks", [False, True])
+def test_what_a_sampler_may_do_beside_sampling_is_found_ahead(
+    llm: LLM, many_ranks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities are ours with several ranks, too, whose sampler is wrapped."""
+    inner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    runner = ModelRunner(
+        inner.model, inner.attention, AgreedSampler(inner.sampler, TensorParallel()) if many_ranks else inner.sampler,
+        num_slots=5, max_blocks=4, block_size=16, hidden_size=inner.hidden_size, device=inner.device,
+    )  # fmt: skip
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(model_runner, "logprobs", lambda logits, tokens, k: found.append((len(logits), len(tokens))))
+    monkeypatch.setattr(type(inner.sampler), "resample", lambda self, logits, slots, positions: found.append((0, 0)))
+    runner.launch_all_refinements()
+    assert [rows for rows in found if rows != (0, 0)] == [(1, 1), (16, 16)]
+    assert found.count((0, 0)) == (0 if many_ranks else 2)
