@@ -192,13 +192,14 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
     """The prompts with token ids, some at a time: a batch is encoded on all cores, and the first step need not wait for
     the last text."""
     for start in range(0, len(prompts), _ENCODED_AT_ONCE):
-        some = list(prompts[start : start + _ENCODED_AT_ONCE])
+        some = prompts[start : start + _ENCODED_AT_ONCE]
         texts = {i: text for i, prompt in enumerate(some) if (text := _text_of(prompt)) is not None}
         try:
             batch = tokenizer.encode_batch(list(texts.values()), add_special_tokens=add_special_tokens)
-        except RequestError:
-            batch = []  # the engine will say of which
-        for (i, text), ids in zip(texts.items(), batch, strict=False):
+        except RequestError:  # the engine will say of which
+            yield from some
+            continue
+        for (i, text), ids in zip(texts.items(), batch, strict=True):
             given = some[i]
             some[i] = {**(given if isinstance(given, dict) else {}), "prompt": text, "prompt_token_ids": ids}
         yield from some
@@ -206,9 +207,10 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
 
 def _text_of(prompt: Prompt) -> str | None:
     """What has to be encoded of it."""
+    text: Any = prompt
     if isinstance(prompt, dict):
-        prompt = prompt["prompt"] if prompt.get("prompt_token_ids") is None and "prompt" in prompt else []
-    return prompt if isinstance(prompt, str) else None
+        text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
+    return text if isinstance(text, str) else None
 
 
 def _check_messages(conversation: Any) -> None:

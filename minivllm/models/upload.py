@@ -23,7 +23,7 @@ class PinnedUpload(TorchFunctionMode):
         super().__init__()
         self._buffers: list[torch.Tensor] = []
         self._read: list[torch.cuda.Event] = []  # a buffer's last content is on the GPU
-        self._turn = 0
+        self._turns = 0
 
     def __torch_function__(
         self,
@@ -60,10 +60,10 @@ class PinnedUpload(TorchFunctionMode):
 
     def _next(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         """The buffer that has waited longest, when it can be written to, and the event to record when it was read."""
-        if len(self._buffers) < _BUFFERS:
+        which, self._turns = self._turns % _BUFFERS, self._turns + 1
+        if which == len(self._buffers):
             self._buffers.append(torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True))
             self._read.append(torch.cuda.Event())
-            return self._buffers[-1], self._read[-1]
-        self._turn = (self._turn + 1) % _BUFFERS
-        self._read[self._turn].synchronize()
-        return self._buffers[self._turn], self._read[self._turn]
+        else:
+            self._read[which].synchronize()
+        return self._buffers[which], self._read[which]

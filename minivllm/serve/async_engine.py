@@ -93,13 +93,14 @@ class Generation:
             self._pending.clear()
             self._end(Aborted())
 
-    def _take(self, output: RequestOutput) -> None:
-        """Its readers hear of it with the next ``_wake``."""
-        self._begun = True
+    def _take(self, output: RequestOutput) -> bool:
+        """Its readers hear of it with the next ``_wake``; returns whether that is urgent: a beginning or an end."""
+        urgent, self._begun = output.finished or not self._begun, True
         before = self._pending.get(output.request_id) if self._joins else None
         self._pending[output.request_id] = output if before is None else _joined(before, output)
         if output.finished:
             self._open.discard(output.request_id)
+        return urgent
 
     def _wake(self) -> None:
         self._changed.set()
@@ -234,11 +235,10 @@ class AsyncEngine:
         for output in outputs:
             generation = self._generations.get(output.request_id)
             if generation is not None:
-                if output.finished or not generation._begun:
-                    generation._wake()  # beginnings and ends do not wait for those that go on
+                if generation._take(output):
+                    generation._wake()  # it does not wait for those that go on
                 else:
                     self._news.add(generation)
-                generation._take(output)
                 if output.finished:
                     del self._generations[output.request_id]
         if self._news and not self._telling:
