@@ -24,6 +24,7 @@ def make_requests(
     options: WorkloadOptions, vocab_size: int, encode: Callable[[str], list[int]] | None = None
 ) -> list[BenchRequest]:
     """All prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's bench.py.
+    Prefixes come last, and stand before the prompts in turn.
 
     Ids past the vocabulary of a small model are taken modulo its size. ``encode`` makes tokens of a trace's texts.
 
@@ -37,7 +38,11 @@ def make_requests(
         return read_requests(options, lambda length: _ids(options, length, vocab_size, draw), encode)
     assert options.num_requests is not None and options.output_len is not None
     prompts = [make_prompt(options, vocab_size, draw) for _ in range(options.num_requests)]
-    return [BenchRequest(prompt, _length(options.output_len, draw)) for prompt in prompts]
+    lengths = [_length(options.output_len, draw) for _ in prompts]
+    if options.prefix_len is not None:
+        prefixes = [_ids(options, options.prefix_len, vocab_size, draw) for _ in range(options.num_prefixes or 1)]
+        prompts = [prefixes[i % len(prefixes)] + prompt for i, prompt in enumerate(prompts)]
+    return [BenchRequest(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
 
 
 def make_prompt(options: WorkloadOptions, vocab_size: int, draw: random.Random) -> list[int]:
@@ -51,7 +56,9 @@ def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model
     over = [r for r in requests if len(r.prompt) + r.max_tokens > max_model_len]
     if over:
         longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
-        lower = options.path or "workload.input_len or workload.output_len"
+        lower = options.path or ("workload.prefix_len, " if options.prefix_len else "") + (
+            "workload.input_len or workload.output_len"
+        )
         raise ConfigError(
             f"workload={options.name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; "
             f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower {lower}, or raise "

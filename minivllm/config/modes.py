@@ -102,6 +102,8 @@ class WorkloadOptions:
     path: str | None = None
     num_requests: int | None = None
     input_len: int | tuple[int, int] | None = None
+    prefix_len: int | None = None
+    num_prefixes: int | None = None
     output_len: int | tuple[int, int] | None = None
     max_token_id: int = 10000
     seed: int = 0
@@ -144,6 +146,8 @@ class WorkloadOptions:
                     f"workload.{name}={shown} is neither a whole number from 1 nor [least,most] of them; "
                     f"type workload.{name}=128 or 'workload.{name}=[100,1024]'"
                 )
+        if self.num_prefixes is not None and self.prefix_len is None:
+            raise ConfigError(f"workload.num_prefixes={self.num_prefixes} needs workload.prefix_len, their tokens")
         if not self.host:
             self.sampling_params()
         elif not self.running or min(self.running) < 1:
@@ -161,7 +165,7 @@ _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 _DRAWN: tuple[tuple[str, ...], tuple[str, ...]] = (
     ("num_requests", "input_len", "output_len", "temperature"),
-    _SAMPLING,
+    ("prefix_len", "num_prefixes", *_SAMPLING),
 )
 
 

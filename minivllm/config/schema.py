@@ -195,6 +195,8 @@ class WorkloadSchema:
     path: str | None = key(None, "workload=trace: a file of requests, one JSON object a line", text=True)
     num_requests: int | None = key(None, "requests, all there from the start; of a trace: the first so many", ge=1)
     input_len: Any = key(None, "prompt tokens of a request: a number, or [least,most]")
+    prefix_len: int | None = key(None, "tokens that prompts begin with, before input_len of their own", ge=1)
+    num_prefixes: int | None = key(None, "with prefix_len: so many different prefixes, in turn; null: 1", ge=1)
     output_len: Any = key(None, "tokens to generate for a request: a number, or [least,most]")
     max_token_id: int = key(10000, "prompts are drawn from ids 0 to this, taken modulo the vocabulary", ge=0)
     seed: int = key(0, "of the prompts and the lengths", ge=0)

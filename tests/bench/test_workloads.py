@@ -67,6 +67,19 @@ def test_keys_vary_a_workload():
     assert other[0].prompt != make_requests(workload("workload=mixed"), 99)[0].prompt
 
 
+def test_prompts_begin_with_a_prefix_in_turn():
+    plain = make_requests(workload("workload=mixed", "workload.num_requests=5"), 99)
+    some = make_requests(
+        workload("workload=mixed", "workload.num_requests=5", "workload.prefix_len=7", "workload.num_prefixes=2"), 99
+    )
+    assert [r.prompt[7:] for r in some] == [r.prompt for r in plain]
+    assert [r.max_tokens for r in some] == [r.max_tokens for r in plain]
+    prefixes = [tuple(r.prompt[:7]) for r in some]
+    assert prefixes == [prefixes[0], prefixes[1]] * 2 + [prefixes[0]] and prefixes[0] != prefixes[1]
+    (shape,) = {(r.prompt[0], len(r.prompt), r.max_tokens) for r in make_requests(workload("workload=prefix"), 99)}
+    assert shape[1:] == (2048 + 128, 256)
+
+
 def test_sampling_keys_are_those_of_every_request():
     keys = "top_k=20", "top_p=0.9", "frequency_penalty=0.5", "logprobs=2"
     options = workload("workload=bs1", *(f"workload.{key}" for key in keys))
@@ -108,6 +121,9 @@ def test_a_request_that_does_not_fit_is_refused_not_cut():
     [
         (["workload=mixd"], "Did you mean mixed"),
         (["workload.input_len=[3,2]"], "neither a whole number"),
+        (["workload.num_prefixes=2"], "needs workload.prefix_len"),
+        (["workload.prefix_len=0"], "workload.prefix_len=0"),
+        (["workload=trace", "workload.path=x", "workload.prefix_len=3"], "not a key of workload=trace"),
         (["workload.input_len=0"], "neither a whole number"),
         (["workload.output_len=[1,2,3]"], "neither a whole number"),
         (["workload.output_len=true"], "neither a whole number"),
