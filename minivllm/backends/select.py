@@ -128,6 +128,7 @@ class HybridBackend(AttentionBackend):
         self.plans_on_host = prefill.plans_on_host or decode.plans_on_host
         self.fused_decode_rows = decode.fused_decode_rows
         self.plain_decode = decode.plain_decode
+        self.cascade_limits = decode.cascade_limits
         self.takes_qkv = decode.takes_qkv  # type: ignore[method-assign]
         self.decode_qkv = decode.decode_qkv  # type: ignore[method-assign]
 

@@ -7,11 +7,22 @@ import os
 import torch
 
 from minivllm.core.batch import AttentionBatch
+from minivllm.core.cascade import CascadeLimits
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+from minivllm.kernels.cascade import (
+    BLOCK_M,
+    BLOCK_N,
+    CascadeWorkspace,
+    attend_cascade,
+    own_contexts,
+    programs_a_head,
+)
 from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
 from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
+
+_CASCADE_BYTES = 64 << 20  # keys and values a layer, 15 µs to read, from which on two more kernels a layer pay
 
 
 class TritonBackend(AttentionBackend):
@@ -34,6 +45,9 @@ class TritonBackend(AttentionBackend):
         self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
         self._workspace: DecodeWorkspace | None = None
         self._stream: StreamWorkspace | None = None  # where its kernel runs: for rows that are not fused
+        self.cascade_limits = self._cascade_limits() if kept and spec.cascade else None
+        self._cascade: CascadeWorkspace | None = None
+        self._own: tuple[torch.Tensor, torch.Tensor] | None = None  # of this step's cascade, tables and lengths
         self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # which holds this step's schedule
         self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
         self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
@@ -68,6 +82,28 @@ class TritonBackend(AttentionBackend):
             shape = (s.num_heads, s.num_kv_heads, s.head_dim)
             if fits_stream(*shape, s.block_size, kv_cache.dtype, kv_cache.device, s.sliding_window, self.max_rows):
                 self._stream = StreamWorkspace(self.max_rows, *shape, kv_cache.device)
+
+            if self.cascade_limits is not None:
+                blocks = -(-s.max_model_len // s.block_size)
+                self._cascade = CascadeWorkspace(
+                    self.max_rows, self.cascade_limits.parts, blocks, *shape, kv_cache.device
+                )
+
+    def _cascade_limits(self) -> CascadeLimits | None:
+        """None: it takes no cascades."""
+        s = self.spec
+        if s.sliding_window is not None or self.group > BLOCK_M:
+            return None
+        busy = programs_a_head(s.num_kv_heads, torch.device(s.device))
+        key_bytes = 2 * s.num_kv_heads * s.head_dim * getattr(torch, s.dtype).itemsize
+        return CascadeLimits(
+            rows=BLOCK_M // self.group,
+            keys=BLOCK_N,
+            busy=busy,
+            items=2 * busy + self.max_rows,
+            parts=max(4 * self.max_rows, 1024),
+            saved_keys=_CASCADE_BYTES // key_bytes,
+        )
 
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
@@ -105,6 +141,8 @@ class TritonBackend(AttentionBackend):
         return out
 
     def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
+        if self.batch is not None and self.batch.cascade is not None:
+            return False
         if not self.fused_decode_rows or (rows <= self.fused_decode_rows and not scaled):
             return super().takes_qkv(rows, scaled, rotary_dim)
         return self._stream is not None and rotary_dim == self.spec.head_dim and self._stream.takes_qkv()
@@ -112,28 +150,32 @@ class TritonBackend(AttentionBackend):
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, new: NewTokens | None) -> None:
         batch, workspace, stream = self.batch, self._workspace, self._stream
         assert batch is not None and workspace is not None
-        rows, (k_cache, v_cache) = q.shape[0], self.kv_cache[layer.index]
+        rows, (k_cache, v_cache), cascade = q.shape[0], self.kv_cache[layer.index], batch.cascade
         if stream is not None:
             scaled = new is not None and new.scale is not None
             suits = stream.takes_heads() if new is None else scaled or rows > self.fused_decode_rows
+            suits = suits if cascade is None else stream.takes_shared()
             stream = stream if suits else None
         holder = stream or workspace
         first = layer.index == 0 or self._scheduled is not holder  # a graph is captured after an eager step of its plan
         self._scheduled = holder
+        tables, lens, shared = batch.block_tables, batch.seq_lens, None
+        if cascade is not None:
+            assert self._cascade is not None
+            if first:
+                self._own = own_contexts(self._cascade, cascade, tables, lens, self.spec.block_size)
+            shared = attend_cascade(q, k_cache, v_cache, tables, cascade, self.spec.scale, self._cascade)
+            assert self._own is not None
+            tables, lens = self._own
+        args = (q, k_cache, v_cache, tables, lens, self.spec.scale, out)
         if stream is not None:
             if first:
-                schedule_stream(stream, batch.block_tables, batch.seq_lens, rows)
-            stream_decode(
-                q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, stream, new,
-                early=not first,
-            )  # fmt: skip
+                schedule_stream(stream, tables, lens, rows)
+            stream_decode(*args, stream, new, early=not first, shared=shared)
             return
         if first:
-            schedule_decode(workspace, batch.seq_lens, rows)
-        paged_decode_triton(
-            q, k_cache, v_cache, batch.block_tables, batch.seq_lens, self.spec.scale, out, workspace, new,
-            early=not first,
-        )  # fmt: skip
+            schedule_decode(workspace, lens, rows)
+        paged_decode_triton(*args, workspace, new, early=not first, shared=shared)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch

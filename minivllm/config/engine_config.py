@@ -25,6 +25,7 @@ class AttentionOptions:
     name: str = "auto"
     prefill: str | None = None
     decode: str | None = None
+    cascade: bool = True
     options: FrozenDict = field(default_factory=FrozenDict)
 
 

@@ -67,6 +67,26 @@ class Batch:
         return decodes, prompts
 
 
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """What decode rows share and read once, see ``core/cascade.py``: int32, device.
+
+    An item is keys [begin, end) that ``count`` rows have in common, rows ``order[first]`` and the next in ``order``, as
+    ``block_tables[row]`` has them; each gets a part, of which row r has ``parts[r, 1]``, at ``parts[r, 0]`` and behind.
+    """
+
+    order: torch.Tensor  # (n,): the decode rows, those with common prefixes side by side
+    skips: torch.Tensor  # (n,): first blocks of each row's context that items read
+    parts: torch.Tensor  # (n, 2): where each row's parts begin, and how many there are
+    items: torch.Tensor  # (m, 6): first, count (0: no item), row, begin, end, which of its rows' parts this makes
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, rows: int) -> Cascade:
+        """Views of ``CascadePlan.padded``'s, on the device."""
+        order, skips, parts, items = numbers.split([rows, rows, 2 * rows, len(numbers) - 4 * rows])
+        return cls(order, skips, parts.view(rows, 2), items.view(-1, 6))
+
+
 @dataclass(slots=True)
 class AttentionBatch:
     """What a backend plans from. n sequences, t tokens; the first ``num_decodes`` sequences have one query token.
@@ -89,6 +109,7 @@ class AttentionBatch:
     # (r,) int64, device: the row of each sequence's last query token, where no other's hidden state is asked for;
     # None: every token's is. Behind the last sequence there may be padding; captured, r is a constant.
     last_tokens: torch.Tensor | None = None
+    cascade: Cascade | None = None  # of the decode rows, for a backend that has ``cascade_limits``
 
     @property
     def num_seqs(self) -> int:

@@ -21,15 +21,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.batch import AttentionBatch, Batch, Cascade
+from minivllm.core.cascade import ITEM
 from minivllm.core.model_runner import IN_FLIGHT, PendingStep
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
+from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
+    from minivllm.core.cascade import CascadePlan
     from minivllm.core.interfaces import AttentionBackend, StepResult
     from minivllm.core.model_runner import ModelRunner
 
+_Key = tuple[int, bool]  # rows, and whether they share prefixes that are read once
+_NONE = np.empty(0, dtype=np.int32)
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
 
@@ -112,11 +117,18 @@ class DecodeGraphs:
         self.landing = torch.zeros((IN_FLIGHT, 1 + top), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._landed = self.landing.numpy()
         self._replays = 0  # what ``steps`` is when all that was launched is done
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
-        self._again: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._hidden: dict[_Key, torch.Tensor] = {}
+        self._again: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
-        self._plans = {size: self._plan(size) for size in self.sizes}
+        self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
+        self._cascade_on_device: tuple[CascadePlan, int] | None = None
+        keys = [(size, False) for size in self.sizes]
+        if runner.cascade is not None:
+            items = runner.cascade.limits.items
+            self._cascade = torch.zeros(4 * top + ITEM * items, dtype=torch.int32, device=device)
+            keys += [(size, True) for size in self.sizes if size > MAX_MEGAKERNEL_ROWS]
+        self._plans = {key: self._plan(*key) for key in keys}
         self._on_device = np.full(top, self.padding, dtype=np.int32)  # what ``slots`` holds
         self._ones = np.ones(top, dtype=np.int32)
 
@@ -126,22 +138,22 @@ class DecodeGraphs:
     def launch_all_kinds(self) -> None:
         """Steps of sizes between which kernels differ, for ``compile_only``: fewest rows first, their kernels take the
         compiler longest."""
-        for size in self.sizes:
-            if size in (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1]):
-                self._prepare(self._plans[size], self._ones[:size], None)
+        for size, cascade in self._plans:
+            if size in ((16, 24, self.sizes[-1]) if cascade else (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1])):
+                self._prepare(self._plans[size, cascade], self._ones[:size], None)
                 self._step(size)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
         self._pool = torch.cuda.graph_pool_handle()
 
-        def capture_one(size: int) -> None:
-            self._prepare(self._plans[size], self._ones[:size], None)
-            self._graphs[size], self._hidden[size] = capture_graph(partial(self._step, size), self._pool)
+        self._compare(num_blocks, vocab_size, lambda size: self._capture((size, False)))
 
-        self._compare(num_blocks, vocab_size, capture_one)
+    def _capture(self, key: _Key) -> None:
+        self._prepare(self._plans[key], self._ones[: key[0]], None)
+        self._graphs[key], self._hidden[key] = capture_graph(partial(self._step, key[0]), self._pool)
 
-    def _plan(self, size: int) -> AttentionBatch:
+    def _plan(self, size: int, cascade: bool) -> AttentionBatch:
         return AttentionBatch(
             num_decodes=size,
             query_start=self.query_start[: size + 1],
@@ -152,7 +164,13 @@ class DecodeGraphs:
             host_seq_lens=np.ones(size, dtype=np.int32),
             host_block_tables=np.zeros((size, 1), dtype=np.int32),
             graph_size=size,
+            cascade=Cascade.of(self._numbers(size), size) if cascade else None,
         )
+
+    def _numbers(self, size: int) -> torch.Tensor:
+        """Where the cascade of steps of so many rows lies."""
+        assert self._cascade is not None
+        return self._cascade[: len(self._cascade) - 4 * (self.sizes[-1] - size)]
 
     def _step(self, size: int) -> torch.Tensor:
         """What is captured. Returns the final hidden states of its rows, from which ``refine`` makes logits again."""
@@ -187,18 +205,21 @@ class DecodeGraphs:
 
     def launch(self, batch: Batch) -> PendingStep:
         run, n = self.runner, len(batch.slots)
-        size = self.sizes[self.size_for[n]]
-        self._update(batch, size)
-        if run.attention.plans_on_host:
+        cascade = None if run.cascade is None else run.cascade.plan(batch)
+        key = self._key_for(n, cascade)
+        size = key[0]
+        self._update(batch, size, cascade if key[1] else None)
+        captured = key in self._graphs
+        if run.attention.plans_on_host or not captured:
             seq_lens = np.ones(size, dtype=np.int32)
             seq_lens[:n] = batch.num_computed + 1
-            self._prepare(self._plans[size], seq_lens, self._on_device[:size])
-        hidden = self._replay(size)
+            self._prepare(self._plans[key], seq_lens, self._on_device[:size])
+        hidden = self._replay(key) if captured else self._run_and_capture(key)
         if not run.needs_refine(batch.slots, size):
             landed = self._landed[self._replays % IN_FLIGHT]
             return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
         if run.resamples and run.sampler.resamples(batch.slots):
-            self._resample(size)
+            self._resample(key)
             return run.land(n, np.arange(n), self.tokens[:n], None)
         slots = self.slots[:n]
         logits, tokens = run.model.compute_logits(hidden[:n]), run.last_token[slots]
@@ -206,39 +227,64 @@ class DecodeGraphs:
         run.last_token[slots] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
 
-    def _resample(self, size: int) -> None:
-        """Into ``tokens`` others of the step just replayed; captured behind the first time that a size needs them."""
-        if size in self._again:
-            self._again[size].replay()
-        else:
-            self._draw_again(size)
-            self._again[size], _ = capture_graph(partial(self._draw_again, size), self._pool)
+    def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
+        size = self.sizes[self.size_for[rows]]
+        if cascade is None:
+            return size, False
+        while (size, True) not in self._plans and size < self.sizes[-1]:
+            size = self.sizes[self.size_for[size + 1]]  # fewer rows are padded
+        return (size, True) if (size, True) in self._plans else (size, False)
 
-    def _draw_again(self, size: int) -> torch.Tensor:
-        run, slots = self.runner, self.slots[:size]
-        tokens = run.sampler.resample(run.model.compute_logits(self._hidden[size]), slots, self.after[:size])
+    def _resample(self, key: _Key) -> None:
+        """Into ``tokens`` others of the step just replayed; captured behind the first time that a size needs them."""
+        if key in self._again:
+            self._again[key].replay()
+        else:
+            self._draw_again(key)
+            self._again[key], _ = capture_graph(partial(self._draw_again, key), self._pool)
+
+    def _draw_again(self, key: _Key) -> torch.Tensor:
+        run, size = self.runner, key[0]
+        slots = self.slots[:size]
+        tokens = run.sampler.resample(run.model.compute_logits(self._hidden[key]), slots, self.after[:size])
         run.last_token[slots] = tokens
         self.tokens[:size] = tokens
         return tokens
 
-    def _replay(self, size: int) -> torch.Tensor:
-        self._graphs[size].replay()
+    def _replay(self, key: _Key) -> torch.Tensor:
+        self._graphs[key].replay()
         self._replays += 1
-        return self._hidden[size]
+        return self._hidden[key]
 
-    def _update(self, batch: Batch, size: int) -> None:
+    def _run_and_capture(self, key: _Key) -> torch.Tensor:
+        """The first step of a kind that few runs need; what follows replays it."""
+        hidden = self._step(key[0])
+        self._replays += 1
+        self._capture(key)
+        return self._hidden[key].copy_(hidden)
+
+    def _update(self, batch: Batch, size: int, cascade: CascadePlan | None) -> None:
         """Tell the device what changed since the last replay, in one copy; nothing changed: no copy."""
         n, run = len(batch.slots), self.runner
         wanted = np.full(size, self.padding, dtype=np.int32)
         wanted[:n] = batch.slots
         moved = not np.array_equal(wanted, self._on_device[:size])
-        if not moved and not len(batch.block_slots):
+        numbers = _NONE
+        if cascade is not None and self._cascade_on_device != (cascade, size):
+            assert run.cascade is not None
+            numbers = cascade.padded(size, run.cascade.limits.items)
+        if not moved and not len(batch.block_slots) and not len(numbers):
             return
-        places, blocks, slots = run.staging.send(*run.table_entries(batch), wanted if moved else wanted[:0])
+        places, blocks, slots, numbers_ = run.staging.send(
+            *run.table_entries(batch), wanted if moved else wanted[:0], numbers
+        )
         run.write_table(places, blocks)
         if moved:
             self.slots[:size] = slots
             self._on_device[:size] = wanted
+        if cascade is not None and len(numbers):
+            self._numbers(size).copy_(numbers_)
+            self._cascade_on_device = cascade, size
 
     # ------------------------------------------------------------------ proving
 
@@ -273,7 +319,7 @@ class DecodeGraphs:
 
         def hidden(size: int, step: Callable[[int], torch.Tensor]) -> torch.Tensor:
             run.last_token[:rows], run.num_computed[:rows] = first, computed
-            self._prepare(self._plans[size], seq_lens[:size], slots[:size])
+            self._prepare(self._plans[size, False], seq_lens[:size], slots[:size])
             return step(size)[:rows]
 
         eager, differences = {}, {}
@@ -283,7 +329,7 @@ class DecodeGraphs:
         self.steps.zero_()  # eager steps count, too, unless they are only compiled; from here on there are none
         self._replays = 0
         for size in self.sizes:
-            differences[f"{size} rows"] = difference(eager[size], hidden(size, self._replay))
+            differences[f"{size} rows"] = difference(eager[size], hidden(size, lambda n: self._replay((n, False))))
         check_differences(differences, run.attention)
         self._check_landing(run.last_token[:rows].tolist())
         cache[:, :, used.long()] = 0

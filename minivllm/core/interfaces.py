@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from minivllm.config.engine_config import EngineConfig, SchedulerOptions
     from minivllm.core.batch import AttentionBatch, Batch
+    from minivllm.core.cascade import CascadeLimits
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.sequence import FinishReason, Sequence
@@ -157,6 +158,7 @@ class AttentionSpec:
     scale: float
     sliding_window: int | None = None  # tokens; None attends to all before
     needs_graphs: bool = False  # decode steps must be captured (enforce_eager=false)
+    cascade: bool = False  # what decode rows share may be read once: ``cascade_limits`` are asked for
     options: FrozenDict = field(default_factory=FrozenDict)  # attention.options, those that this backend declares
 
 
@@ -200,6 +202,7 @@ class AttentionBackend(ABC):
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
     plain_decode: bool = False  # whether a kernel of all layers may decode in its place: causal, all of a context
+    cascade_limits: CascadeLimits | None = None  # set where ``spec.cascade`` and it heeds ``AttentionBatch.cascade``
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.batch import AttentionBatch, Batch, Cascade
+from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult, overrides_both
 from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # through all layers in one kernel.
 _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
+_NONE = np.empty(0, dtype=np.int32)
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
 
@@ -130,6 +132,8 @@ class ModelRunner:
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
         self.host_tables = np.zeros((num_slots + 1, max_blocks), dtype=np.int32)
+        limits = attention.cascade_limits
+        self.cascade = None if limits is None else CascadePlanner(self.host_tables, block_size, limits)
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.staging = Staging(device)
@@ -174,13 +178,15 @@ class ModelRunner:
         picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
         if picks and len(last) < _FEW_ROWS:
             last = np.pad(last, (0, _FEW_ROWS - len(last)))  # with tokens that nobody asks for
+        cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
+        numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
         (
             places, blocks, slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_,
-            next_position_, admitted, params, known,
+            next_position_, admitted, params, known, numbers_,
         ) = self.staging.send(
             *self.table_entries(batch), slots, seq_lens, start, position,
             block * self.block_size + position % self.block_size, batch.token_ids, last, sampled, slots[sampled],
-            seq_lens[sampled], batch.admitted_slots, batch.admitted_params, batch.known_ids,
+            seq_lens[sampled], batch.admitted_slots, batch.admitted_params, batch.known_ids, numbers,
         )  # fmt: skip
         self.write_table(places, blocks)
         if len(admitted):
@@ -197,6 +203,7 @@ class ModelRunner:
             hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
         else:
             plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last_tokens if picks else None)
+            plan.cascade = None if cascade is None else Cascade.of(numbers_, d)
             hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()
         if not len(sampled):
@@ -271,7 +278,7 @@ class ModelRunner:
         batch = Batch(
             step=-1,
             slots=np.arange(n, dtype=np.int32),
-            generations=np.zeros(n, dtype=np.int64),
+            generations=np.full(n, -1),  # nobody's
             num_computed=np.zeros(n, dtype=np.int32),
             num_new=new,
             samples=np.ones(n, dtype=bool),

@@ -16,6 +16,7 @@ whose item ends a context also its new key, which it writes into the cache, with
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -89,26 +90,25 @@ def _schedule_kernel(
 
 
 @triton.jit
-def _merge(
+def _gather(
+    top,  # (MERGE_G,): the largest log-sum-exp so far
+    weight,  # (MERGE_G,), and (MERGE_G, BLOCK_D), relative to it
+    merged,
     partial,  # (n, G, D) float32
     partial_lse,  # (n, G) float32, base 2
     base,  # the first partial result; the others follow every ``step``
     step,
     count,
-    to,  # pointer to the output's first head, (G, D)
     G: tl.constexpr,
     D: tl.constexpr,
     MERGE_G: tl.constexpr,  # G padded to a power of two
     MERGE_S: tl.constexpr,  # partial results merged at a time
     BLOCK_D: tl.constexpr,
 ):
-    """Normalized partial outputs and their log-sum-exps, all written before, to one output."""
+    """Add normalized partial outputs, whose log-sum-exps are their weights, all written before."""
     mg = tl.arange(0, MERGE_G)
     s = tl.arange(0, MERGE_S)
     d = tl.arange(0, BLOCK_D)
-    top = tl.full([MERGE_G], float("-inf"), tl.float32)
-    weight = tl.zeros([MERGE_G], tl.float32)
-    merged = tl.zeros([MERGE_G, BLOCK_D], tl.float32)
     for start in range(0, count, MERGE_S):
         i = start + s
         live = (i < count)[:, None] & (mg < G)[None, :]
@@ -126,9 +126,7 @@ def _merge(
         weight = weight * fade + tl.sum(w, 0)
         merged = merged * fade[:, None] + tl.sum(w[:, :, None] * part, 0)
         top = new_top
-    merged = merged / tl.where(weight > 0, weight, 1.0)[:, None]
-    at = to + mg[:, None] * D + d[None, :]
-    tl.store(at, merged.to(to.dtype.element_ty), mask=(mg < G)[:, None] & (d < D)[None, :])
+    return top, weight, merged
 
 
 @triton.jit
@@ -159,6 +157,9 @@ def _decode_kernel(
     partial_lse,  # (max_items, KV, G) float32, base 2
     arrived,  # (rows, KV) int32: zero, and left zero
     out,  # (rows, KV * G, D)
+    shared,  # (rows, 2) int32, or None: where each row's parts of ``shared_partial`` begin, and how many there are
+    shared_partial,  # (parts, KV, G, D) float32
+    shared_lse,  # (parts, KV, G) float32, base 2
     q_weight,  # (D,) or None: from here to slot_mapping, read if FUSED
     k_weight,
     cos_sin,  # (positions, ROT) float32
@@ -289,7 +290,7 @@ def _decode_kernel(
 
     total = tl.sum(total, 1)
     normed = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if count == 1:
+    if (count == 1) & (shared is None):
         to = out + row.to(tl.int64) * out_stride + (head * G + g)[:, None] * D + d[None, :]
         tl.store(to, normed.to(out.dtype.element_ty), mask=q_mask)
     else:
@@ -300,9 +301,23 @@ def _decode_kernel(
         before = tl.atomic_add(arrived + row * KV + head, 1, sem="acq_rel", scope="gpu")
         if before == count - 1:
             tl.store(arrived + row * KV + head, 0)
-            to = out + row.to(tl.int64) * out_stride + head * G * D
+            mg = tl.arange(0, MERGE_G)
+            top = tl.full([MERGE_G], float("-inf"), tl.float32)
+            weight = tl.zeros([MERGE_G], tl.float32)
+            merged = tl.zeros([MERGE_G, BLOCK_D], tl.float32)
             base = first_item * KV + head
-            _merge(partial, partial_lse, base, KV, count, to, G, D, MERGE_G, MERGE_S, BLOCK_D)
+            top, weight, merged = _gather(
+                top, weight, merged, partial, partial_lse, base, KV, count, G, D, MERGE_G, MERGE_S, BLOCK_D
+            )
+            if shared is not None:
+                base = tl.load(shared + row * 2) * KV + head
+                count = tl.load(shared + row * 2 + 1)
+                top, weight, merged = _gather(
+                    top, weight, merged, shared_partial, shared_lse, base, KV, count, G, D, MERGE_G, MERGE_S, BLOCK_D
+                )
+            merged = merged / tl.where(weight > 0, weight, 1.0)[:, None]
+            to = out + row.to(tl.int64) * out_stride + (head * G + mg)[:, None] * D + d[None, :]
+            tl.store(to, merged.to(out.dtype.element_ty), mask=(mg < G)[:, None] & (d < D)[None, :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +431,14 @@ class NewTokens:
     scale: RowScale | None = None  # of the projection's rows, for ``stream_decode`` alone
 
 
+class SharedParts(NamedTuple):
+    """What rows have attended to already, together (``kernels/cascade.py``)."""
+
+    of_rows: torch.Tensor  # (rows, 2) int32: where each row's parts begin, and how many there are
+    partial: torch.Tensor  # (parts, heads, head_dim) float32, normalized
+    lse: torch.Tensor  # (parts, heads) float32, log-sum-exps in base 2
+
+
 def paged_decode_triton(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -427,8 +450,10 @@ def paged_decode_triton(
     workspace: DecodeWorkspace,
     new: NewTokens | None = None,
     early: bool = False,
+    shared: SharedParts | None = None,
 ) -> None:
-    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection.
+    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection. With ``shared``,
+    contexts go on where rows have these parts of theirs.
 
     ``early``: the kernel before this one lets it start late (``pdl``), and has not written what this one reads but q
     (without ``new``, the new tokens' keys and values): block tables, items and older keys are read while it runs.
@@ -448,6 +473,7 @@ def paged_decode_triton(
         workspace.lse,
         workspace.arrived,
         out,
+        *(shared or (None, None, None)),
         new and new.q_weight,
         new and new.k_weight,
         new and new.cos_sin,

@@ -28,7 +28,7 @@ def page_ids(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def _attend(
+def attend_keys(
     acc,
     m,
     total,
@@ -156,7 +156,7 @@ def _prefill_kernel(
     else:
         begin = 0
         middle = tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N  # every row sees the keys before
-        acc, m, total = _attend(
+        acc, m, total = attend_keys(
             acc,
             m,
             total,
@@ -181,7 +181,7 @@ def _prefill_kernel(
             BLOCK_D,
             PRECISION,
         )
-    acc, m, total = _attend(
+    acc, m, total = attend_keys(
         acc,
         m,
         total,

@@ -1,7 +1,8 @@
 // Attention of one new token a sequence over a paged cache, its pages of 16 keys as one stream; see stream_decode.py.
 //
-// Compiled for one (KV, G, D, QKV), behind hopper.cuh: key heads, query heads of each, their dimension, and whether q
-// is the packed projection, which is normed and rotated here. The pages of all sequences, one after another, are cut
+// Compiled for one (KV, G, D, QKV, SHARED), behind hopper.cuh: key heads, query heads of each, their dimension, whether
+// q is the packed projection, which is normed and rotated here, and whether rows come with parts of what they attended
+// to together. The pages of all sequences, one after another, are cut
 // into equal shares, one a program. Of its warps
 // - one asks for pages, keys and values of all heads by TMA, as far ahead as there is room, from one sequence to the
 //   next;
@@ -84,6 +85,11 @@ struct New {  // what makes q, k and v of a packed projection; strides in elemen
   long long x_stride, angles_stride;
   int size;
   float eps, x_eps;
+};
+
+struct Shared {              // what rows have attended to already
+  const int* of_rows;        // (rows, 2): their first part, and how many there are
+  const float *outs, *tops;  // (parts, KV * G, D) divided by their sums; (parts, KV * G) log-sum-exps in base 2
 };
 
 // 1 / rms of a row of x.
@@ -220,6 +226,19 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     sum[0] += other.sum[0], sum[1] += other.sum[1];
   }
 
+  // A lane's of a part that a kernel before has left; ``first`` is the lane's first dimension.
+  __device__ __forceinline__ void read(const Shared& its, long long part, int head, int pair, int first) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const long long query = part * KV * G + head * G + min(pair + i, G - 1);
+      top[i] = __ldcg(its.tops + query), sum[i] = 1.f;
+#pragma unroll
+      for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) out[t][2 * j + i] = __ldcg(its.outs + query * D + first + 16 * t + 8 * j);
+    }
+  }
+
   // A lane's part of a sequence in memory, whose words tell by themselves that they are there.
   __device__ void leave(float4* to) const {
 #pragma unroll
@@ -249,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + HELPERS), 1)
 stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
               const int* tables, const int* lengths, const int* starts_of, const int* shares, float4* parts,
               long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale,
-              const __grid_constant__ New its_new) {
+              const __grid_constant__ New its_new, const __grid_constant__ Shared its_shared) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * MAX_STAGES + 4];
   __shared__ int its_length;
@@ -347,6 +366,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     return;
   }
 
+  if (SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int i = threadIdx.x; i <= rows; i += 32 * WARPS) starts[i] = starts_of[i];
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");
   const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
@@ -458,6 +478,14 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         State other = coming;
         if (p + 1 < to && holds) coming.look(its_part + WARPS * PIECE);
         if (holds) State::take_away(its_part);
+        state.add(other);
+      }
+    }
+    if (SHARED) {
+      const int part_begin = its_shared.of_rows[2 * row], part_end = part_begin + its_shared.of_rows[2 * row + 1];
+      for (int p = part_begin; p < part_end; p++) {
+        State other;
+        other.read(its_shared, p, head, pair, part * DIMS + group);
         state.add(other);
       }
     }

@@ -21,7 +21,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
-from minivllm.kernels.paged_decode import NewTokens
+from minivllm.kernels.paged_decode import NewTokens, SharedParts
 from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 
@@ -98,9 +98,10 @@ def fits_stream(
 
 
 @cache
-def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False) -> Kernel:
-    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "WARPS": _WARPS, "HELPERS": _HELPERS,
-              "MAX_STAGES": _MAX_STAGES, "LEAST": _LEAST, "SHARE": _SHARE, "NAMED": _NAMED}  # fmt: skip
+def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False, shared: bool = False) -> Kernel:
+    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "SHARED": int(shared), "WARPS": _WARPS,
+              "HELPERS": _HELPERS, "MAX_STAGES": _MAX_STAGES, "LEAST": _LEAST, "SHARE": _SHARE,
+              "NAMED": _NAMED}  # fmt: skip
     return Kernel("stream_decode", (), tuple(macros.items()))
 
 
@@ -133,6 +134,12 @@ def _new_argument(new: NewTokens | None, k_cache: torch.Tensor, v_cache: torch.T
     )  # fmt: skip
 
 
+class _SharedArgument(ctypes.Structure):
+    """``Shared`` of stream_decode.cu."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("of_rows", "outs", "tops")]
+
+
 def _in_eights(x: torch.Tensor) -> bool:
     """Whether the kernel, which reads 16 bytes at once, reads its rows."""
     return x.stride(1) == 1 and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
@@ -149,8 +156,9 @@ class StreamWorkspace:
         self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
     ) -> None:
         self.device = device = torch.device(device)
-        self.kernel, self.kernel_qkv = (
-            _kernel(num_kv_heads, num_heads // num_kv_heads, head_dim, qkv) for qkv in (False, True)
+        shape = (num_kv_heads, num_heads // num_kv_heads, head_dim)
+        self.kernel, self.kernel_qkv, self.kernel_shared = (
+            _kernel(*shape, qkv, shared) for qkv, shared in ((False, False), (True, False), (False, True))
         )
         self.programs = num_sms(device)
         self.block = max(next_power_of_2(max_rows), 16)
@@ -179,6 +187,10 @@ class StreamWorkspace:
         """Whether it loads for the packed projection."""
         return loads(self.kernel_qkv, self.device)
 
+    def takes_shared(self) -> bool:
+        """Whether it loads for rows that have attended to something together."""
+        return loads(self.kernel_shared, self.device)
+
 
 def schedule_stream(workspace: StreamWorkspace, block_tables: torch.Tensor, seq_lens: torch.Tensor, rows: int) -> None:
     """Who has which pages of the first ``rows`` contexts. Once a step (inside the graph): all layers share it."""
@@ -200,6 +212,7 @@ def stream_decode(
     workspace: StreamWorkspace,
     new: NewTokens | None = None,
     early: bool = False,
+    shared: SharedParts | None = None,
 ) -> None:
     """After ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks, 16,
     kv heads, head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in
@@ -215,20 +228,24 @@ def stream_decode(
     assert q.stride(-1) == 1 and (new is not None or q.stride(1) == dim) and out.stride(1) == dim
     if q.stride(0) % 8 or q.data_ptr() % 16:  # a row is copied whole
         q = q.contiguous()
-    function = load(workspace.kernel if new is None else workspace.kernel_qkv, workspace.device)
+    assert new is None or shared is None
+    kernel = workspace.kernel if new is None else workspace.kernel_qkv
+    function = load(kernel if shared is None else workspace.kernel_shared, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
     starts, shares = workspace.starts, workspace.shares
     tensors = (q, out, block_tables, seq_lens, starts, shares, workspace.parts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     stride = ctypes.c_longlong(block_tables.stride(0))
     numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, workspace.stages, int(early))
-    factor, behind = ctypes.c_float(scale * LOG2E), _new_argument(new, k_cache, v_cache)
+    factor, its_new = ctypes.c_float(scale * LOG2E), _new_argument(new, k_cache, v_cache)
+    its_shared = _SharedArgument(*(tensor.data_ptr() for tensor in shared or ()))
     addresses = [
         *(one.address for one in maps),
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
         ctypes.addressof(stride),
         *(ctypes.addressof(numbers) + 4 * i for i in range(5)),
         ctypes.addressof(factor),
-        ctypes.addressof(behind),
+        ctypes.addressof(its_new),
+        ctypes.addressof(its_shared),
     ]
     nvrtc.launch(function, workspace.shape, addresses)

@@ -33,6 +33,8 @@ def whole_shape(
     batch = backend.batch
     if len(x) > MAX_MEGAKERNEL_ROWS or batch is None or not batch.num_decodes == batch.num_seqs == len(x):
         return None
+    if batch.cascade is not None:
+        return None
     if not backend.plain_decode or not backend.keeps_cache_write() or backend.kv_cache.shape[3] != PAGE:
         return None
     alike = {_attention_of(layer) for layer in layers}, {eps for layer in layers for eps in _eps_of(layer)}

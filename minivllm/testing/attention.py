@@ -157,6 +157,20 @@ class AttentionConformance(Conformance):
         self.check(Step(spec, longer, decodes, poison=self.reads_contexts_only, shared=2 * size), backend)
 
     @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("step", ["decodes", "mixed"])
+    def test_a_prefix_that_is_read_once_for_its_rows(self, device: str, step: str) -> None:
+        spec = self.spec(device, cascade=True, max_model_len=9216)
+        backend, shared = self.build(spec), 1024 // spec.block_size * spec.block_size
+        if backend.cascade_limits is None:
+            pytest.skip("it sets no cascade_limits")
+        lens, decodes = (SMALL if device == "cpu" else LARGE)[step]
+        longer = Step(
+            spec, [(n, context + shared) for n, context in lens], decodes, self.reads_contexts_only, 0, shared
+        )
+        longer.read_once(backend.cascade_limits)
+        self.check(longer, backend)
+
+    @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("step", ["decodes", "prompts", "chunks", "mixed"])
     def test_a_sliding_window(self, device: str, step: str) -> None:
         for window in (1, 12, 100):

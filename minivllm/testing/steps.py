@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch
+from minivllm.core.batch import AttentionBatch, Cascade
+from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.kernels.paged_prefill import paged_attention_reference
 
@@ -102,6 +103,16 @@ class Step:
         self.q = torch.randn(q_shape, device=device, generator=generator).to(self.cache)
         junk = JUNK if self.poison else 0
         self.batch = attention_batch(query, seq, tables, size, self.num_decodes, device, junk=junk)
+
+    def read_once(self, limits: CascadeLimits) -> None:
+        """Let the decodes read what they share so, if it is worth a node at all: raises AssertionError if not."""
+        b, d = self.batch, self.num_decodes
+        computed = (b.host_seq_lens - b.host_query_lens)[:d]
+        limits = replace(limits, saved_keys=1)
+        plan = plan_cascade(b.host_block_tables, np.arange(d), computed, self.spec.block_size, limits)
+        assert plan is not None, "the rows share too little"
+        numbers = plan.padded(d, limits.items)
+        b.cascade = Cascade.of(torch.from_numpy(numbers).to(self.q.device), d)
 
     def expected(self) -> torch.Tensor:
         """In float32."""

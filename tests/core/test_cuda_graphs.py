@@ -13,6 +13,8 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
+from minivllm.core.batch import AttentionBatch
+from minivllm.core.cascade import CascadeLimits, CascadePlanner
 from minivllm.core.cuda_graphs import DecodeGraphs
 from minivllm.core.model_runner import IN_FLIGHT, ModelRunner
 from minivllm.errors import MinivllmError
@@ -63,6 +65,7 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def capture_graph(run: partial[torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
         (size,) = run.args
         if run.func.__name__ == "_draw_again":
+            size, _ = size
             result = torch.full((size,), -1)
             return Recorded(run, result, f"again {size}", said), result
         said.append(f"capture {size}")
@@ -128,11 +131,54 @@ def test_replays_give_the_tokens_of_eager_steps(
     assert graphs._replays == int(graphs.steps) == len([line for line in log if line.startswith("replay")]) + 5
 
 
+def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
+    llm: LLM, runner: ModelRunner, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured behind the first of a size; few rows are padded, for which all kernels are there."""
+    long = list(range(100, 200))
+    prompts = [*([*long, i] for i in range(8)), [5], [6, 7]]
+    params = [SamplingParams(temperature=0, max_tokens=5 + 2 * i, ignore_eos=True) for i in range(len(prompts))]
+    params[3].frequency_penalty = 0.7
+
+    def say() -> list[list[int]]:
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    eager = say()
+    llm.reset_prefix_cache()
+    planner = CascadePlanner(runner.host_tables, runner.block_size, CascadeLimits(4, 16, 6, 12, 64, 300))
+    runner.cascade = planner
+    graphs = DecodeGraphs(runner, 11)
+    graphs.capture(BLOCKS, VOCAB)
+    runner.graphs = graphs
+    seen: list[int | str] = []
+    plan_attention = runner.attention.plan
+
+    def checked(batch: AttentionBatch) -> None:
+        if batch.cascade is not None and graphs.slots[0] != graphs.padding:
+            plan = planner._plan
+            assert plan is not None and batch.cascade.order.shape == batch.seq_lens.shape
+            flat = [t.flatten() for t in (batch.cascade.order, batch.cascade.skips, batch.cascade.parts)]
+            rows = len(batch.seq_lens)
+            if not torch.equal(torch.cat(flat), torch.from_numpy(plan.padded(rows, 12)[: 4 * rows])):
+                seen.append("stale")
+            seen.append(int((batch.cascade.items[:, 1] > 0).sum()))
+        plan_attention(batch)
+
+    monkeypatch.setattr(runner.attention, "plan", checked)
+    del log[:]
+    assert say() == eager
+    assert set(graphs._graphs) == {*((n, False) for n in (1, 2, 4, 8, 16)), (16, True)}
+    assert log.count("capture 16") == 1 and "replay 16" in log and set(seen) == {6}
+    assert "replay 8" in log and "replay 4" in log, "as rows end, until what they share is too little"
+    assert any(line == "again 16" for line in log)
+    assert graphs._replays == int(graphs.steps)
+
+
 @pytest.mark.parametrize("wrong", [1, 8, 16])
 def test_a_graph_that_gives_something_else_is_noticed(runner: ModelRunner, log: list[str], wrong: int) -> None:
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
-    recorded: Any = graphs._graphs[wrong]
+    recorded: Any = graphs._graphs[wrong, False]
     run = recorded.run
     recorded.run = lambda: run() * 1.05
     with pytest.raises(MinivllmError, match=f"graph of {wrong} rows with attention=TorchBackend differs"):
@@ -148,7 +194,7 @@ def test_a_step_whose_tokens_are_overwritten_is_noticed(llm: LLM, runner: ModelR
     _, replayed = llm.engine._under_way[0]
     with torch.inference_mode():
         for _ in range(IN_FLIGHT):
-            graphs._replay(1)
+            graphs._replay((1, False))
     with pytest.raises(MinivllmError, match="tokens of decode step 6 are not on the host, those of step 10 are"):
         replayed.result()
 
@@ -163,7 +209,7 @@ def test_replays_that_leave_no_tokens_on_the_host_are_noticed(runner: ModelRunne
 def test_a_graph_that_computes_nothing_is_noticed(runner: ModelRunner, log: list[str]) -> None:
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
-    recorded: Any = graphs._graphs[4]
+    recorded: Any = graphs._graphs[4, False]
     recorded.replay = lambda: None
     with torch.inference_mode():
         recorded.result.fill_(float("nan"))

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import reference_tokens
 from test_equality import CHECKPOINTS
 
 PROMPTS = [[5], [0, 1], list(range(40, 57)), [*range(100, 133), 7], [*range(100, 133), 8, 9]]
+ALIKE = [[*range(100, 180), *range(i, 2 * i)] for i in range(5)]  # what these share, decodes read once
 MAX_TOKENS = 6
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"cache.block_size": 16, "cache.num_blocks": 64, "scheduler.max_num_batched_tokens": 64}),
@@ -26,6 +28,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "scheduler.max_num_batched_tokens": 7,
             "scheduler": "prefill_first",
         },
+    ),
+    (
+        "llama-tied",
+        {"cache.block_size": 8, "cache.num_blocks": 64, "scheduler.max_num_batched_tokens": 128, "max_model_len": 128},
     ),
     (
         "llama-gqa1",
@@ -40,18 +46,31 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def prompts_of(max_model_len: int) -> list[list[int]]:
+    return ALIKE if max_model_len > 64 else PROMPTS
+
+
 def main(job: str) -> None:
     from minivllm import LLM, SamplingParams
+    from minivllm.backends import triton
 
+    attend, rows = triton.attend_cascade, []
+
+    def noted(q: torch.Tensor, *args: Any) -> Any:
+        rows.append(len(q))
+        return attend(q, *args)
+
+    triton.attend_cascade, triton._CASCADE_BYTES = noted, 1  # type: ignore[attr-defined]
     given = json.loads(job)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     answers = []
     for folder, overrides in given:
         with LLM(folder, attention="triton", device="cpu", dtype="float32", overrides=overrides) as llm:
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+            outputs = llm.generate(prompts_of(llm.engine.max_model_len), params, use_tqdm=False)
             about = llm.engine.describe()
             answers.append({"tokens": [o.outputs[0].token_ids for o in outputs], "attention": about["attention"],
-                            "cached": llm.engine.stats.cached_tokens})  # fmt: skip
+                            "cached": llm.engine.stats.cached_tokens, "together": max(rows, default=0)})  # fmt: skip
+            rows.clear()
     print(json.dumps(answers))
 
 
@@ -74,7 +93,9 @@ def test_greedy_tokens_equal_transformers_with_the_triton_backend(tiny_checkpoin
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout.splitlines()[-1])
     for folder, (name, case), answer in zip(folders, CASES, answers, strict=True):
-        assert answer["tokens"] == [reference_tokens(folder, p, MAX_TOKENS) for p in PROMPTS], name
+        prompts = prompts_of(case.get("max_model_len", 64))
+        assert answer["tokens"] == [reference_tokens(folder, p, MAX_TOKENS) for p in prompts], name
+        assert answer["together"] == (5 if prompts is ALIKE else 0)
         assert "triton" in answer["attention"]
         assert (answer["cached"] > 0) == (case.get("cache.enable_prefix_caching") != "false")
 

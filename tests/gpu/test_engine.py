@@ -15,6 +15,7 @@ import torch
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch
+from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import AttentionSpec, StepHandle
 from minivllm.core.model_runner import ModelRunner, StepApart
 from minivllm.errors import ConfigError, MinivllmError
@@ -225,6 +226,47 @@ def test_a_few_sequences_say_the_same_through_one_kernel_as_through_many(monkeyp
             assert abs(a_probs[i][x].logprob - b_probs[i][x].logprob) < 0.26
             same += 1
     assert same > 0.75 * 8 * sum(map(len, together))
+
+
+@pytest.mark.parametrize("eager", [None, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefixes_that_are_read_once_change_no_token(
+    dtype: str, eager: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree of prefixes, sequences that come and go, and prompts beside them; in bfloat16 by the stream of pages."""
+    monkeypatch.setattr("minivllm.backends.triton._CASCADE_BYTES", 1 << 16)
+    rng, used = random.Random(0), []
+    plan = CascadePlanner.plan
+
+    def noted(self: CascadePlanner, batch: Batch) -> Any:
+        found = plan(self, batch)
+        used.append(0 if found is None else int((found.skips > 0).sum()))
+        return found
+
+    monkeypatch.setattr(CascadePlanner, "plan", noted)
+
+    def ids(n: int) -> list[int]:
+        return [rng.randrange(1000) for _ in range(n)]
+
+    system, branches = ids(200), [ids(n) for n in (0, 300, 64)]
+    prompts = [[*(system if i % 7 else []), *branches[i % 3], *ids(1 + i % 40)] for i in range(70)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=4 + i % 37, ignore_eos=True, logprobs=20)
+        for i in range(len(prompts))
+    ]
+    told = []
+    for cascade in ("false", "true"):
+        options: dict[str, Any] = {"attention": "triton", "max_num_seqs": 40, "enforce_eager": eager, "dtype": dtype}
+        with LLM("demo", **options, overrides=[f"attention.cascade={cascade}"]) as llm:
+            told.append(llm.generate(prompts, params, use_tqdm=False))
+            told.append(llm.generate(prompts, params, use_tqdm=False))
+        assert (max(used, default=0) > 20) == (cascade == "true")
+    for outputs in told[1:]:
+        for mine, its, wanted in zip(outputs, told[0], params, strict=True):
+            if dtype == "float32":
+                assert mine.outputs[0].token_ids == its.outputs[0].token_ids
+            elif wanted.greedy:
+                assert_close(mine, its)
 
 
 def test_shutdown_gives_the_memory_back() -> None:

@@ -32,6 +32,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> T __ldg(const T* from) { return *from; }
+template <class T> T __ldcg(const T* from) { return *from; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
