@@ -62,51 +62,44 @@ def plan_cascade(
     """
     whole = computed // block_size
     first = np.where(whole > 0, tables[slots, 0], 0)
-    ordered = np.sort(first)
-    again = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] > 0)]
-    if not len(again):
+    order = np.argsort(first, kind="stable")
+    alike = np.diff(first[order], prepend=-1, append=-1) == 0
+    rows = order[(alike[1:] | alike[:-1]) & (first[order] > 0)].astype(np.int32)
+    if not len(rows):
         return None
-    rows = np.nonzero(np.isin(first, again))[0].astype(np.int32)
     order, common = _sorted_by_prefix(tables[slots[rows], : int(whole[rows].max())], whole[rows])
-    nodes = _nodes(common, block_size)
-    saved = sum((node.rows - 1) * node.blocks for node in nodes) * block_size
-    if not nodes or saved < limits.saved_keys:
+    tree = _tree(common, block_size)
+    saved = ((tree.last - tree.first - 1) * (tree.end - tree.begin)).sum() * block_size
+    if not len(tree.first) or saved < limits.saved_keys:
         return None
-    return _cut(nodes, rows[order], len(slots), block_size, limits)
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """Blocks [begin, end) of the sorted rows [first, last)."""
-
-    first: int
-    last: int
-    begin: int
-    end: int
-
-    @property
-    def rows(self) -> int:
-        return self.last - self.first
-
-    @property
-    def blocks(self) -> int:
-        return self.end - self.begin
+    return _cut(tree, rows[order], len(slots), block_size, limits)
 
 
 def _sorted_by_prefix(tables: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """An order in which rows with equal prefixes are neighbours, and (n - 1,) blocks that neighbours share, of tables
-    (n, width) whose first ``whole`` entries count. ``tables`` is written over."""
-    n, width = tables.shape
-    own = np.arange(width) >= whole[:, None]
-    tables[own] = np.broadcast_to(-1 - np.arange(n, dtype=np.int32)[:, None], tables.shape)[own]  # equal to nobody's
+    (n, width) whose first ``whole`` entries count."""
+    width = tables.shape[1]
     order = np.argsort(tables.view(np.dtype((np.void, width * tables.itemsize))).ravel(), kind="stable")
-    ordered = tables[order]
+    ordered, whole = tables[order], whole[order]
     differ = ordered[1:] != ordered[:-1]
-    return order, np.where(differ.any(1), differ.argmax(1), width)
+    common = np.where(differ.any(1), differ.argmax(1), width)
+    return order, np.minimum(common, np.minimum(whole[1:], whole[:-1]))
 
 
-def _nodes(common: np.ndarray, block_size: int) -> list[_Node]:
-    """The tree of neighbours' common prefixes, parents first, without nodes that do not pay."""
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """Nodes, parents first: blocks [begin, end) of the sorted rows [first, last); (k,) each."""
+
+    first: np.ndarray
+    last: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    above: np.ndarray  # (k,): which one is each node's parent, -1: none
+    deepest: np.ndarray  # (rows,): the last node of each row, -1: none
+
+
+def _tree(common: np.ndarray, block_size: int) -> _Tree:
+    """Of the prefixes that sorted rows share with the next, without nodes that do not pay."""
     found: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # first row, blocks: each deeper than the one before
     for i, depth in enumerate([*common.tolist(), 0]):
@@ -116,15 +109,17 @@ def _nodes(common: np.ndarray, block_size: int) -> list[_Node]:
             found.append((first, i + 1, blocks))
         if depth and (not open_ or open_[-1][1] < depth):
             open_.append((first, depth))
-    read = np.zeros(len(common) + 1, dtype=np.int64)  # of each row, by the nodes above
-    nodes = []
+    nodes: list[tuple[int, int, int, int, int]] = []
+    deepest = np.full(len(common) + 1, -1)
     for first, last, end in reversed(found):
-        node = _Node(first, last, int(read[first]), end)
-        keys = node.blocks * block_size
-        if keys >= _LEAST_KEYS and (node.rows - 1) * keys >= _LEAST_SAVED:
-            nodes.append(node)
-            read[first:last] = end
-    return nodes
+        above = int(deepest[first])
+        begin = nodes[above][3] if above >= 0 else 0
+        keys = (end - begin) * block_size
+        if keys >= _LEAST_KEYS and (last - first - 1) * keys >= _LEAST_SAVED:
+            deepest[first:last] = len(nodes)
+            nodes.append((first, last, begin, end, above))
+    first_, last_, begin_, end_, above_ = np.array(nodes, dtype=np.int64).reshape(-1, 5).T
+    return _Tree(first_, last_, begin_, end_, above_, deepest)
 
 
 def _up(a: Any, b: Any) -> Any:
@@ -132,11 +127,8 @@ def _up(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def _cut(
-    nodes: list[_Node], rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits
-) -> CascadePlan | None:
-    step = max(limits.keys // block_size, 1)
-    blocks, members = (np.array([getattr(node, name) for node in nodes]) for name in ("blocks", "rows"))
+def _cut(tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits) -> CascadePlan | None:
+    step, blocks, members = max(limits.keys // block_size, 1), tree.end - tree.begin, tree.last - tree.first
     tiles = _up(members, limits.rows)
     share = max(int(_up((tiles * blocks).sum(), limits.busy)), step)
     while True:
@@ -147,24 +139,31 @@ def _cut(
         if share >= blocks.max():
             return None  # more nodes than are taken; so many save little each
         share *= 2
-    skips, count = np.zeros((2, len(rows)), dtype=np.int32)
-    items = []
-    for node, size, n in zip(nodes, (even * block_size).tolist(), pieces.tolist(), strict=True):
-        begin, end = node.begin * block_size, node.end * block_size
-        part, lead = int(count[node.first]), int(rows[node.first])
-        for first in range(node.first, node.last, limits.rows):
-            some = min(limits.rows, node.last - first)
-            for i in range(n):
-                key = begin + i * size
-                items.append((first, some, lead, key, min(key + size, end), part + i))
-        skips[node.first : node.last] = node.end
-        count[node.first : node.last] += n
-    where = np.zeros(num_rows, dtype=np.int32), np.zeros((num_rows, 2), dtype=np.int32)
-    where[0][rows] = skips
-    where[1][rows, 0] = np.cumsum(count) - count
-    where[1][rows, 1] = count
-    others = np.setdiff1d(np.arange(num_rows, dtype=np.int32), rows)
-    return CascadePlan(np.concatenate([rows, others]), *where, np.array(items, dtype=np.int32))
+    before = np.zeros_like(pieces)  # parts that a row has of the nodes above
+    for i, above in enumerate(tree.above.tolist()):
+        if above >= 0:
+            before[i] = before[above] + pieces[above]
+
+    node = np.repeat(np.arange(len(pieces)), tiles * pieces)
+    index = np.arange(len(node)) - np.repeat(np.cumsum(tiles * pieces) - tiles * pieces, tiles * pieces)
+    tile, piece = index // pieces[node], index % pieces[node]
+    first, key = tree.first[node] + tile * limits.rows, (tree.begin[node] + piece * even[node]) * block_size
+    items = np.empty((len(node), ITEM), dtype=np.int32)
+    items[:, 0], items[:, 1] = first, np.minimum(limits.rows, tree.last[node] - first)
+    items[:, 2], items[:, 3] = rows[first], key
+    items[:, 4], items[:, 5] = (
+        np.minimum(key + even[node] * block_size, tree.end[node] * block_size),
+        before[node] + piece,
+    )
+
+    has = tree.deepest >= 0
+    skips, parts = np.zeros(num_rows, dtype=np.int32), np.zeros((num_rows, 2), dtype=np.int32)
+    skips[rows] = np.where(has, tree.end[tree.deepest], 0)
+    count = np.where(has, (before + pieces)[tree.deepest], 0)
+    parts[rows, 0], parts[rows, 1] = np.cumsum(count) - count, count
+    others = np.ones(num_rows, dtype=bool)
+    others[rows] = False
+    return CascadePlan(np.concatenate([rows, np.nonzero(others)[0].astype(np.int32)]), skips, parts, items)
 
 
 class CascadePlanner:
