@@ -22,7 +22,7 @@ from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config,
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
-_CASCADE_BYTES = 64 << 20  # keys and values a layer, 15 µs to read, from which on two more kernels a layer pay
+_CASCADE_BYTES = 256 << 20  # keys and values a layer, 20 to 30 µs to read, most of them in L2: two more kernels pay
 
 
 class TritonBackend(AttentionBackend):
@@ -100,7 +100,7 @@ class TritonBackend(AttentionBackend):
             rows=BLOCK_M // self.group,
             keys=BLOCK_N,
             busy=busy,
-            items=2 * busy + self.max_rows,
+            items=4 * busy + self.max_rows,
             parts=max(4 * self.max_rows, 1024),
             saved_keys=_CASCADE_BYTES // key_bytes,
         )

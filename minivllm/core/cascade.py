@@ -19,6 +19,7 @@ from minivllm.core.batch import Batch
 ITEM = 6  # numbers of an item, see ``Cascade``
 _LEAST_KEYS = 64  # of a node: fewer are read by those below it
 _LEAST_SAVED = 256  # keys that a node saves: (rows - 1) * keys
+_FEW = 4  # keys that rows read alone, for one read together: from there on both are read side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class CascadeLimits:
 
     rows: int  # of an item, at most
     keys: int  # an item begins at a multiple of these in its node
-    busy: int  # items of equal work that keep the device busy
+    busy: int  # items of equal work that occupy the device; twice as many read faster, and leave no room beside them
     items: int  # at most
     parts: int  # at most, of all rows
     saved_keys: int  # that need not be read again, from which on a step is faster so
@@ -72,7 +73,9 @@ def plan_cascade(
     saved = ((tree.last - tree.first - 1) * (tree.end - tree.begin)).sum() * block_size
     if not len(tree.first) or saved < limits.saved_keys:
         return None
-    return _cut(tree, rows[order], len(slots), block_size, limits)
+    keys = (tree.end - tree.begin).sum() * block_size
+    busy = limits.busy if _FEW * keys <= computed.sum() - saved - keys else 2 * limits.busy
+    return _cut(tree, rows[order], len(slots), block_size, limits, busy)
 
 
 def _sorted_by_prefix(tables: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,10 +130,12 @@ def _up(a: Any, b: Any) -> Any:
     return -(-a // b)
 
 
-def _cut(tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits) -> CascadePlan | None:
+def _cut(
+    tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits, busy: int
+) -> CascadePlan | None:
     step, blocks, members = max(limits.keys // block_size, 1), tree.end - tree.begin, tree.last - tree.first
     tiles = _up(members, limits.rows)
-    share = max(int(_up((tiles * blocks).sum(), limits.busy)), step)
+    share = max(int(_up((tiles * blocks).sum(), busy)), step)
     while True:
         even = _up(_up(blocks, _up(blocks, share)), step) * step  # blocks of an item
         pieces = _up(blocks, even)

@@ -18,8 +18,8 @@ from minivllm.kernels.paged_decode import SharedParts
 from minivllm.kernels.paged_prefill import LOG2E, attend_keys
 from minivllm.kernels.pdl import use_pdl
 
-BLOCK_M, BLOCK_N = 64, 64  # queries, and keys, of a tile
-_WARPS, _STAGES = 4, 3
+BLOCK_M, BLOCK_N = 64, 32  # queries, and keys, of a tile
+_WARPS, _STAGES, _REGISTERS = 4, 3, 152  # so that a program runs beside one of ``stream_decode``
 
 
 @triton.jit(do_not_specialize=["table_stride", "own_stride"], do_not_specialize_on_alignment=["seq_lens", "skips"])
@@ -136,7 +136,7 @@ class CascadeWorkspace:
         device: torch.device | str,
     ) -> None:  # fmt: skip
         device = torch.device(device)
-        self.programs = programs_a_head(num_kv_heads, device)
+        self.programs = 2 * programs_a_head(num_kv_heads, device)
         self.partial = torch.zeros((max_parts, num_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((max_parts, num_heads), dtype=torch.float32, device=device)
         self.own_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
@@ -145,8 +145,8 @@ class CascadeWorkspace:
 
 
 def programs_a_head(num_kv_heads: int, device: torch.device) -> int:
-    """How many items keep a device busy: two programs fit a multiprocessor."""
-    return max(2 * num_sms(device) // num_kv_heads, 1)
+    """How many items keep a device busy: a program on each multiprocessor."""
+    return max(num_sms(device) // num_kv_heads, 1)
 
 
 def own_contexts(
@@ -181,6 +181,6 @@ def attend_cascade(
         scale * LOG2E, block_tables.stride(0), q.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         KV=kv_heads, G=heads // kv_heads, D=dim, BLOCK_SIZE=block_size, ITEM=items.shape[1], BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N, BLOCK_D=next_power_of_2(dim), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        PDL=w.pdl, num_warps=_WARPS, num_stages=_STAGES, launch_pdl=w.pdl,
+        PDL=w.pdl, num_warps=_WARPS, num_stages=_STAGES, maxnreg=_REGISTERS, launch_pdl=w.pdl,
     )  # fmt: skip
     return SharedParts(cascade.parts, w.partial, w.lse)

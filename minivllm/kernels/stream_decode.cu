@@ -25,6 +25,12 @@ constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // lanes make eight dimensions
 constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
 constexpr u32 HEAD_START = 4000;                // cycles that pages wait for queries to be asked for, at most
 
+#if SHARED  // the kernel that makes the parts runs beside this one
+#define BOUNDS __maxnreg__(120)
+#else
+#define BOUNDS __launch_bounds__(32 * (WARPS + 1 + HELPERS), 1)
+#endif
+
 __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, %4}], [%2];" ::
@@ -226,17 +232,27 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     sum[0] += other.sum[0], sum[1] += other.sum[1];
   }
 
-  // A lane's of a part that a kernel before has left; ``first`` is the lane's first dimension.
-  __device__ __forceinline__ void read(const Shared& its, long long part, int head, int pair, int first) {
+  // Adds parts [begin, end) that a kernel before has left; ``first`` is the lane's first dimension.
+  __device__ __forceinline__ void add(const Shared& its, int begin, int end, int head, int pair, int first) {
+    const int query[2] = {head * G + min(pair, G - 1), head * G + min(pair + 1, G - 1)};
+    float highest[2] = {top[0], top[1]};
+#pragma unroll 4
+    for (long long p = begin; p < end; p++)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const long long query = part * KV * G + head * G + min(pair + i, G - 1);
-      top[i] = __ldcg(its.tops + query), sum[i] = 1.f;
+      for (int i = 0; i < 2; i++) highest[i] = fmaxf(highest[i], __ldcg(its.tops + p * KV * G + query[i]));
+    raise(highest[0], highest[1]);
+#pragma unroll 2
+    for (long long p = begin; p < end; p++)
 #pragma unroll
-      for (int t = 0; t < TILES; t++)
+      for (int i = 0; i < 2; i++) {
+        const float* from = its.outs + (p * KV * G + query[i]) * D + first;
+        const float weight = exp2_of(__ldcg(its.tops + p * KV * G + query[i]) - top[i]);
+        sum[i] += weight;
 #pragma unroll
-        for (int j = 0; j < 2; j++) out[t][2 * j + i] = __ldcg(its.outs + query * D + first + 16 * t + 8 * j);
-    }
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) out[t][2 * j + i] += weight * __ldcg(from + 16 * t + 8 * j);
+      }
   }
 
   // A lane's part of a sequence in memory, whose words tell by themselves that they are there.
@@ -264,7 +280,7 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
   }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1 + HELPERS), 1)
+extern "C" __global__ void BOUNDS
 stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, const u16* q, u16* out,
               const int* tables, const int* lengths, const int* starts_of, const int* shares, float4* parts,
               long long table_stride, int q_stride, int out_stride, int rows, int stages, int early, float scale,
@@ -293,8 +309,13 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   if (warp > WARPS) {  // makes queries
     Maker maker(its_new, warp - WARPS - 1, lane);
     if (sequences) maker.read(lengths, starts_of, last_row);
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;");  // late: what comes next may read ahead of its wait
+    // With parts, queries are there when this starts: the kernel that makes the parts, and starts this one, has waited
+    // for them. What comes next may read ahead of its wait, so it is started late.
+    auto wait_and_start_next = [] {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      asm volatile("griddepcontrol.launch_dependents;");
+    };
+    if (!SHARED) wait_and_start_next();
     if (sequences) maker.fetch(q + (long long)last_row * q_stride, last_row, made_at, fetched);
     if (lane == 0) here_arrive(asked_for);
     for (int n = 0; n < sequences; n++) {
@@ -311,6 +332,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       barrier_wait(taken, n & 1);
       maker.fetch(q + (long long)(row - 1) * q_stride, row - 1, made_at, fetched);
     }
+    if (SHARED) wait_and_start_next();
     return;
   }
   int stage = 0, round = 0;
@@ -318,7 +340,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   if (warp == WARPS) {  // asks for pages
     // The share names the first ones. All but one of these are asked for behind the queries, whose way is long once all
     // programs' pages are on theirs, but not later than HEAD_START, should the kernel before go on.
-    const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || !early ? 0 : its_share[5]), stages);
+    const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || SHARED || !early ? 0 : its_share[5]), stages);
     int asked = 0;
     auto ask = [&](int most) {
       for (; asked < most; asked++) {
@@ -338,7 +360,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     ask(named);
     asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");  // starts are there
     stage = asked % stages, round = asked / stages;
-    bool waited = !early;
+    bool waited = SHARED || !early;
     for (int n = 0; n < sequences; n++) {
       const int row = last_row - n;
       const int begin = starts[row], end = starts[row + 1], stop = min(end, last);
@@ -366,7 +388,6 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     return;
   }
 
-  if (SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int i = threadIdx.x; i <= rows; i += 32 * WARPS) starts[i] = starts_of[i];
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");
   const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
@@ -482,12 +503,9 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       }
     }
     if (SHARED) {
-      const int part_begin = its_shared.of_rows[2 * row], part_end = part_begin + its_shared.of_rows[2 * row + 1];
-      for (int p = part_begin; p < part_end; p++) {
-        State other;
-        other.read(its_shared, p, head, pair, part * DIMS + group);
-        state.add(other);
-      }
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // for the parts: first come the pages
+      const int its_first = its_shared.of_rows[2 * row], count = its_shared.of_rows[2 * row + 1];
+      state.add(its_shared, its_first, its_first + count, head, pair, part * DIMS + group);
     }
     state.scale(state.sum[0] > 0.f ? 1.f / state.sum[0] : 0.f, state.sum[1] > 0.f ? 1.f / state.sum[1] : 0.f);
     u16* to = out + (long long)row * out_stride + (head * G + group) * D + part * DIMS + pair;

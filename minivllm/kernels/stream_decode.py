@@ -30,6 +30,7 @@ _WARPS, _HELPERS = 8, 3  # that take pages; that make queries. One more asks for
 _LEAST = 2  # pages a program has, where there are programs enough
 _SHARE, _NAMED = 8, 32  # numbers of a program's share; blocks of its first pages
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
+_BESIDE = 68 << 10  # bytes of a multiprocessor's memory that are left to the kernel that makes shared parts
 MAX_ROWS = 1024
 
 
@@ -170,14 +171,14 @@ class StreamWorkspace:
         self.pdl = use_pdl(device)
         page_bytes = 2 * _PAGE * num_kv_heads * head_dim * 2
         other_bytes = (num_heads + 2 * num_kv_heads) * head_dim * 2 + 4 * (max_rows + 1)  # a row of q, starts
-        self.stages = min((SHARED_BYTES - FIXED_BYTES - other_bytes) // page_bytes, _MAX_STAGES)
-        self.shape = nvrtc.LaunchShape(
-            (self.programs, 1, 1),
-            (1, 1, 1),
-            32 * (_WARPS + 1 + _HELPERS),
-            self.stages * page_bytes + 1024 + other_bytes,
-            self.pdl,
-        )
+
+        def stages(room: int) -> tuple[int, nvrtc.LaunchShape]:
+            number = min((room - FIXED_BYTES - other_bytes) // page_bytes, _MAX_STAGES)
+            threads, size = 32 * (_WARPS + 1 + _HELPERS), number * page_bytes + 1024 + other_bytes
+            return number, nvrtc.LaunchShape((self.programs, 1, 1), (1, 1, 1), threads, size, self.pdl)
+
+        self.stages, self.shape = stages(SHARED_BYTES)
+        self.stages_shared, self.shape_shared = stages(SHARED_BYTES - _BESIDE)
 
     def takes_heads(self) -> bool:
         """Whether it loads for queries apart from keys and values."""
@@ -229,14 +230,18 @@ def stream_decode(
     if q.stride(0) % 8 or q.data_ptr() % 16:  # a row is copied whole
         q = q.contiguous()
     assert new is None or shared is None
-    kernel = workspace.kernel if new is None else workspace.kernel_qkv
-    function = load(kernel if shared is None else workspace.kernel_shared, workspace.device)
+    kernel, stages, shape = workspace.kernel, workspace.stages, workspace.shape
+    if new is not None:
+        kernel = workspace.kernel_qkv
+    elif shared is not None:
+        kernel, stages, shape = workspace.kernel_shared, workspace.stages_shared, workspace.shape_shared
+    function = load(kernel, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
     starts, shares = workspace.starts, workspace.shares
     tensors = (q, out, block_tables, seq_lens, starts, shares, workspace.parts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     stride = ctypes.c_longlong(block_tables.stride(0))
-    numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, workspace.stages, int(early))
+    numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, stages, int(early))
     factor, its_new = ctypes.c_float(scale * LOG2E), _new_argument(new, k_cache, v_cache)
     its_shared = _SharedArgument(*(tensor.data_ptr() for tensor in shared or ()))
     addresses = [
@@ -248,4 +253,4 @@ def stream_decode(
         ctypes.addressof(its_new),
         ctypes.addressof(its_shared),
     ]
-    nvrtc.launch(function, workspace.shape, addresses)
+    nvrtc.launch(function, shape, addresses)

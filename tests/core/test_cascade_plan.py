@@ -106,7 +106,10 @@ def test_work_is_cut_evenly_and_fits():
     shared = [[*range(1, 401), 1000 + i] for i in range(8)]
     tables, slots, computed = grown(*shared)
     plan = plan_cascade(tables, slots, computed, 16, LIMITS)
-    assert len(plan.items) == 6 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) <= {2144, 2112}
+    assert len(plan.items) == 12 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) == {1088, 960}
+    longer = grown(*[[*row, *range(2000 + 300 * i, 2200 + 300 * i)] for i, row in enumerate(shared)])
+    plan = plan_cascade(*longer, 16, LIMITS)
+    assert len(plan.items) == 6 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) == {2144, 2112}
     tight = CascadeLimits(rows=4, keys=32, busy=6, items=40, parts=8, saved_keys=1)
     assert len(plan_cascade(tables, slots, computed, 16, tight).items) == 2, "a part a row is all there is room for"
 

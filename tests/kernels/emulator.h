@@ -20,6 +20,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 using std::max;
 using std::min;

@@ -90,7 +90,9 @@ def _without_assembly(source):
 def build(source, folder):
     """A function of (programs, threads each, seed, addresses of the arguments), which runs the only kernel of
     ``source`` to its end; what went wrong, or b""."""
-    kernel = re.search(r'extern "C" __global__ void (?:__launch_bounds__\(.*\)\s*)?(\w+)\(([^{]*)\) \{', source)
+    kernel = re.search(
+        r'extern "C" __global__ void (?:(?:__launch_bounds__\(.*\)|BOUNDS)\s*)?(\w+)\(([^{]*)\) \{', source
+    )
     places = itertools.count()
     types = [re.match(r"(.*?)\w+$", argument.strip(), re.S)[1] for argument in kernel[2].split(",")]
     arguments = ", ".join(f"*({kind}*)given[{i}]" for i, kind in enumerate(types))
