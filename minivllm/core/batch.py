@@ -79,12 +79,13 @@ class Cascade:
     skips: torch.Tensor  # (n,): first blocks of each row's context that items read
     parts: torch.Tensor  # (n, 2): where each row's parts begin, and how many there are
     items: torch.Tensor  # (m, 6): first, count (0: no item), row, begin, end, which of its rows' parts this makes
+    beside: bool  # of so little to read that rows had better go on alone meanwhile; captured, a constant
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, rows: int) -> Cascade:
+    def of(cls, numbers: torch.Tensor, rows: int, beside: bool) -> Cascade:
         """Views of ``CascadePlan.padded``'s, on the device."""
         order, skips, parts, items = numbers.split([rows, rows, 2 * rows, len(numbers) - 4 * rows])
-        return cls(order, skips, parts.view(rows, 2), items.view(-1, 6))
+        return cls(order, skips, parts.view(rows, 2), items.view(-1, 6), beside)
 
 
 @dataclass(slots=True)

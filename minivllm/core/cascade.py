@@ -19,7 +19,7 @@ from minivllm.core.batch import Batch
 ITEM = 6  # numbers of an item, see ``Cascade``
 _LEAST_KEYS = 64  # of a node: fewer are read by those below it
 _LEAST_SAVED = 256  # keys that a node saves: (rows - 1) * keys
-_FEW = 4  # keys that rows read alone, for one read together: from there on both are read side by side
+_FEW = 4  # keys that rows read alone, for one read together: from there on items and rows take turns no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class CascadeLimits:
 
     rows: int  # of an item, at most
     keys: int  # an item begins at a multiple of these in its node
-    busy: int  # items of equal work that occupy the device; twice as many read faster, and leave no room beside them
+    beside: int  # items of equal work beside which rows read on alone
+    alone: int  # items that keep the device busy by themselves
     items: int  # at most
     parts: int  # at most, of all rows
     saved_keys: int  # that need not be read again, from which on a step is faster so
@@ -42,6 +43,7 @@ class CascadePlan:
     skips: np.ndarray
     parts: np.ndarray
     items: np.ndarray
+    beside: bool
 
     def padded(self, rows: int, items: int) -> np.ndarray:
         """As one array, int32, for ``Cascade.of``: with rows that share nothing, items without rows, up to so many."""
@@ -74,8 +76,8 @@ def plan_cascade(
     if not len(tree.first) or saved < limits.saved_keys:
         return None
     keys = (tree.end - tree.begin).sum() * block_size
-    busy = limits.busy if _FEW * keys <= computed.sum() - saved - keys else 2 * limits.busy
-    return _cut(tree, rows[order], len(slots), block_size, limits, busy)
+    beside = bool(_FEW * keys <= computed.sum() - saved - keys)
+    return _cut(tree, rows[order], len(slots), block_size, limits, beside)
 
 
 def _sorted_by_prefix(tables: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -131,11 +133,11 @@ def _up(a: Any, b: Any) -> Any:
 
 
 def _cut(
-    tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits, busy: int
+    tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits, beside: bool
 ) -> CascadePlan | None:
     step, blocks, members = max(limits.keys // block_size, 1), tree.end - tree.begin, tree.last - tree.first
     tiles = _up(members, limits.rows)
-    share = max(int(_up((tiles * blocks).sum(), busy)), step)
+    share = max(int(_up((tiles * blocks).sum(), limits.beside if beside else limits.alone)), step)
     while True:
         even = _up(_up(blocks, _up(blocks, share)), step) * step  # blocks of an item
         pieces = _up(blocks, even)
@@ -168,7 +170,7 @@ def _cut(
     parts[rows, 0], parts[rows, 1] = np.cumsum(count) - count, count
     others = np.ones(num_rows, dtype=bool)
     others[rows] = False
-    return CascadePlan(np.concatenate([rows, np.nonzero(others)[0].astype(np.int32)]), skips, parts, items)
+    return CascadePlan(np.concatenate([rows, np.nonzero(others)[0].astype(np.int32)]), skips, parts, items, beside)
 
 
 class CascadePlanner:

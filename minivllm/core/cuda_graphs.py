@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import AttentionBackend, StepResult
     from minivllm.core.model_runner import ModelRunner
 
-_Key = tuple[int, bool]  # rows, and whether they share prefixes that are read once
+_Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
 _NONE = np.empty(0, dtype=np.int32)
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
@@ -123,11 +123,11 @@ class DecodeGraphs:
         self._pool: Any = None
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
         self._cascade_on_device: tuple[CascadePlan, int] | None = None
-        keys = [(size, False) for size in self.sizes]
+        keys: list[_Key] = [(size, None) for size in self.sizes]
         if runner.cascade is not None:
             items = runner.cascade.limits.items
             self._cascade = torch.zeros(4 * top + ITEM * items, dtype=torch.int32, device=device)
-            keys += [(size, True) for size in self.sizes if size > MAX_MEGAKERNEL_ROWS]
+            keys += [(n, beside) for beside in (True, False) for n in self.sizes if n > MAX_MEGAKERNEL_ROWS]
         self._plans = {key: self._plan(*key) for key in keys}
         self._on_device = np.full(top, self.padding, dtype=np.int32)  # what ``slots`` holds
         self._ones = np.ones(top, dtype=np.int32)
@@ -138,22 +138,24 @@ class DecodeGraphs:
     def launch_all_kinds(self) -> None:
         """Steps of sizes between which kernels differ, for ``compile_only``: fewest rows first, their kernels take the
         compiler longest."""
-        for size, cascade in self._plans:
-            if size in ((16, 24, self.sizes[-1]) if cascade else (1, 2, 4, 8, 16, 24, 40, 72, self.sizes[-1])):
-                self._prepare(self._plans[size, cascade], self._ones[:size], None)
-                self._step(size)
+        top = self.sizes[-1]
+        kinds = [*((n, None) for n in (1, 2, 4, 8, 16, 24, 40, 72, top)), *((n, True) for n in (16, 24, top))]
+        for key in dict.fromkeys(kinds):
+            if key in self._plans:
+                self._prepare(self._plans[key], self._ones[: key[0]], None)
+                self._step(key[0])
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
         self._pool = torch.cuda.graph_pool_handle()
 
-        self._compare(num_blocks, vocab_size, lambda size: self._capture((size, False)))
+        self._compare(num_blocks, vocab_size, lambda size: self._capture((size, None)))
 
     def _capture(self, key: _Key) -> None:
         self._prepare(self._plans[key], self._ones[: key[0]], None)
         self._graphs[key], self._hidden[key] = capture_graph(partial(self._step, key[0]), self._pool)
 
-    def _plan(self, size: int, cascade: bool) -> AttentionBatch:
+    def _plan(self, size: int, beside: bool | None) -> AttentionBatch:
         return AttentionBatch(
             num_decodes=size,
             query_start=self.query_start[: size + 1],
@@ -164,7 +166,7 @@ class DecodeGraphs:
             host_seq_lens=np.ones(size, dtype=np.int32),
             host_block_tables=np.zeros((size, 1), dtype=np.int32),
             graph_size=size,
-            cascade=Cascade.of(self._numbers(size), size) if cascade else None,
+            cascade=None if beside is None else Cascade.of(self._numbers(size), size, beside),
         )
 
     def _numbers(self, size: int) -> torch.Tensor:
@@ -208,7 +210,7 @@ class DecodeGraphs:
         cascade = None if run.cascade is None else run.cascade.plan(batch)
         key = self._key_for(n, cascade)
         size = key[0]
-        self._update(batch, size, cascade if key[1] else None)
+        self._update(batch, size, None if key[1] is None else cascade)
         captured = key in self._graphs
         if run.attention.plans_on_host or not captured:
             seq_lens = np.ones(size, dtype=np.int32)
@@ -230,10 +232,9 @@ class DecodeGraphs:
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
         size = self.sizes[self.size_for[rows]]
         if cascade is None:
-            return size, False
-        while (size, True) not in self._plans and size < self.sizes[-1]:
-            size = self.sizes[self.size_for[size + 1]]  # fewer rows are padded
-        return (size, True) if (size, True) in self._plans else (size, False)
+            return size, None
+        padded = max(size, self.sizes[self.size_for[min(MAX_MEGAKERNEL_ROWS + 1, self.sizes[-1])]])
+        return (padded, cascade.beside) if (padded, cascade.beside) in self._plans else (size, None)
 
     def _resample(self, key: _Key) -> None:
         """Into ``tokens`` others of the step just replayed; captured behind the first time that a size needs them."""
@@ -319,7 +320,7 @@ class DecodeGraphs:
 
         def hidden(size: int, step: Callable[[int], torch.Tensor]) -> torch.Tensor:
             run.last_token[:rows], run.num_computed[:rows] = first, computed
-            self._prepare(self._plans[size, False], seq_lens[:size], slots[:size])
+            self._prepare(self._plans[size, None], seq_lens[:size], slots[:size])
             return step(size)[:rows]
 
         eager, differences = {}, {}
@@ -329,7 +330,7 @@ class DecodeGraphs:
         self.steps.zero_()  # eager steps count, too, unless they are only compiled; from here on there are none
         self._replays = 0
         for size in self.sizes:
-            differences[f"{size} rows"] = difference(eager[size], hidden(size, lambda n: self._replay((n, False))))
+            differences[f"{size} rows"] = difference(eager[size], hidden(size, lambda n: self._replay((n, None))))
         check_differences(differences, run.attention)
         self._check_landing(run.last_token[:rows].tolist())
         cache[:, :, used.long()] = 0

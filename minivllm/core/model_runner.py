@@ -203,7 +203,7 @@ class ModelRunner:
             hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
         else:
             plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last_tokens if picks else None)
-            plan.cascade = None if cascade is None else Cascade.of(numbers_, d)
+            plan.cascade = None if cascade is None else Cascade.of(numbers_, d, cascade.beside)
             hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()
         if not len(sampled):

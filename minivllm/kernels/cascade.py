@@ -136,7 +136,6 @@ class CascadeWorkspace:
         device: torch.device | str,
     ) -> None:  # fmt: skip
         device = torch.device(device)
-        self.programs = 2 * programs_a_head(num_kv_heads, device)
         self.partial = torch.zeros((max_parts, num_heads, head_dim), dtype=torch.float32, device=device)
         self.lse = torch.zeros((max_parts, num_heads), dtype=torch.float32, device=device)
         self.own_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
@@ -144,9 +143,10 @@ class CascadeWorkspace:
         self.pdl = use_pdl(device)
 
 
-def programs_a_head(num_kv_heads: int, device: torch.device) -> int:
-    """How many items keep a device busy: a program on each multiprocessor."""
-    return max(num_sms(device) // num_kv_heads, 1)
+def programs_a_head(num_kv_heads: int, device: torch.device, beside: bool) -> int:
+    """One for each multiprocessor, beside which there is room for a program of ``stream_decode``, or two. What is left
+    over on some would let those begin at once, and all others late: their shares are equal."""
+    return max((1 if beside else 2) * num_sms(device) // num_kv_heads, 1)
 
 
 def own_contexts(
@@ -175,8 +175,8 @@ def attend_cascade(
     heads, dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     w = workspace
-    items = cascade.items
-    _items_kernel[(kv_heads, min(len(items), w.programs))](
+    items, programs = cascade.items, programs_a_head(kv_heads, q.device, cascade.beside)
+    _items_kernel[(kv_heads, min(len(items), programs))](
         q, k_cache, v_cache, block_tables, cascade.order, cascade.parts, items, w.partial, w.lse, len(items),
         scale * LOG2E, block_tables.stride(0), q.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         KV=kv_heads, G=heads // kv_heads, D=dim, BLOCK_SIZE=block_size, ITEM=items.shape[1], BLOCK_M=BLOCK_M,

@@ -112,7 +112,7 @@ class Step:
         plan = plan_cascade(b.host_block_tables, np.arange(d), computed, self.spec.block_size, limits)
         assert plan is not None, "the rows share too little"
         numbers = plan.padded(d, limits.items)
-        b.cascade = Cascade.of(torch.from_numpy(numbers).to(self.q.device), d)
+        b.cascade = Cascade.of(torch.from_numpy(numbers).to(self.q.device), d, plan.beside)
 
     def expected(self) -> torch.Tensor:
         """In float32."""

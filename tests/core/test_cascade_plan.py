@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from minivllm.core.batch import Batch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner, plan_cascade
 
-LIMITS = CascadeLimits(rows=4, keys=32, busy=6, items=40, parts=200, saved_keys=1)
+LIMITS = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=40, parts=200, saved_keys=1)
 
 
 def covered(plan, tables, slots, computed, size, limits=LIMITS):
@@ -92,13 +92,13 @@ def test_what_saves_little_is_left_to_each_row():
     alone = [[10 * i + j for j in range(1, 9)] for i in range(5)]
     assert plan_cascade(*grown(*alone), 16, LIMITS) is None, "nothing is shared"
     short = [[1, 2, 3, 100 + i, 200 + i] for i in range(40)]
-    free = CascadeLimits(rows=4, keys=32, busy=6, items=40, parts=200, saved_keys=0)
+    free = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=40, parts=200, saved_keys=0)
     assert plan_cascade(*grown(*short), 16, free) is None, "three blocks"
     shared = [[*range(1, 21), 100 + i] for i in range(5)]
     assert plan_cascade(*grown(*shared), 16, LIMITS) is not None
-    dear = CascadeLimits(rows=4, keys=32, busy=6, items=40, parts=200, saved_keys=4 * 20 * 16 + 1)
+    dear = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=40, parts=200, saved_keys=4 * 20 * 16 + 1)
     assert plan_cascade(*grown(*shared), 16, dear) is None
-    none = CascadeLimits(rows=4, keys=32, busy=6, items=1, parts=200, saved_keys=1)
+    none = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=1, parts=200, saved_keys=1)
     assert plan_cascade(*grown(*shared), 16, none) is None, "five rows in one item of four"
 
 
@@ -106,11 +106,13 @@ def test_work_is_cut_evenly_and_fits():
     shared = [[*range(1, 401), 1000 + i] for i in range(8)]
     tables, slots, computed = grown(*shared)
     plan = plan_cascade(tables, slots, computed, 16, LIMITS)
-    assert len(plan.items) == 12 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) == {1088, 960}
+    assert (
+        not plan.beside and len(plan.items) == 12 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) == {1088, 960}
+    )
     longer = grown(*[[*row, *range(2000 + 300 * i, 2200 + 300 * i)] for i, row in enumerate(shared)])
     plan = plan_cascade(*longer, 16, LIMITS)
-    assert len(plan.items) == 6 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) == {2144, 2112}
-    tight = CascadeLimits(rows=4, keys=32, busy=6, items=40, parts=8, saved_keys=1)
+    assert plan.beside and len(plan.items) == 6 and set((plan.items[:, 4] - plan.items[:, 3]).tolist()) == {2144, 2112}
+    tight = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=40, parts=8, saved_keys=1)
     assert len(plan_cascade(tables, slots, computed, 16, tight).items) == 2, "a part a row is all there is room for"
 
 

@@ -145,7 +145,7 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
 
     eager = say()
     llm.reset_prefix_cache()
-    planner = CascadePlanner(runner.host_tables, runner.block_size, CascadeLimits(4, 16, 6, 12, 100, 300))
+    planner = CascadePlanner(runner.host_tables, runner.block_size, CascadeLimits(4, 16, 6, 12, 12, 100, 300))
     runner.cascade = planner
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
@@ -167,7 +167,7 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     monkeypatch.setattr(runner.attention, "plan", checked)
     del log[:]
     assert say() == eager
-    assert set(graphs._graphs) == {*((n, False) for n in (1, 2, 4, 8, 16)), (16, True)}
+    assert set(graphs._graphs) == {*((n, None) for n in (1, 2, 4, 8, 16)), (16, False)}
     assert log.count("capture 16") == 1 and "replay 16" in log and set(seen) == {12}
     assert "replay 8" in log and "replay 4" in log, "as rows end, until what they share is too little"
     assert any(line == "again 16" for line in log)
@@ -178,7 +178,7 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
 def test_a_graph_that_gives_something_else_is_noticed(runner: ModelRunner, log: list[str], wrong: int) -> None:
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
-    recorded: Any = graphs._graphs[wrong, False]
+    recorded: Any = graphs._graphs[wrong, None]
     run = recorded.run
     recorded.run = lambda: run() * 1.05
     with pytest.raises(MinivllmError, match=f"graph of {wrong} rows with attention=TorchBackend differs"):
@@ -194,7 +194,7 @@ def test_a_step_whose_tokens_are_overwritten_is_noticed(llm: LLM, runner: ModelR
     _, replayed = llm.engine._under_way[0]
     with torch.inference_mode():
         for _ in range(IN_FLIGHT):
-            graphs._replay((1, False))
+            graphs._replay((1, None))
     with pytest.raises(MinivllmError, match="tokens of decode step 6 are not on the host, those of step 10 are"):
         replayed.result()
 
@@ -209,7 +209,7 @@ def test_replays_that_leave_no_tokens_on_the_host_are_noticed(runner: ModelRunne
 def test_a_graph_that_computes_nothing_is_noticed(runner: ModelRunner, log: list[str]) -> None:
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
-    recorded: Any = graphs._graphs[4, False]
+    recorded: Any = graphs._graphs[4, None]
     recorded.replay = lambda: None
     with torch.inference_mode():
         recorded.result.fill_(float("nan"))

@@ -60,7 +60,7 @@ class World:
                 half[at[0][empty], at[1][empty]] = torch.randn(int(empty.sum()), kv_heads, dim)
         self.cache = cache.to(device, dtype)
         self.q = torch.randn(len(rows), heads, dim).to(device, dtype)
-        limits = CascadeLimits(BLOCK_M // (heads // kv_heads), 64, busy, 60, 1024, 1)
+        limits = CascadeLimits(BLOCK_M // (heads // kv_heads), 64, busy, busy, 60, 1024, 1)
         self.plan = plan_cascade(host.copy(), np.arange(len(rows)), self.lens - 1, size, limits)
         assert self.plan is not None
         self.tables, self.seq_lens = torch.from_numpy(host).to(device), torch.from_numpy(self.lens).to(device)
@@ -68,10 +68,10 @@ class World:
         for buffer in (self.space.partial, self.space.lse):
             buffer.fill_(float("nan"))
 
-    def cascade(self, rows=None):
-        rows = rows or len(self.lens)
+    def cascade(self, beside=True):
+        rows = len(self.lens)
         numbers = torch.from_numpy(self.plan.padded(rows, 60)).to(self.q.device)
-        return Cascade.of(numbers, rows)
+        return Cascade.of(numbers, rows, beside)
 
     def expected(self):
         q, k, v = self.q.float().cpu(), *torch.nan_to_num(self.cache.float().cpu())
@@ -81,7 +81,7 @@ class World:
 @pytest.fixture
 def few_programs(monkeypatch):
     """So that a program has several items."""
-    monkeypatch.setattr(cascade_module, "programs_a_head", lambda kv_heads, device: 3)
+    monkeypatch.setattr(cascade_module, "programs_a_head", lambda kv_heads, device, beside: 3)
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -105,8 +105,8 @@ def test_rows_attend_to_what_they_share_and_what_they_do_not(
     assert shared.partial[:written].isfinite().all() and shared.partial[written:].isnan().all(), "parts and no more"
 
 
-def behind_a_stream(world, attend=attend_cascade):
-    cascade, (k, v), q = world.cascade(), world.cache, world.q
+def behind_a_stream(world, attend=attend_cascade, beside=True):
+    cascade, (k, v), q = world.cascade(beside), world.cache, world.q
     rows, heads, dim = q.shape
     stream = StreamWorkspace(max(rows, 16), heads, k.shape[2], dim, q.device)
     out = torch.full_like(q, float("nan"))
@@ -138,5 +138,5 @@ def test_a_stream_of_pages_goes_on_behind_shared_parts(emulated, close, tree, he
 def test_a_stream_of_pages_goes_on_behind_shared_parts_on_hopper(gpu, close, tree, heads, kv_heads, dim):
     world = World(TREES[tree], heads, kv_heads, dim, 16, gpu, torch.bfloat16, busy=33)
     torch.cuda.synchronize()
-    for _ in range(3):
-        close(behind_a_stream(world), world.expected())
+    for beside in (True, False, True):
+        close(behind_a_stream(world, beside=beside), world.expected())
