@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
 
 _Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
+Result = TypeVar("Result")
 _NONE = np.empty(0, dtype=np.int32)
+_FEW_ROWS = 32  # up to so many keep their logits: 10 MB of 152,000 tokens in bfloat16, 26 with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
 
@@ -50,8 +52,8 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """``run`` as a graph, and the tensor that holds its result after a replay. It must have run in this shape before:
+def capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """``run`` as a graph, and the tensors that hold its result after a replay. It must have run in this shape before:
     what it needs is loaded outside the capture. Unlike ``torch.cuda.graph`` this leaves torch's cache as it is and
     does not wait for the device, so that dozens are captured in a second."""
     graph = torch.cuda.CUDAGraph()
@@ -97,6 +99,13 @@ class ReplayedStep(PendingStep):
         return result
 
 
+class Kept(NamedTuple):
+    """Of a step, for what some requests want behind it."""
+
+    hidden: torch.Tensor  # (rows, hidden_size)
+    logits: torch.Tensor | None  # (rows, vocab), of few rows: of many they would take much memory
+
+
 class DecodeGraphs:
     """Captures and replays decode steps for one runner."""
 
@@ -118,7 +127,7 @@ class DecodeGraphs:
         self._landed = self.landing.numpy()
         self._replays = 0  # what ``steps`` is when all that was launched is done
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
-        self._hidden: dict[_Key, torch.Tensor] = {}
+        self._kept: dict[_Key, Kept] = {}
         self._again: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
@@ -153,7 +162,7 @@ class DecodeGraphs:
 
     def _capture(self, key: _Key) -> None:
         self._prepare(self._plans[key], self._ones[: key[0]], None)
-        self._graphs[key], self._hidden[key] = capture_graph(partial(self._step, key[0]), self._pool)
+        self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key[0]), self._pool)
 
     def _plan(self, size: int, beside: bool | None) -> AttentionBatch:
         return AttentionBatch(
@@ -174,20 +183,20 @@ class DecodeGraphs:
         assert self._cascade is not None
         return self._cascade[: len(self._cascade) - 4 * (self.sizes[-1] - size)]
 
-    def _step(self, size: int) -> torch.Tensor:
-        """What is captured. Returns the final hidden states of its rows, from which ``refine`` makes logits again."""
+    def _step(self, size: int) -> Kept:
+        """What is captured."""
         run, slots = self.runner, self.slots[:size]
         decode_inputs(
             slots, run.last_token, run.num_computed, run.block_table, self.input_ids[:size], self.positions[:size],
             self.seq_lens[:size], self.slot_mapping[:size], self.block_tables[:size], run.block_size, self.after[:size],
         )  # fmt: skip
         hidden = run.model.forward(self.input_ids[:size], self.positions[:size], run.attention)
-        tokens = run.sample(hidden, slots, self.after[:size])
+        tokens, logits = run.sample(hidden, slots, self.after[:size])
         finish_decode(
             tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.steps, self.landing,
             self.padding,
         )  # fmt: skip
-        return hidden
+        return Kept(hidden, logits if size <= _FEW_ROWS else None)
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:
         """Hand the plan to the backend, with the host's view of it if it plans on the host."""
@@ -216,7 +225,7 @@ class DecodeGraphs:
             seq_lens = np.ones(size, dtype=np.int32)
             seq_lens[:n] = batch.num_computed + 1
             self._prepare(self._plans[key], seq_lens, self._on_device[:size])
-        hidden = self._replay(key) if captured else self._run_and_capture(key)
+        kept = self._replay(key) if captured else self._run_and_capture(key)
         if not run.needs_refine(batch.slots, size):
             landed = self._landed[self._replays % IN_FLIGHT]
             return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
@@ -224,7 +233,8 @@ class DecodeGraphs:
             self._resample(key)
             return run.land(n, np.arange(n), self.tokens[:n], None)
         slots = self.slots[:n]
-        logits, tokens = run.model.compute_logits(hidden[:n]), run.last_token[slots]
+        logits = run.model.compute_logits(kept.hidden[:n]) if kept.logits is None else kept.logits[:n]
+        tokens = run.last_token[slots]
         tokens, logprobs = run.sampler.refine(logits, slots, self.positions[:n] + 1, tokens, batch.slots)
         run.last_token[slots] = tokens
         return run.land(n, np.arange(n), tokens, logprobs)
@@ -246,23 +256,27 @@ class DecodeGraphs:
 
     def _draw_again(self, key: _Key) -> torch.Tensor:
         run, size = self.runner, key[0]
-        slots = self.slots[:size]
-        tokens = run.sampler.resample(run.model.compute_logits(self._hidden[key]), slots, self.after[:size])
+        slots, kept = self.slots[:size], self._kept[key]
+        logits = run.model.compute_logits(kept.hidden) if kept.logits is None else kept.logits
+        tokens = run.sampler.resample(logits, slots, self.after[:size])
         run.last_token[slots] = tokens
         self.tokens[:size] = tokens
         return tokens
 
-    def _replay(self, key: _Key) -> torch.Tensor:
+    def _replay(self, key: _Key) -> Kept:
         self._graphs[key].replay()
         self._replays += 1
-        return self._hidden[key]
+        return self._kept[key]
 
-    def _run_and_capture(self, key: _Key) -> torch.Tensor:
+    def _run_and_capture(self, key: _Key) -> Kept:
         """The first step of a kind that few runs need; what follows replays it."""
-        hidden = self._step(key[0])
+        first = self._step(key[0])
         self._replays += 1
         self._capture(key)
-        return self._hidden[key].copy_(hidden)
+        for kept, its in zip(self._kept[key], first, strict=True):
+            if kept is not None and its is not None:
+                kept.copy_(its)
+        return self._kept[key]
 
     def _update(self, batch: Batch, size: int, cascade: CascadePlan | None) -> None:
         """Tell the device what changed since the last replay, in one copy; nothing changed: no copy."""
@@ -318,10 +332,10 @@ class DecodeGraphs:
         slots[:rows], seq_lens[:rows] = np.arange(rows), lengths + 1
         self.slots.copy_(torch.from_numpy(slots))
 
-        def hidden(size: int, step: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        def hidden(size: int, step: Callable[[int], Kept]) -> torch.Tensor:
             run.last_token[:rows], run.num_computed[:rows] = first, computed
             self._prepare(self._plans[size, None], seq_lens[:size], slots[:size])
-            return step(size)[:rows]
+            return step(size).hidden[:rows]
 
         eager, differences = {}, {}
         for size in reversed(self.sizes):

@@ -244,7 +244,7 @@ class ModelRunner:
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
         if not self.needs_refine(host_slots, len(hidden)):
-            return self.sample(hidden, slots, positions), None
+            return self.sample(hidden, slots, positions)[0], None
         logits = self.model.compute_logits(hidden)
         tokens = self.sampler.sample(logits, slots, positions)
         return self.sampler.refine(logits, slots, positions, tokens, host_slots)
@@ -258,14 +258,18 @@ class ModelRunner:
         sampler = self.sampler
         return sampler.refines_shards(host_slots) if self._shares(rows) else sampler.needs_refine(host_slots)
 
-    def sample(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The capturable part of sampling: hidden (n, hidden_size), slots and positions (n,) int64; returns (n,)."""
+    def sample(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The capturable part of sampling: hidden (n, hidden_size), slots and positions (n,) int64. Returns tokens (n,)
+        and what they were sampled from, (n, vocab), unless ranks have done so together."""
         if self._shares(len(hidden)):
             part = self.model.compute_logits_shard(hidden)
             if part is not None:
-                return self.sampler.sample_shard(*part, slots, positions)
+                return self.sampler.sample_shard(*part, slots, positions), None
             self._sharded = False
-        return self.sampler.sample(self.model.compute_logits(hidden), slots, positions)
+        logits = self.model.compute_logits(hidden)
+        return self.sampler.sample(logits, slots, positions), logits
 
     @torch.inference_mode()
     def dry_run(self, num_tokens: int, max_len: int, num_decodes: int = 0) -> None:

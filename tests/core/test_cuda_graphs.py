@@ -15,7 +15,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
-from minivllm.core.cuda_graphs import DecodeGraphs
+from minivllm.core.cuda_graphs import DecodeGraphs, Kept
 from minivllm.core.model_runner import IN_FLIGHT, ModelRunner
 from minivllm.errors import MinivllmError
 
@@ -26,12 +26,18 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 class Recorded:
     """Replays by running the step; like a capture, making one runs nothing."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, line: str, log: list[str]) -> None:
+    def __init__(self, run: Callable[[], Any], result: Any, line: str, log: list[str]) -> None:
         self.run, self.result, self.line, self.log = run, result, line, log
 
     def replay(self) -> None:
         self.log.append(self.line)
-        self.result.copy_(self.run())
+        made = self.run()
+        if isinstance(made, Kept):
+            assert made.logits is not None and self.result.logits is not None
+            self.result.logits.copy_(made.logits)
+            self.result.hidden.copy_(made.hidden)
+        else:
+            self.result.copy_(made)
 
 
 @pytest.fixture
@@ -60,19 +66,19 @@ def runner(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
 def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happened to which size."""
     said: list[str] = []
-    step = DecodeGraphs._step
+    step, vocab = DecodeGraphs._step, len(runner.model.lm_head.weight)  # type: ignore[attr-defined]
 
-    def capture_graph(run: partial[torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
+    def capture_graph(run: partial[Any], pool: Any) -> tuple[Recorded, Any]:
         (size,) = run.args
         if run.func.__name__ == "_draw_again":
             size, _ = size
             result = torch.full((size,), -1)
             return Recorded(run, result, f"again {size}", said), result
         said.append(f"capture {size}")
-        result = torch.full((size, runner.hidden_size), float("nan"))
+        result = Kept(*(torch.full((size, n), float("nan")) for n in (runner.hidden_size, vocab)))
         return Recorded(run, result, f"replay {size}", said), result
 
-    def logged(self: DecodeGraphs, size: int) -> torch.Tensor:
+    def logged(self: DecodeGraphs, size: int) -> Kept:
         said.append(f"step {size}")
         return step(self, size)
 
@@ -180,7 +186,7 @@ def test_a_graph_that_gives_something_else_is_noticed(runner: ModelRunner, log: 
     graphs.capture(BLOCKS, VOCAB)
     recorded: Any = graphs._graphs[wrong, None]
     run = recorded.run
-    recorded.run = lambda: run() * 1.05
+    recorded.run = lambda: Kept(run().hidden * 1.05, run().logits)
     with pytest.raises(MinivllmError, match=f"graph of {wrong} rows with attention=TorchBackend differs"):
         graphs.verify(BLOCKS, VOCAB)
 
@@ -212,6 +218,6 @@ def test_a_graph_that_computes_nothing_is_noticed(runner: ModelRunner, log: list
     recorded: Any = graphs._graphs[4, None]
     recorded.replay = lambda: None
     with torch.inference_mode():
-        recorded.result.fill_(float("nan"))
+        recorded.result.hidden.fill_(float("nan"))
     with pytest.raises(MinivllmError, match="graph of 4 rows"):
         graphs.verify(BLOCKS, VOCAB)
