@@ -23,14 +23,14 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import ITEM
-from minivllm.core.model_runner import IN_FLIGHT, PendingStep
+from minivllm.core.model_runner import IN_FLIGHT, PendingStep, land_logprobs
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cascade import CascadePlan
-    from minivllm.core.interfaces import AttentionBackend, StepResult
+    from minivllm.core.interfaces import AttentionBackend, DeviceLogprobs, StepResult
     from minivllm.core.model_runner import ModelRunner
 
 _Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
@@ -103,6 +103,7 @@ class Kept(NamedTuple):
     """Of a step, for what some requests want behind it."""
 
     hidden: torch.Tensor  # (rows, hidden_size)
+    tokens: torch.Tensor  # (rows,) int64
     logits: torch.Tensor | None  # (rows, vocab), of few rows: of many they would take much memory
 
 
@@ -196,7 +197,7 @@ class DecodeGraphs:
             tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.steps, self.landing,
             self.padding,
         )  # fmt: skip
-        return Kept(hidden, logits if size <= _FEW_ROWS else None)
+        return Kept(hidden, tokens, logits if size <= _FEW_ROWS else None)
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:
         """Hand the plan to the backend, with the host's view of it if it plans on the host."""
@@ -227,17 +228,24 @@ class DecodeGraphs:
             self._prepare(self._plans[key], seq_lens, self._on_device[:size])
         kept = self._replay(key) if captured else self._run_and_capture(key)
         if not run.needs_refine(batch.slots, size):
-            landed = self._landed[self._replays % IN_FLIGHT]
-            return ReplayedStep(n, np.arange(n), landed[1 : n + 1], None, run.done(), self._replays, landed[:1])
+            return self._landing_step(n, None)
         if run.resamples and run.sampler.resamples(batch.slots):
             self._resample(key)
             return run.land(n, np.arange(n), self.tokens[:n], None)
-        slots = self.slots[:n]
+        slots, tokens = self.slots[:n], kept.tokens[:n]
         logits = run.model.compute_logits(kept.hidden[:n]) if kept.logits is None else kept.logits[:n]
-        tokens = run.last_token[slots]
-        tokens, logprobs = run.sampler.refine(logits, slots, self.positions[:n] + 1, tokens, batch.slots)
-        run.last_token[slots] = tokens
-        return run.land(n, np.arange(n), tokens, logprobs)
+        refined, logprobs = run.sampler.refine(logits, slots, self.after[:n], tokens, batch.slots)
+        if refined is tokens:
+            return self._landing_step(n, logprobs)
+        run.last_token[slots] = refined
+        return run.land(n, np.arange(n), refined, logprobs)
+
+    def _landing_step(self, rows: int, logprobs: DeviceLogprobs | None) -> PendingStep:
+        """The step just replayed, whose graph leaves its tokens on the host."""
+        landed, all_rows = self._landed[self._replays % IN_FLIGHT], np.arange(rows)
+        found = None if logprobs is None else land_logprobs(all_rows, logprobs)
+        tokens = landed[1 : rows + 1]
+        return ReplayedStep(rows, all_rows, tokens, found, self.runner.done(), self._replays, landed[:1])
 
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
         size = self.sizes[self.size_for[rows]]

@@ -64,7 +64,7 @@ class PendingStep:
     num_rows: int
     rows: np.ndarray  # (m,) the rows that sampled
     tokens: np.ndarray  # (m,) int64, memory that the device writes
-    logprobs: DeviceLogprobs | None
+    logprobs: Logprobs | None  # the same
     done: torch.cuda.Event | None
 
     def result(self) -> StepResult:
@@ -72,11 +72,7 @@ class PendingStep:
             self.done.synchronize()
         token_ids = np.full(self.num_rows, -1, dtype=np.int32)
         token_ids[self.rows] = self.tokens
-        lp = self.logprobs
-        if lp is None:
-            return StepResult(token_ids)
-        host = [t.numpy() for t in (lp.sampled, lp.rank, lp.top_ids, lp.top)]
-        return StepResult(token_ids, Logprobs(self.rows[lp.rows], host[0], host[1], host[2], host[3]))
+        return StepResult(token_ids, self.logprobs)
 
 
 @dataclass(slots=True)
@@ -321,16 +317,13 @@ class ModelRunner:
         self, num_rows: int, rows: np.ndarray, tokens: torch.Tensor, logprobs: DeviceLogprobs | None
     ) -> PendingStep:
         """Send what ``rows`` sampled on its way to the host."""
+        found = None if logprobs is None else land_logprobs(rows, logprobs)
         if self.device.type != "cuda":
-            return PendingStep(num_rows, rows, tokens.numpy().copy(), logprobs, None)
+            return PendingStep(num_rows, rows, tokens.numpy().copy(), found, None)
         self._turn = (self._turn + 1) % IN_FLIGHT
         landing = self._landing[self._turn][: len(rows)]
         landing.copy_(tokens, non_blocking=True)
-        if logprobs is not None:
-            logprobs = DeviceLogprobs(
-                logprobs.rows, *map(_to_pinned, (logprobs.sampled, logprobs.rank, logprobs.top_ids, logprobs.top))
-            )
-        return PendingStep(num_rows, rows, landing.numpy(), logprobs, self.done())
+        return PendingStep(num_rows, rows, landing.numpy(), found, self.done())
 
     def done(self) -> torch.cuda.Event | None:
         """Happens when all that was launched so far has; None: it has."""
@@ -341,5 +334,15 @@ class ModelRunner:
         return done
 
 
-def _to_pinned(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+def land_logprobs(rows: np.ndarray, logprobs: DeviceLogprobs) -> Logprobs:
+    """On their way to the host in one copy; ``rows``: those of the batch that sampled."""
+    m, k = logprobs.top.shape
+    floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
+    words = [x.float().view(torch.int32).reshape(-1) for x in floats] + [x.int().reshape(-1) for x in whole]
+    packet = torch.cat(words)
+    if packet.is_cuda:
+        packet = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True).copy_(packet, non_blocking=True)
+    sampled, top, rank, top_ids = np.split(packet.numpy(), [m, m + m * k, m + m * k + m])
+    return Logprobs(
+        rows[logprobs.rows], sampled.view(np.float32), rank, top_ids.reshape(m, k), top.view(np.float32).reshape(m, k)
+    )
