@@ -46,6 +46,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [n for n in (1, 2, 4) if n < max_num_seqs or n == 1] + list(range(8, top + 1, 8))
 
 
+def cascade_sizes(sizes: list[int]) -> list[int]:
+    """Of these, fewer: they are captured while requests wait, and more rows take little longer. None goes through all
+    layers in one kernel, which reads for each row alone."""
+    return [n for n in sizes if n > MAX_MEGAKERNEL_ROWS and (n in (16, 32, sizes[-1]) or n % 64 == 0)]
+
+
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One for all graphs: for each other one cuBLAS would keep 32 MiB for ever."""
@@ -132,12 +138,14 @@ class DecodeGraphs:
         self._again: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
+        self._cascade_sizes: list[int] = []
         self._cascade_on_device: tuple[CascadePlan, int] | None = None
         keys: list[_Key] = [(size, None) for size in self.sizes]
         if runner.cascade is not None:
             items = runner.cascade.limits.items
             self._cascade = torch.zeros(4 * top + ITEM * items, dtype=torch.int32, device=device)
-            keys += [(n, beside) for beside in (True, False) for n in self.sizes if n > MAX_MEGAKERNEL_ROWS]
+            self._cascade_sizes = cascade_sizes(self.sizes)
+            keys += [(n, beside) for beside in (True, False) for n in self._cascade_sizes]
         self._plans = {key: self._plan(*key) for key in keys}
         self._on_device = np.full(top, self.padding, dtype=np.int32)  # what ``slots`` holds
         self._ones = np.ones(top, dtype=np.int32)
@@ -149,11 +157,10 @@ class DecodeGraphs:
         """Steps of sizes between which kernels differ, for ``compile_only``: fewest rows first, their kernels take the
         compiler longest."""
         top = self.sizes[-1]
-        kinds = [*((n, None) for n in (1, 2, 4, 8, 16, 24, 40, 72, top)), *((n, True) for n in (16, 24, top))]
-        for key in dict.fromkeys(kinds):
-            if key in self._plans:
-                self._prepare(self._plans[key], self._ones[: key[0]], None)
-                self._step(key[0])
+        for (size, beside), plan in self._plans.items():
+            if size in ((1, 2, 4, 8, 16, 24, 40, 72, top) if beside is None else (16, 32, top) if beside else ()):
+                self._prepare(plan, self._ones[:size], None)
+                self._step(size)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
@@ -248,11 +255,11 @@ class DecodeGraphs:
         return ReplayedStep(rows, all_rows, tokens, found, self.runner.done(), self._replays, landed[:1])
 
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
-        size = self.sizes[self.size_for[rows]]
-        if cascade is None:
-            return size, None
-        padded = max(size, self.sizes[self.size_for[min(MAX_MEGAKERNEL_ROWS + 1, self.sizes[-1])]])
-        return (padded, cascade.beside) if (padded, cascade.beside) in self._plans else (size, None)
+        if cascade is not None:
+            for size in self._cascade_sizes:
+                if size >= rows:
+                    return size, cascade.beside
+        return self.sizes[self.size_for[rows]], None
 
     def _resample(self, key: _Key) -> None:
         """Into ``tokens`` others of the step just replayed; captured behind the first time that a size needs them."""

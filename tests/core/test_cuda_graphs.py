@@ -15,7 +15,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
-from minivllm.core.cuda_graphs import DecodeGraphs, Kept
+from minivllm.core.cuda_graphs import DecodeGraphs, Kept, cascade_sizes, graph_sizes
 from minivllm.core.model_runner import IN_FLIGHT, ModelRunner
 from minivllm.errors import MinivllmError
 
@@ -178,6 +178,12 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     assert "replay 8" in log and "replay 4" in log, "as rows end, until what they share is too little"
     assert any(line == "again 16" for line in log)
     assert graphs._replays == int(graphs.steps)
+
+
+def test_shared_prefixes_take_few_graphs() -> None:
+    assert cascade_sizes(graph_sizes(256)) == [16, 32, 64, 128, 192, 256]
+    assert cascade_sizes(graph_sizes(100)) == [16, 32, 64, 104]
+    assert cascade_sizes(graph_sizes(8)) == []
 
 
 @pytest.mark.parametrize("wrong", [1, 8, 16])
