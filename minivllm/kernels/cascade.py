@@ -2,7 +2,7 @@
 
 Bytes moved: an item's keys and values once for up to ``rows`` decode rows, where each row's own read would move them
 again: 2 * keys * num_kv_heads * head_dim elements. 256 rows on 2,048 common keys with 8 kv heads of 128 in bf16: 8.4 MB
-from memory and 67 MB from L2 instead of 2.1 GB; 17 GFLOP. One program takes one kv head's query heads of all of an
+from memory and 67 MB from L2 instead of 2.1 GB; 4.3 GFLOP. One program takes one kv head's query heads of all of an
 item's rows, as many as fill the tensor cores' tile, and leaves of each row and head a normalized output and its
 log-sum-exp: what decode attention puts together with what the row attends to alone.
 
