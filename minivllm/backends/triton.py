@@ -82,7 +82,6 @@ class TritonBackend(AttentionBackend):
             shape = (s.num_heads, s.num_kv_heads, s.head_dim)
             if fits_stream(*shape, s.block_size, kv_cache.dtype, kv_cache.device, s.sliding_window, self.max_rows):
                 self._stream = StreamWorkspace(self.max_rows, *shape, kv_cache.device)
-
             if self.cascade_limits is not None:
                 blocks = -(-s.max_model_len // s.block_size)
                 self._cascade = CascadeWorkspace(

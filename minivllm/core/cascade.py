@@ -154,20 +154,17 @@ def _cut(
     node = np.repeat(np.arange(len(pieces)), tiles * pieces)
     index = np.arange(len(node)) - np.repeat(np.cumsum(tiles * pieces) - tiles * pieces, tiles * pieces)
     tile, piece = index // pieces[node], index % pieces[node]
-    first, key = tree.first[node] + tile * limits.rows, (tree.begin[node] + piece * even[node]) * block_size
-    items = np.empty((len(node), ITEM), dtype=np.int32)
-    items[:, 0], items[:, 1] = first, np.minimum(limits.rows, tree.last[node] - first)
-    items[:, 2], items[:, 3] = rows[first], key
-    items[:, 4], items[:, 5] = (
-        np.minimum(key + even[node] * block_size, tree.end[node] * block_size),
-        before[node] + piece,
-    )
+    first, begin = tree.first[node] + tile * limits.rows, tree.begin[node] + piece * even[node]
+    count, end = np.minimum(limits.rows, tree.last[node] - first), np.minimum(begin + even[node], tree.end[node])
+    items = np.stack(
+        [first, count, rows[first], begin * block_size, end * block_size, before[node] + piece], axis=1
+    ).astype(np.int32)
 
     has = tree.deepest >= 0
     skips, parts = np.zeros(num_rows, dtype=np.int32), np.zeros((num_rows, 2), dtype=np.int32)
     skips[rows] = np.where(has, tree.end[tree.deepest], 0)
-    count = np.where(has, (before + pieces)[tree.deepest], 0)
-    parts[rows, 0], parts[rows, 1] = np.cumsum(count) - count, count
+    its_parts = np.where(has, (before + pieces)[tree.deepest], 0)
+    parts[rows, 0], parts[rows, 1] = np.cumsum(its_parts) - its_parts, its_parts
     others = np.ones(num_rows, dtype=bool)
     others[rows] = False
     return CascadePlan(np.concatenate([rows, np.nonzero(others)[0].astype(np.int32)]), skips, parts, items, beside)

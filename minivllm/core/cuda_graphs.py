@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
 Result = TypeVar("Result")
 _NONE = np.empty(0, dtype=np.int32)
-_FEW_ROWS = 32  # up to so many keep their logits: 10 MB of 152,000 tokens in bfloat16, 26 with all smaller sizes
+_KEEPS_LOGITS = 32  # rows, at most: of 152,000 tokens in bfloat16 10 MB, 26 with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
 
@@ -204,7 +204,7 @@ class DecodeGraphs:
             tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.steps, self.landing,
             self.padding,
         )  # fmt: skip
-        return Kept(hidden, tokens, logits if size <= _FEW_ROWS else None)
+        return Kept(hidden, tokens, logits if size <= _KEEPS_LOGITS else None)
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:
         """Hand the plan to the backend, with the host's view of it if it plans on the host."""

@@ -174,7 +174,9 @@ class ModelRunner:
         picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
         if picks and len(last) < _FEW_ROWS:
             last = np.pad(last, (0, _FEW_ROWS - len(last)))  # with tokens that nobody asks for
-        cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
+        graphs = self.prompt_graphs
+        size = graphs.size_for(batch) if graphs is not None else None
+        cascade = self.cascade.plan(batch) if self.cascade is not None and d and not size else None
         numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
         (
             places, blocks, slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_,
@@ -194,8 +196,7 @@ class ModelRunner:
         slots64 = slots_.long()
         input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
         positions, mapping, last_tokens = position_.long(), mapping_.long(), last_.long()
-        graphs = self.prompt_graphs
-        if graphs is not None and (size := graphs.size_for(batch)):
+        if graphs is not None and size is not None:
             hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
         else:
             plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last_tokens if picks else None)
