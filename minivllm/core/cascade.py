@@ -17,8 +17,6 @@ import numpy as np
 from minivllm.core.batch import Batch
 
 ITEM = 6  # numbers of an item, see ``Cascade``
-_LEAST_KEYS = 64  # of a node: fewer are read by those below it
-_LEAST_SAVED = 256  # keys that a node saves: (rows - 1) * keys
 _FEW = 4  # keys that rows read alone, for one read together: from there on items and rows take turns no more
 
 
@@ -33,6 +31,8 @@ class CascadeLimits:
     items: int  # at most
     parts: int  # at most, of all rows
     saved_keys: int  # that need not be read again, from which on a step is faster so
+    node_keys: int = 64  # of a node, at least: fewer are read by those below it
+    node_saved: int = 256  # keys that a node saves, at least: (rows - 1) * its keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ def plan_cascade(
     if not len(rows):
         return None
     order, common = _sorted_by_prefix(tables[slots[rows], : int(whole[rows].max())], whole[rows])
-    tree = _tree(common, block_size)
+    tree = _tree(common, block_size, limits)
     saved = ((tree.last - tree.first - 1) * (tree.end - tree.begin)).sum() * block_size
     if not len(tree.first) or saved < limits.saved_keys:
         return None
@@ -103,7 +103,7 @@ class _Tree:
     deepest: np.ndarray  # (rows,): the last node of each row, -1: none
 
 
-def _tree(common: np.ndarray, block_size: int) -> _Tree:
+def _tree(common: np.ndarray, block_size: int, limits: CascadeLimits) -> _Tree:
     """Of the prefixes that sorted rows share with the next, without nodes that do not pay."""
     found: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # first row, blocks: each deeper than the one before
@@ -120,7 +120,7 @@ def _tree(common: np.ndarray, block_size: int) -> _Tree:
         above = int(deepest[first])
         begin = nodes[above][3] if above >= 0 else 0
         keys = (end - begin) * block_size
-        if keys >= _LEAST_KEYS and (last - first - 1) * keys >= _LEAST_SAVED:
+        if keys >= limits.node_keys and (last - first - 1) * keys >= limits.node_saved:
             deepest[first:last] = len(nodes)
             nodes.append((first, last, begin, end, above))
     first_, last_, begin_, end_, above_ = np.array(nodes, dtype=np.int64).reshape(-1, 5).T

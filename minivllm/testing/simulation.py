@@ -15,6 +15,7 @@ import numpy as np
 
 from minivllm.config.engine_config import SchedulerOptions
 from minivllm.core.batch import Batch
+from minivllm.core.cascade import CascadeLimits, CascadePlanner
 from minivllm.core.interfaces import Scheduler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence, Status
@@ -100,6 +101,11 @@ class World:
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) → the state that was written there
         self.told: dict[str, int] = {}  # tokens committed, by request
         self.generations: dict[int, set[int]] = {}  # by slot, those that were admitted
+        limits = CascadeLimits(
+            rows=2, keys=self.size, beside=2, alone=3, items=40, parts=200, saved_keys=1, node_keys=1, node_saved=1
+        )
+        self.planner = CascadePlanner(self.tables, self.size, limits)
+        self.cascades = 0  # steps whose decodes would read something together
 
     # ------------------------------------------------------------------ requests
 
@@ -197,7 +203,28 @@ class World:
             assert seen == story.states[: c + n], f"slot {slot} reads another history than its own"
             if batch.samples[i]:
                 sampled[i] = self.last_token[slot] = next_token(story.states[c + n - 1])
+        self._check_cascade(batch, [story for _, _, _, story in rows])
         return sampled
+
+    def _check_cascade(self, batch: Batch, stories: list[Story]) -> None:
+        """Whether what decodes would read together is each one's own history, to where it reads on alone."""
+        plan = self.planner.plan(batch)
+        if plan is None:
+            return
+        read: dict[int, list[int]] = {row: [] for row in range(batch.num_decodes)}
+        for first, count, lead, begin, end, _ in plan.items.tolist():
+            table = self.tables[batch.slots[lead]].tolist()
+            found = [self.cache.get((table[p // self.size], p % self.size)) for p in range(begin, end)]
+            for row in plan.order[first : first + count].tolist():
+                assert found == stories[row].states[begin:end], (
+                    f"row {row} would read another history than its own with row {lead}: a slot's blocks stay as long "
+                    "as its generation does"
+                )
+                read[row] += range(begin, end)
+        for row, keys in read.items():
+            skipped = int(plan.skips[row]) * self.size
+            assert sorted(keys) == list(range(skipped)) and skipped <= batch.num_computed[row]
+        self.cascades += 1
 
     def commit(self, batch: Batch, tokens: np.ndarray) -> None:
         committed = self.scheduler.commit(batch, tokens)

@@ -141,5 +141,9 @@ def test_the_planner_looks_again_when_other_sequences_decode():
     tables[2] = np.arange(500, 500 + tables.shape[1])
     other = planner.plan(batch_of(slots, [0, 0, 1, 0], computed))
     assert other is not first and other.skips.tolist() == [20, 20, 0, 20], "another sequence in the same slot"
+    assert planner.plan(batch_of(slots[[0, 3, 2]], [0, 0, 1], computed[:3])).skips.tolist() == [20, 20, 0]
+    assert planner.plan(batch_of(slots[[0, 2, 3]], [0, 0, 1], computed[:3])).skips.tolist() == [20, 0, 20], (
+        "in other slots"
+    )
     assert planner.plan(batch_of(slots[:3], [0, 0, 1], computed[:3])).skips.tolist() == [20, 20, 0]
     assert planner.plan(batch_of(slots[:3], [0, 0, 1], computed[:3], prompts=1)).skips.tolist() == [20, 20]

@@ -535,3 +535,11 @@ def test_check_sees_damage(damage: str) -> None:
         s.blocks.free(int(s.running[0]))
     with pytest.raises(AssertionError):
         s.check()
+
+
+def test_the_simulation_looks_at_what_decodes_read_together() -> None:
+    world = World(make_scheduler())
+    for i in range(4):
+        world.add(Ask(prompt=(*range(8), i), max_tokens=6))
+    world.drain()
+    assert world.cascades >= 5
