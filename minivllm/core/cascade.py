@@ -181,6 +181,8 @@ class CascadePlanner:
 
     def plan(self, batch: Batch) -> CascadePlan | None:
         """Of the batch's decodes. None: they share little, or nothing."""
+        if batch.num_decodes < 2:
+            return None
         slots, generations = batch.slots[: batch.num_decodes], batch.generations[: batch.num_decodes]
         if not np.array_equal(slots, self._slots) or not np.array_equal(generations, self._generations):
             self._slots, self._generations = slots.copy(), generations.copy()

@@ -35,7 +35,9 @@ The rule:
    takes q. A kernel of your own between these and attention must be late too, or an ordinary one. ``stream_decode``
    of the packed projection reads less ahead, and its product need not be late: work items, block tables and positions
    were complete before the step's first attention, which is not ``early``, let anything start; older keys are other
-   steps'.
+   steps'. Where rows share a prefix, the kernel that attends to it (``cascade.py``) stands between the product and
+   ``stream_decode``, and is late: queries and new keys are complete when that starts, which waits for the shared parts
+   alone, behind its first sequence's pages.
 6. Kernels that know nothing of this (cuBLAS, torch's own, copies) may stand anywhere in the chain. Launched the
    ordinary way they start after the one before them is complete, and count as complete for the one behind them.
 
