@@ -438,8 +438,8 @@ class Sampler(ABC):
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
         """The rest, outside a graph and without waiting for the device: penalties, log-probabilities.
 
-        ``tokens`` is what ``sample`` chose for the same rows; the host knows their slots too. Neither it nor ``logits`` is
-        written to: who chooses again returns a tensor of its own, who does not returns ``tokens``.
+        ``tokens`` is what ``sample`` chose for the same rows; the host knows their slots too. Neither it nor ``logits``
+        is written to: who chooses again returns a tensor of its own, who does not returns ``tokens``.
         """
         return tokens, None
 

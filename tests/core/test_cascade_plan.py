@@ -94,6 +94,8 @@ def test_what_saves_little_is_left_to_each_row():
     short = [[1, 2, 3, 100 + i, 200 + i] for i in range(40)]
     free = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=40, parts=200, saved_keys=0)
     assert plan_cascade(*grown(*short), 16, free) is None, "three blocks"
+    two = [[1, 2, 3, 4, 5, 6, 100 + i] for i in range(2)]
+    assert plan_cascade(*grown(*two), 16, free) is None, "96 keys for two rows"
     shared = [[*range(1, 21), 100 + i] for i in range(5)]
     assert plan_cascade(*grown(*shared), 16, LIMITS) is not None
     dear = CascadeLimits(rows=4, keys=32, beside=6, alone=12, items=40, parts=200, saved_keys=4 * 20 * 16 + 1)

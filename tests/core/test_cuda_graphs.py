@@ -20,6 +20,7 @@ from minivllm.core.model_runner import IN_FLIGHT, ModelRunner
 from minivllm.errors import MinivllmError
 
 BLOCKS, VOCAB = 40, 1000
+PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.3}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
@@ -109,8 +110,8 @@ def test_nothing_is_left_behind(runner: ModelRunner, log: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "wanted",
-    [{}, {"logprobs": 1}, {"frequency_penalty": 0.7, "repetition_penalty": 1.3}],
-    ids=["landed", "refined", "resampled"],
+    [{}, {"logprobs": 1}, PENALTIES, {"logprobs": 2, **PENALTIES}],
+    ids=["landed", "refined", "resampled", "resampled and refined"],
 )
 def test_replays_give_the_tokens_of_eager_steps(
     llm: LLM, runner: ModelRunner, log: list[str], wanted: dict[str, Any]
@@ -120,12 +121,18 @@ def test_replays_give_the_tokens_of_eager_steps(
     prompts = ["Once upon a time", "The sea was", "Hello", *["In a small village"] * 10]
     params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i) for i in range(len(prompts))]
     params[2] = params[2].clone(**wanted)
-    params[8] = params[8].clone(**wanted)
+    params[8] = params[8].clone(temperature=0.8, seed=5, **wanted)
 
-    def say() -> list[list[int]]:
-        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    def say() -> list[Any]:
+        outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            (out.token_ids, [{token: lp.rank for token, lp in at.items()} for at in out.logprobs or []])
+            for out in outputs
+        ]
 
     eager = say()
+    for i, (tokens, asked) in enumerate(eager):
+        assert len(asked) == (len(tokens) if "logprobs" in wanted and i in (2, 8) else 0)
     llm.reset_prefix_cache()
     graphs = DecodeGraphs(runner, 11)
     graphs.capture(BLOCKS, VOCAB)
@@ -133,7 +140,7 @@ def test_replays_give_the_tokens_of_eager_steps(
     del log[:]
     assert say() == say() == eager
     assert {"replay 16", "replay 8", "replay 4", "replay 2", "replay 1"} <= set(log)
-    assert any(line.startswith("again") for line in log) == ("frequency_penalty" in wanted)
+    assert any(line.startswith("again") for line in log) == (wanted == PENALTIES)
     assert graphs._replays == int(graphs.steps) == len([line for line in log if line.startswith("replay")]) + 5
 
 
