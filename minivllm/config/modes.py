@@ -147,7 +147,10 @@ class WorkloadOptions:
                     f"type workload.{name}=128 or 'workload.{name}=[100,1024]'"
                 )
         if self.num_prefixes is not None and self.prefix_len is None:
-            raise ConfigError(f"workload.num_prefixes={self.num_prefixes} needs workload.prefix_len, their tokens")
+            raise ConfigError(
+                f"workload.num_prefixes={self.num_prefixes} needs workload.prefix_len, the tokens of each; type "
+                "workload.prefix_len=2048, or leave workload.num_prefixes out"
+            )
         if not self.host:
             self.sampling_params()
         elif not self.running or min(self.running) < 1:

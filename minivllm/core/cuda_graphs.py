@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
 Result = TypeVar("Result")
-_NONE = np.empty(0, dtype=np.int32)
 _KEEPS_LOGITS = 32  # rows, at most: of 152,000 tokens in bfloat16 10 MB, 26 with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
@@ -299,7 +298,7 @@ class DecodeGraphs:
         wanted = np.full(size, self.padding, dtype=np.int32)
         wanted[:n] = batch.slots
         moved = not np.array_equal(wanted, self._on_device[:size])
-        numbers = _NONE
+        numbers = wanted[:0]
         if cascade is not None and self._cascade_on_device != (cascade, size):
             assert run.cascade is not None
             numbers = cascade.padded(size, run.cascade.limits.items)
