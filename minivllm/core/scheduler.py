@@ -2,11 +2,11 @@
 
 Slot arrays, one row a running sequence, owned by the scheduler (S = max_num_seqs):
 # tokens (S, max_model_len) int32: what the host knows of each sequence    committed (S,): how many of them are valid
-# length (S,): its tokens, one in flight included      computed (S,): those in the cache, or on their way to it
+# computed (S,): those in the cache, or on their way to it
 # known_len (S,): those that were known at admission   max_len (S,): the length at which it ends
 # generation (S,) int64: grows when the slot changes hands, so that rows still in flight can be told to be stale
 
-A sequence decodes once computed >= known_len. Its newest token may be in flight: then length == committed + 1.
+A sequence decodes once computed >= known_len: then it has computed + 1 tokens, of which the newest may be in flight.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _LOOK_AHEAD = 32  # how many waiting sequences a step passes over: what it costs does not grow with the queue
 _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
 _NEVER = 1 << 62
+_NONE = np.empty(0, dtype=np.int32)
 _WATERMARK = 0.01  # the share of the pool that an admission leaves free for running sequences to grow
 
 
@@ -61,7 +62,6 @@ class SlotScheduler(Scheduler):
             self.threshold = max(1, int(max_model_len * 0.04))  # as in vLLM
 
         self.tokens = np.zeros((size, max_model_len), dtype=np.int32)
-        self.length = np.zeros(size, dtype=np.int32)
         self.committed = np.zeros(size, dtype=np.int32)
         self.computed = np.zeros(size, dtype=np.int32)
         self.known_len = np.zeros(size, dtype=np.int32)
@@ -81,7 +81,10 @@ class SlotScheduler(Scheduler):
         self._retry_at = 0  # free blocks below which, …
         self._retry_partial = 0  # … and prompts half done from which on, no waiting sequence in sight can be admitted
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
+        self._no_params = np.empty(0, dtype=self._row)
         self._admitted: list[Sequence] = []
+        self._ones, self._all = np.ones(size, dtype=np.int32), np.ones(size, dtype=bool)
+        self._ones.flags.writeable = self._all.flags.writeable = False  # batches hold views
 
     # ------------------------------------------------------------------ the queue
 
@@ -161,8 +164,12 @@ class SlotScheduler(Scheduler):
         """The slots that decode, by place, each with room for its next token."""
         while True:
             run = self.running
-            ready = run[(self.computed[run] >= self.known_len[run]) & (self.length[run] < self.max_len[run])][:budget]
-            need = ready[self.computed[ready] >= self.blocks.held[ready] * self.blocks.block_size]
+            computed = self.computed[run]
+            goes_on = computed < self.max_len[run] - 1
+            if self._partial:
+                goes_on &= computed >= self.known_len[run]
+            ready = run[goes_on][:budget]
+            need = ready[computed[goes_on][:budget] >= self.blocks.held[ready] * self.blocks.block_size]
             if len(need) <= self.blocks.num_free:
                 if len(need):
                     self.blocks.append(need)
@@ -250,7 +257,7 @@ class SlotScheduler(Scheduler):
         self.blocks.allocate(slot, known, cached)
         computed = len(cached) * self.blocks.block_size
         self.tokens[slot, :known] = seq.known
-        self.length[slot] = self.committed[slot] = self.known_len[slot] = known
+        self.committed[slot] = self.known_len[slot] = known
         self.computed[slot] = computed
         self.max_len[slot] = seq.max_len
         self.min_len[slot] = seq.prompt_len + seq.params.min_tokens
@@ -306,27 +313,16 @@ class SlotScheduler(Scheduler):
         d = len(decodes)
         if not d and not chunks:
             return None
-        new = np.ones(d + len(chunks), dtype=np.int32)
         if chunks:
             slots = np.concatenate([decodes, np.array([s for s, _ in chunks], dtype=np.int32)])
+            computed, new = self.computed[slots], np.ones(len(slots), dtype=np.int32)
             new[d:] = [n for _, n in chunks]
+            samples = computed + new >= self.known_len[slots]
+            token_ids = self._chunk_tokens(chunks, computed[d:].tolist())
         else:
-            slots = decodes
-        computed = self.computed[slots]
-        after = computed + new
-        samples = after >= self.known_len[slots]
-        parts = [self.tokens[s, c : c + n] for (s, n), c in zip(chunks, computed[d:].tolist(), strict=True)]
-        for (slot, _), end in zip(chunks, after[d:].tolist(), strict=True):
-            seq = self.sequences[slot]
-            assert seq is not None
-            self.blocks.register(slot, seq, self.tokens[slot], end)
-        params = np.zeros(len(self._admitted), dtype=self._row)
-        for i, seq in enumerate(self._admitted):
-            if seq.sampler_row is not None:
-                params[i] = seq.sampler_row
-        told = [seq.known if seq.tells_tokens else seq.known[:0] for seq in self._admitted]
-        if not any(map(len, told)):
-            told = []
+            slots, computed, new = decodes, self.computed[decodes], self._ones[:d]
+            samples, token_ids = self._all[:d], _NONE
+        params, known = self._admitted_params() if self._admitted else (self._no_params, [])
         block_slots, block_indices, block_ids = self.blocks.take_updates()
         batch = Batch(
             step=self.steps,
@@ -336,43 +332,64 @@ class SlotScheduler(Scheduler):
             num_new=new,
             samples=samples,
             num_decodes=d,
-            token_ids=np.concatenate(parts) if parts else np.empty(0, dtype=np.int32),
+            token_ids=token_ids,
             block_slots=block_slots,
             block_indices=block_indices,
             block_ids=block_ids,
-            admitted_slots=np.array([seq.slot for seq in self._admitted], dtype=np.int32),
+            admitted_slots=np.array([seq.slot for seq in self._admitted], dtype=np.int32) if self._admitted else _NONE,
             admitted_params=params,
-            known_lens=np.array([len(ids) for ids in told], dtype=np.int32),
-            known_ids=np.concatenate(told) if told else np.empty(0, dtype=np.int32),
+            known_lens=np.array([len(ids) for ids in known], dtype=np.int32) if known else _NONE,
+            known_ids=np.concatenate(known) if known else _NONE,
         )
-        self.computed[slots] = after
-        self.length[slots] += samples
+        self.computed[slots] = computed + new
         if self._partial:
             self._partial = [s for s in self._partial if self.computed[s] < self.known_len[s]]
         self._admitted = []
         self.steps += 1
         return batch
 
+    def _chunk_tokens(self, chunks: list[tuple[int, int]], computed: list[int]) -> np.ndarray:
+        """The chunks' tokens, one after another; the blocks that they fill are shared from now on."""
+        parts = []
+        for (slot, n), begin in zip(chunks, computed, strict=True):
+            seq = self.sequences[slot]
+            assert seq is not None
+            parts.append(self.tokens[slot, begin : begin + n])
+            self.blocks.register(slot, seq, self.tokens[slot], begin + n)
+        return np.concatenate(parts)
+
+    def _admitted_params(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Of those admitted in this step, what ``Batch`` has of each; no tokens at all if no sampler wants any."""
+        params = np.zeros(len(self._admitted), dtype=self._row)
+        for i, seq in enumerate(self._admitted):
+            if seq.sampler_row is not None:
+                params[i] = seq.sampler_row
+        if not any(seq.tells_tokens for seq in self._admitted):
+            return params, []
+        return params, [seq.known if seq.tells_tokens else seq.known[:0] for seq in self._admitted]
+
     # ------------------------------------------------------------------ what came back
 
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
-        rows = np.nonzero(batch.samples & (self.generation[batch.slots] == batch.generations))[0]
-        slots, tokens = batch.slots[rows], token_ids[rows].astype(np.int32)
+        rows = (batch.samples & (self.generation[batch.slots] == batch.generations)).nonzero()[0]
+        slots, tokens = batch.slots[rows], token_ids[rows].astype(np.int32, copy=False)
         at = self.committed[slots]
         self.tokens[slots, at] = tokens
         at += 1
         self.committed[slots] = at
 
         end = batch.num_computed[rows] + batch.num_new[rows]
-        for slot, n in zip(*(a[end % self.blocks.block_size == 0].tolist() for a in (slots, end)), strict=True):
-            seq = self.sequences[slot]
-            assert seq is not None
-            self.blocks.register(slot, seq, self.tokens[slot], n)
+        whole = (end % self.blocks.block_size == 0).nonzero()[0]
+        if len(whole):
+            for slot, n in zip(slots[whole].tolist(), end[whole].tolist(), strict=True):
+                seq = self.sequences[slot]
+                assert seq is not None
+                self.blocks.register(slot, seq, self.tokens[slot], n)
 
-        stopped = (tokens[:, None] == self.stop_ids[slots]).any(axis=1) & (at > self.min_len[slots])
-        over = stopped | (at >= self.max_len[slots])
+        stopped = np.logical_or.reduce(tokens[:, None] == self.stop_ids[slots], axis=1) & (at > self.min_len[slots])
+        over = (stopped | (at >= self.max_len[slots])).nonzero()[0]
         finished: list[tuple[Sequence, FinishReason]] = []
-        if over.any():
+        if len(over):
             for slot, stop in zip(slots[over].tolist(), stopped[over].tolist(), strict=True):
                 seq = self.sequences[slot]
                 assert seq is not None
@@ -404,8 +421,8 @@ class SlotScheduler(Scheduler):
                 continue
             assert seq.slot == slot and seq.status is Status.RUNNING
             assert self.computed[slot] <= held * self.blocks.block_size, "computed past the slot's blocks"
-            assert self.committed[slot] <= self.length[slot] <= self.max_len[slot]
-            assert self.computed[slot] <= self.length[slot]
+            computed, known = self.computed[slot], self.known_len[slot]
+            assert known <= self.committed[slot] <= max(known, computed + (computed >= known)) <= self.max_len[slot]
             assert (slot in self._partial) == (self.computed[slot] < self.known_len[slot])
 
 
