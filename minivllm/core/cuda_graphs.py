@@ -1,7 +1,7 @@
 """The decode step as one CUDA graph a batch size: from gathering the input tokens to writing the sampled ones back.
 
 Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
-# slots, input_ids, positions, after (positions + 1), slot_mapping, tokens (those of ``resample``) (max,) int64
+# slots, input_ids, positions, after (positions + 1), slot_mapping (max,) int64
 # seq_lens (max,) int32
 # block_tables (max, max_blocks) int32   steps (1,) int64
 Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns.
@@ -13,7 +13,7 @@ step that it waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,18 +23,21 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import ITEM
-from minivllm.core.model_runner import IN_FLIGHT, PendingStep, land_logprobs
+from minivllm.core.interfaces import StepResult
+from minivllm.core.model_runner import IN_FLIGHT, Packed
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cascade import CascadePlan
-    from minivllm.core.interfaces import AttentionBackend, DeviceLogprobs, StepResult
+    from minivllm.core.interfaces import AttentionBackend, StepHandle
     from minivllm.core.model_runner import ModelRunner
 
 _Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
 Result = TypeVar("Result")
+_NONE = np.empty(0, dtype=np.int32)
+_NOTHING = (0, b"")
 _KEEPS_LOGITS = 32  # rows, at most: of 152,000 tokens in bfloat16 10 MB, 26 with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
@@ -88,20 +91,23 @@ def check_differences(differences: dict[str, torch.Tensor], attention: Attention
 
 
 @dataclass(slots=True)
-class ReplayedStep(PendingStep):
-    """Its graph writes the tokens."""
+class ReplayedStep:
+    """A step under way whose graph leaves its tokens on the host."""
 
     number: int
     written: np.ndarray  # (1,) int64, memory that the device writes: of which step the tokens are
+    tokens: np.ndarray  # (n,) int64, the same
+    done: torch.cuda.Event | None
 
     def result(self) -> StepResult:
-        result = PendingStep.result(self)
+        if self.done is not None:
+            self.done.synchronize()
         if self.written[0] != self.number:
             raise MinivllmError(
                 f"the tokens of decode step {self.number} are not on the host, those of step {self.written[0]} are; "
                 "run with enforce_eager=true and report it"
             )
-        return result
+        return StepResult(self.tokens.astype(np.int32))
 
 
 class Kept(NamedTuple):
@@ -122,8 +128,8 @@ class DecodeGraphs:
         self.padding = runner.num_slots
         self.size_for = np.searchsorted(self.sizes, np.arange(top + 1))
         self.slots = torch.full((top,), self.padding, dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.after, self.slot_mapping, self.tokens = torch.zeros(
-            (5, top), dtype=torch.int64, device=device
+        self.input_ids, self.positions, self.after, self.slot_mapping = torch.zeros(
+            (4, top), dtype=torch.int64, device=device
         )
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
@@ -134,7 +140,7 @@ class DecodeGraphs:
         self._replays = 0  # what ``steps`` is when all that was launched is done
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._kept: dict[_Key, Kept] = {}
-        self._again: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._refinements: dict[tuple[_Key, Hashable], tuple[torch.cuda.CUDAGraph, Packed]] = {}
         self._pool: Any = None
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
         self._cascade_sizes: list[int] = []
@@ -146,7 +152,7 @@ class DecodeGraphs:
             self._cascade_sizes = cascade_sizes(self.sizes)
             keys += [(n, beside) for beside in (True, False) for n in self._cascade_sizes]
         self._plans = {key: self._plan(*key) for key in keys}
-        self._on_device = np.full(top, self.padding, dtype=np.int32)  # what ``slots`` holds
+        self._on_device = _NOTHING
         self._ones = np.ones(top, dtype=np.int32)
 
     # ------------------------------------------------------------------ capture
@@ -221,7 +227,7 @@ class DecodeGraphs:
 
     # ------------------------------------------------------------------ replay
 
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: Batch) -> StepHandle:
         run, n = self.runner, len(batch.slots)
         cascade = None if run.cascade is None else run.cascade.plan(batch)
         key = self._key_for(n, cascade)
@@ -231,27 +237,12 @@ class DecodeGraphs:
         if run.attention.plans_on_host or not captured:
             seq_lens = np.ones(size, dtype=np.int32)
             seq_lens[:n] = batch.num_computed + 1
-            self._prepare(self._plans[key], seq_lens, self._on_device[:size])
+            self._prepare(self._plans[key], seq_lens, self._padded(batch.slots, size))
         kept = self._replay(key) if captured else self._run_and_capture(key)
-        if not run.needs_refine(batch.slots, size):
-            return self._landing_step(n, None)
-        if run.resamples and run.sampler.resamples(batch.slots):
-            self._resample(key)
-            return run.land(n, np.arange(n), self.tokens[:n], None)
-        slots, tokens = self.slots[:n], kept.tokens[:n]
-        logits = run.model.compute_logits(kept.hidden[:n]) if kept.logits is None else kept.logits[:n]
-        refined, logprobs = run.sampler.refine(logits, slots, self.after[:n], tokens, batch.slots)
-        if refined is tokens:
-            return self._landing_step(n, logprobs)
-        run.last_token[slots] = refined
-        return run.land(n, np.arange(n), refined, logprobs)
-
-    def _landing_step(self, rows: int, logprobs: DeviceLogprobs | None) -> PendingStep:
-        """The step just replayed, whose graph leaves its tokens on the host."""
-        landed, all_rows = self._landed[self._replays % IN_FLIGHT], np.arange(rows)
-        found = None if logprobs is None else land_logprobs(all_rows, logprobs)
-        tokens = landed[1 : rows + 1]
-        return ReplayedStep(rows, all_rows, tokens, found, self.runner.done(), self._replays, landed[:1])
+        if run.needs_refine(batch.slots, size):
+            return run.land(n, np.arange(n), self._refined(key, kept, batch.slots))
+        landed = self._landed[self._replays % IN_FLIGHT]
+        return ReplayedStep(self._replays, landed[:1], landed[1 : n + 1], run.done())
 
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
         if cascade is not None:
@@ -260,22 +251,33 @@ class DecodeGraphs:
                     return size, cascade.beside
         return self.sizes[self.size_for[rows]], None
 
-    def _resample(self, key: _Key) -> None:
-        """Into ``tokens`` others of the step just replayed; captured behind the first time that a size needs them."""
-        if key in self._again:
-            self._again[key].replay()
-        else:
-            self._draw_again(key)
-            self._again[key], _ = capture_graph(partial(self._draw_again, key), self._pool)
+    def _refined(self, key: _Key, kept: Kept, host_slots: np.ndarray) -> Packed:
+        """What requests want of the step just replayed beyond its tokens; captured behind the first time that a size
+        needs it, if the sampler's can be."""
+        run = self.runner
+        kind = run.sampler.refinement(host_slots) if run.captures_refine else None
+        if kind is None:
+            return self._refine(kept, len(host_slots), None, host_slots)
+        if (key, kind) in self._refinements:
+            graph, packed = self._refinements[key, kind]
+            graph.replay()
+            return packed
+        refine = partial(self._refine, kept, key[0], kind, host_slots)
+        packed = refine()
+        self._refinements[key, kind] = capture_graph(refine, self._pool)
+        return packed
 
-    def _draw_again(self, key: _Key) -> torch.Tensor:
-        run, size = self.runner, key[0]
-        slots, kept = self.slots[:size], self._kept[key]
-        logits = run.model.compute_logits(kept.hidden) if kept.logits is None else kept.logits
-        tokens = run.sampler.resample(logits, slots, self.after[:size])
-        run.last_token[slots] = tokens
-        self.tokens[:size] = tokens
-        return tokens
+    def _refine(self, kept: Kept, rows: int, kind: Hashable | None, host_slots: np.ndarray) -> Packed:
+        """What is captured, unless there is no ``kind``."""
+        run, slots, positions, given = self.runner, self.slots[:rows], self.after[:rows], kept.tokens[:rows]
+        logits = run.model.compute_logits(kept.hidden[:rows]) if kept.logits is None else kept.logits[:rows]
+        if kind is None:
+            tokens, logprobs = run.sampler.refine(logits, slots, positions, given, host_slots)
+        else:
+            tokens, logprobs = run.sampler.refine_captured(logits, slots, positions, given, kind)
+        if tokens is not given:
+            run.last_token[slots] = tokens
+        return Packed.of(tokens, logprobs)
 
     def _replay(self, key: _Key) -> Kept:
         self._graphs[key].replay()
@@ -292,25 +294,27 @@ class DecodeGraphs:
                 kept.copy_(its)
         return self._kept[key]
 
+    def _padded(self, slots: np.ndarray, size: int) -> np.ndarray:
+        padded = np.full(size, self.padding, dtype=np.int32)
+        padded[: len(slots)] = slots
+        return padded
+
     def _update(self, batch: Batch, size: int, cascade: CascadePlan | None) -> None:
         """Tell the device what changed since the last replay, in one copy; nothing changed: no copy."""
-        n, run = len(batch.slots), self.runner
-        wanted = np.full(size, self.padding, dtype=np.int32)
-        wanted[:n] = batch.slots
-        moved = not np.array_equal(wanted, self._on_device[:size])
-        numbers = wanted[:0]
+        run, wanted = self.runner, (size, batch.slots.tobytes())
+        slots = numbers = _NONE
+        if wanted != self._on_device:
+            slots = self._padded(batch.slots, size)
         if cascade is not None and self._cascade_on_device != (cascade, size):
             assert run.cascade is not None
             numbers = cascade.padded(size, run.cascade.limits.items)
-        if not moved and not len(batch.block_slots) and not len(numbers):
+        if not len(slots) and not len(batch.block_slots) and not len(numbers):
             return
-        places, blocks, slots, numbers_ = run.staging.send(
-            *run.table_entries(batch), wanted if moved else wanted[:0], numbers
-        )
+        places, blocks, slots_, numbers_ = run.staging.send(*run.table_entries(batch), slots, numbers)
         run.write_table(places, blocks)
-        if moved:
-            self.slots[:size] = slots
-            self._on_device[:size] = wanted
+        if len(slots):
+            self.slots[:size] = slots_
+            self._on_device = wanted
         if cascade is not None and len(numbers):
             self._numbers(size).copy_(numbers_)
             self._cascade_on_device = cascade, size
@@ -367,7 +371,7 @@ class DecodeGraphs:
         run.last_token.zero_()
         run.num_computed.zero_()
         self.slots.fill_(self.padding)
-        self._on_device[:] = self.padding
+        self._on_device = _NOTHING
 
     def _check_landing(self, tokens: list[int]) -> None:
         """Whether the last replay, which is done, has left its tokens on the host."""

@@ -7,7 +7,7 @@ them. Only names that are typed here may be relied on from outside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -424,13 +424,24 @@ class Sampler(ABC):
         return self.needs_refine(host_slots)
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A capturable part of ``refine``: tokens, as from ``sample``, with all that may change them. Not called of a
-        class that overrides ``refine`` alone."""
+        """A capturable part of ``refine``: tokens, as from ``sample``, with all that may change them."""
         raise NotImplementedError
 
     def resamples(self, host_slots: np.ndarray) -> bool:
         """Whether ``resample`` does all that ``refine`` would for these slots."""
         return False
+
+    def refinement(self, host_slots: np.ndarray) -> Hashable | None:
+        """What ``refine_captured`` has to do for these slots: few different ones, a graph is captured for each. None:
+        it does not do all that ``refine`` would."""
+        return "resample" if self.resamples(host_slots) else None
+
+    def refine_captured(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
+        """A capturable ``refine``: it launches the same for the same ``kind``, which is ``refinement``'s. Some rows may
+        be padding, whose slot asks for nothing. Not called of a class that overrides ``refine`` alone."""
+        return self.resample(logits, slots, positions), None
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
@@ -497,7 +508,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLogprobs:
-    """``Logprobs`` while still on the device."""
+    """``Logprobs`` while still on the device. Rows that did not ask may be among them, with rank 0."""
 
     rows: np.ndarray
     sampled: torch.Tensor

@@ -8,20 +8,20 @@ On the host: host_tables, the same block table, for what plans on the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import CascadePlanner
-from minivllm.core.interfaces import DeviceLogprobs, Logprobs, StepResult, overrides_both
+from minivllm.core.interfaces import DeviceLogprobs, Logprobs, Sampler, StepResult, overrides_both
 from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
-    from minivllm.core.interfaces import AttentionBackend, Model, Sampler, StepHandle
+    from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
     from minivllm.core.prompt_graphs import PromptGraphs
 
 # Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
@@ -32,13 +32,27 @@ _NONE = np.empty(0, dtype=np.int32)
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
 
+class PinnedRing:
+    """Pinned host memory for what crosses to or from a GPU."""
+
+    def __init__(self) -> None:
+        self._pinned = [torch.empty(0, dtype=torch.int32)] * IN_FLIGHT
+        self._turn = 0
+
+    def next(self, words: int) -> torch.Tensor:
+        """(words,) int32, of nobody else until it has been called ``IN_FLIGHT`` times."""
+        self._turn = (self._turn + 1) % IN_FLIGHT
+        if len(self._pinned[self._turn]) < words:
+            self._pinned[self._turn] = torch.empty(2 * words, dtype=torch.int32, pin_memory=True)
+        return self._pinned[self._turn][:words]
+
+
 class Staging:
     """Many small host arrays to the device in one copy, through pinned memory on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pinned = [torch.empty(0, dtype=torch.int32)] * IN_FLIGHT
-        self._turn = 0
+        self._ring = PinnedRing()
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Each array as an int32 tensor on the device, (size,)."""
@@ -46,10 +60,7 @@ class Staging:
                  else a.astype(np.int32).reshape(-1) for a in arrays]  # fmt: skip
         flat = np.concatenate(words)
         if self.device.type == "cuda":
-            self._turn = (self._turn + 1) % IN_FLIGHT
-            if self._pinned[self._turn].numel() < len(flat):
-                self._pinned[self._turn] = torch.empty(2 * len(flat), dtype=torch.int32, pin_memory=True)
-            pinned = self._pinned[self._turn][: len(flat)]
+            pinned = self._ring.next(len(flat))
             pinned.numpy()[:] = flat
             packet = pinned.to(self.device, non_blocking=True)
         else:
@@ -57,30 +68,71 @@ class Staging:
         return list(packet.split([len(w) for w in words]))
 
 
+class Layout(NamedTuple):
+    """Of a step's words, int32: tokens (n,) int64 and, where log-probabilities are wanted, those of l rows: sampled
+    (l,) float32, rank (l,) int32, top (l, k) float32, top_ids (l, k) int32."""
+
+    tokens: int  # n, of which the last may be padding
+    rows: np.ndarray  # (l,): which of the n
+    best: int  # k
+
+
+class Packed(NamedTuple):
+    """What a step found, in one piece on the device."""
+
+    words: torch.Tensor
+    layout: Layout
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, logprobs: DeviceLogprobs | None) -> Packed:
+        token_words = tokens.contiguous().view(torch.int32)
+        if logprobs is None:
+            return cls(token_words, Layout(len(tokens), _NONE, 0))
+        floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
+        sampled, top = (x.float().view(torch.int32).reshape(-1) for x in floats)
+        rank, top_ids = (x.int().reshape(-1) for x in whole)
+        words = torch.cat([token_words, sampled, rank, top, top_ids])
+        return cls(words, Layout(len(tokens), logprobs.rows, logprobs.top.shape[1]))
+
+
 @dataclass(slots=True)
 class PendingStep:
-    """A step under way: its tokens on their way to the host."""
+    """A step under way: what it found on its way to the host."""
 
     num_rows: int
-    rows: np.ndarray  # (m,) the rows that sampled
-    tokens: np.ndarray  # (m,) int64, memory that the device writes
-    logprobs: Logprobs | None  # the same
-    done: torch.cuda.Event | None
+    rows: np.ndarray  # (m,) the rows that sampled, in the order of the first tokens
+    words: np.ndarray  # memory that the device writes
+    layout: Layout
+    done: torch.cuda.Event | None  # happens when they are there; None: they are
 
     def result(self) -> StepResult:
         if self.done is not None:
             self.done.synchronize()
         token_ids = np.full(self.num_rows, -1, dtype=np.int32)
-        token_ids[self.rows] = self.tokens
-        return StepResult(token_ids, self.logprobs)
+        n = 2 * self.layout.tokens
+        token_ids[self.rows] = self.words[:n].view(np.int64)[: len(self.rows)]
+        return StepResult(token_ids, self._logprobs(self.words[n:]) if self.layout.best else None)
+
+    def _logprobs(self, words: np.ndarray) -> Logprobs | None:
+        rows, k = self.layout.rows, self.layout.best
+        n = len(rows)
+        sampled, top = (words[at].view(np.float32) for at in (slice(n), slice(2 * n, (2 + k) * n)))
+        rank, top_ids = words[n : 2 * n], words[(2 + k) * n :]
+        asked = np.nonzero((rank > 0) & (rows < len(self.rows)))[0]
+        if not len(asked):
+            return None
+        return Logprobs(
+            self.rows[rows[asked]], sampled[asked], rank[asked], top_ids.reshape(n, k)[asked],
+            top.reshape(n, k)[asked],
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
 class StepApart:
     """A step launched as two, its decodes and its prompts."""
 
-    decodes: PendingStep
-    prompts: PendingStep
+    decodes: StepHandle
+    prompts: StepHandle
 
     def result(self) -> StepResult:
         first, second = self.decodes.result(), self.prompts.result()
@@ -106,6 +158,12 @@ def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:
     )
 
 
+def captures_refine(sampler: type[Sampler]) -> bool:
+    """Whether its ``refine_captured`` stands for its ``refine``, be it as what ``resample`` makes of it."""
+    own = sampler.refine_captured is not Sampler.refine_captured
+    return overrides_both(sampler, "refine", "refine_captured" if own else "resample")
+
+
 class ModelRunner:
     """Owns the device's slot state and turns batches into launched work.
 
@@ -123,7 +181,7 @@ class ModelRunner:
         self._sharded = sampler.samples_shards() and overrides_both(
             type(model), "compute_logits", "compute_logits_shard"
         )
-        self.resamples = overrides_both(type(sampler), "refine", "resample")
+        self.captures_refine = captures_refine(type(sampler))
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
@@ -133,11 +191,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.staging = Staging(device)
-        on_gpu = device.type == "cuda"
-        self._landing = [
-            torch.empty(num_slots if on_gpu else 0, dtype=torch.int64, pin_memory=on_gpu) for _ in range(IN_FLIGHT)
-        ]
-        self._turn = 0
+        self._landing = PinnedRing()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
@@ -204,7 +258,8 @@ class ModelRunner:
             hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()
         if not len(sampled):
-            return self.land(len(slots), sampled, torch.empty(0, dtype=torch.int64, device=self.device), None)
+            nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+            return self.land(len(slots), sampled, Packed.of(nothing, None))
         if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
             hidden = hidden[last_tokens]
         hidden = hidden[: len(slots)]
@@ -213,7 +268,7 @@ class ModelRunner:
         sample_slots = sample_slots_.long()
         tokens, logprobs = self._sample(hidden, sample_slots, next_position_.long(), slots[sampled])
         self.last_token[sample_slots] = tokens
-        return self.land(len(slots), sampled, tokens, logprobs)
+        return self.land(len(slots), sampled, Packed.of(tokens, logprobs))
 
     def _plan(
         self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,
@@ -302,8 +357,8 @@ class ModelRunner:
         """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
         for rows in (1, _SHARED_ROWS):
             slots, logits = torch.zeros(rows, dtype=torch.int64, device=self.device), self._some_logits(rows)
-            logprobs(logits, slots, 1)
-            if self.resamples:
+            logprobs(logits, slots, 1, slots, slots.int())
+            if self.captures_refine and type(self.sampler).resample is not Sampler.resample:
                 self.sampler.resample(logits, slots, slots)
 
     def _some_logits(self, rows: int) -> torch.Tensor:
@@ -314,17 +369,13 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ to the host
 
-    def land(
-        self, num_rows: int, rows: np.ndarray, tokens: torch.Tensor, logprobs: DeviceLogprobs | None
-    ) -> PendingStep:
+    def land(self, num_rows: int, rows: np.ndarray, found: Packed) -> PendingStep:
         """Send what ``rows`` sampled on its way to the host."""
-        found = None if logprobs is None else land_logprobs(rows, logprobs)
         if self.device.type != "cuda":
-            return PendingStep(num_rows, rows, tokens.numpy().copy(), found, None)
-        self._turn = (self._turn + 1) % IN_FLIGHT
-        landing = self._landing[self._turn][: len(rows)]
-        landing.copy_(tokens, non_blocking=True)
-        return PendingStep(num_rows, rows, landing.numpy(), found, self.done())
+            return PendingStep(num_rows, rows, found.words.numpy().copy(), found.layout, None)
+        landing = self._landing.next(len(found.words))
+        landing.copy_(found.words, non_blocking=True)
+        return PendingStep(num_rows, rows, landing.numpy(), found.layout, self.done())
 
     def done(self) -> torch.cuda.Event | None:
         """Happens when all that was launched so far has; None: it has."""
@@ -333,17 +384,3 @@ class ModelRunner:
         done = torch.cuda.Event()
         done.record()
         return done
-
-
-def land_logprobs(rows: np.ndarray, logprobs: DeviceLogprobs) -> Logprobs:
-    """On their way to the host in one copy; ``rows``: those of the batch that sampled."""
-    m, k = logprobs.top.shape
-    floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
-    words = [x.float().view(torch.int32).reshape(-1) for x in floats] + [x.int().reshape(-1) for x in whole]
-    packet = torch.cat(words)
-    if packet.is_cuda:
-        packet = torch.empty(packet.shape, dtype=packet.dtype, pin_memory=True).copy_(packet, non_blocking=True)
-    sampled, top, rank, top_ids = np.split(packet.numpy(), [m, m + m * k, m + m * k + m])
-    return Logprobs(
-        rows[logprobs.rows], sampled.view(np.float32), rank, top_ids.reshape(m, k), top.view(np.float32).reshape(m, k)
-    )

@@ -1,12 +1,15 @@
 """From logits to tokens. Each row depends on its own logits, seed and position, and on nothing else in the batch.
 
 Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
-# temperature, top_p, min_p float32   top_k int32   seed int64
+# temperature, top_p, min_p float32   top_k int32   seed int64   best int32 (of log-probabilities; -1: none asked for)
 # presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
 # counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/adjust_logits.py; made when needed
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
+from minivllm.kernels._triton import next_power_of_2
 from minivllm.kernels.adjust_logits import Adjustments, adjust_logits, count, count_known
 from minivllm.kernels.filters import Filters
 from minivllm.kernels.logprobs import logprobs
@@ -22,18 +26,26 @@ from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
+_ADJUSTS, _FILTERS, _LOGPROBS = 1, 2, 4  # what a slot asks for
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
     return (rows["presence"] != 0) | (rows["frequency"] != 0) | (rows["repetition"] != 1)
 
 
+class Refinement(NamedTuple):
+    """What ``DefaultSampler.refine_captured`` does for a batch."""
+
+    adjusts: bool  # penalties, ``min_tokens``
+    best: int  # log-probabilities of so many of the best tokens; 0: none
+
+
 class DefaultSampler(Sampler):
     """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties and log-probabilities.
 
-    ``sample`` (in the graph) serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches
-    that need more are sampled again, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM
-    does. Ties at a filter's bound stay together.
+    ``sample`` serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches that need more
+    are sampled again, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM does. Ties at a
+    filter's bound stay together.
     """
 
     row = np.dtype(
@@ -64,14 +76,13 @@ class DefaultSampler(Sampler):
         self.min_p = torch.zeros(num_slots, dtype=torch.float32, device=device)
         self.top_k = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.best = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         presence, frequency, repetition = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
         min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
         suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
         self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
-        self._filters = np.zeros(num_slots, dtype=bool)
-        self._adjusted = np.zeros(num_slots, dtype=bool)
-        self._logprobs = np.zeros(num_slots, dtype=bool)
+        self._asks = np.zeros(num_slots, dtype=np.uint8)
 
     @classmethod
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
@@ -103,18 +114,16 @@ class DefaultSampler(Sampler):
         self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
     ) -> None:
         self.host[slots] = rows
-        self._filters[slots] = (rows["temperature"] > 0) & (
-            (rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0)
-        )
-        adjusted = self._adjusted[slots].any()  # whether any of these slots is, or was
-        self._adjusted[slots] = _penalizes(rows) | (rows["min_position"] > 0)
-        adjusted |= self._adjusted[slots].any()
-        self._logprobs[slots] = rows["logprobs"] >= 0
+        filters = (rows["temperature"] > 0) & ((rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0))
+        adjusts = _penalizes(rows) | (rows["min_position"] > 0)
+        adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
+        self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * (rows["logprobs"] >= 0)
         words = device_rows
         self.temperature[device_slots] = words[:, 0].view(torch.float32)
         self.top_p[device_slots] = words[:, 1].view(torch.float32)
         self.min_p[device_slots] = words[:, 2].view(torch.float32)
         self.top_k[device_slots] = words[:, 3]
+        self.best[device_slots] = words[:, 7]
         self.seed[device_slots] = words[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0]
         if adjusted:
             for column, of_slots in enumerate(self.adjustments[:3], 8):
@@ -149,37 +158,40 @@ class DefaultSampler(Sampler):
         count(self.counts, self.adjustments, slots, tokens)
         return tokens
 
-    def resamples(self, host_slots: np.ndarray) -> bool:
-        return not self._logprobs[host_slots].any()
-
     def needs_refine(self, host_slots: np.ndarray) -> bool:
-        return bool((self._adjusted[host_slots] | self._logprobs[host_slots]).any())
+        return bool(self._asked(host_slots) & (_ADJUSTS | _LOGPROBS))
 
     def refines_shards(self, host_slots: np.ndarray) -> bool:
-        return self.needs_refine(host_slots) or bool(self._filters[host_slots].any())
+        return self._asked(host_slots) != 0
+
+    def refinement(self, host_slots: np.ndarray) -> Refinement:
+        asked = self._asked(host_slots)
+        return Refinement(bool(asked & _ADJUSTS), self._best(host_slots) if asked & _LOGPROBS else 0)
+
+    def refine_captured(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
+        assert isinstance(kind, Refinement)
+        if kind.adjusts:
+            tokens = self.resample(logits, slots, positions)
+        return tokens, self._logprobs(logits, tokens, slots, kind.best) if kind.best else None
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        if self._adjusted[host_slots].any():
-            tokens = self.resample(logits, slots, positions)
-        elif self._filters[host_slots].any():  # shards may be what was sampled from
+        if self._asked(host_slots) & _FILTERS:  # shards may be what was sampled from
             tokens = self._draw(logits, slots, positions)
-        wanted = np.nonzero(self._logprobs[host_slots])[0]
-        return tokens, self._logprobs_of(logits, tokens, wanted, host_slots) if len(wanted) else None
+        return self.refine_captured(logits, slots, positions, tokens, self.refinement(host_slots))
 
-    def _to_device(self, rows: np.ndarray) -> torch.Tensor:
-        indices, device = torch.from_numpy(rows), self.seed.device
-        return indices if device.type == "cpu" else indices.pin_memory().to(device, non_blocking=True)
+    def _asked(self, host_slots: np.ndarray) -> int:
+        return int(np.bitwise_or.reduce(self._asks[host_slots]))
 
-    def _logprobs_of(
-        self, logits: torch.Tensor, tokens: torch.Tensor, wanted: np.ndarray, host_slots: np.ndarray
-    ) -> DeviceLogprobs:
+    def _best(self, host_slots: np.ndarray) -> int:
+        """How many log-probabilities these slots ask for at most, rounded up so that few numbers come."""
+        return min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, best: int) -> DeviceLogprobs:
         """Of the model's own distribution (before temperature and filters), as in vLLM."""
-        if len(wanted) < len(logits):
-            picked = self._to_device(wanted)
-            logits, tokens = logits[picked], tokens[picked]
-        most = int(self.host["logprobs"][host_slots[wanted]].max())
-        sampled, rank, top, top_ids = logprobs(logits, tokens, max(most, 1))
-        return DeviceLogprobs(wanted, sampled, rank, top_ids, top)
+        sampled, rank, top, top_ids = logprobs(logits, tokens, best, slots, self.best)
+        return DeviceLogprobs(np.arange(len(logits)), sampled, rank, top_ids, top)

@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens and of the best ones, from one pass over the logits.
 
 Each program takes a part of a row: its maximum and sum of exponentials, how many tokens are above the sampled one, and
-its best. A second kernel puts a row's parts together.
+its best. A second kernel puts a row's parts together. Rows whose slot asks for nothing are passed over.
 
 Bytes moved: the logits once, 2 a token; some 300 a row and part beside them.
 """
@@ -14,12 +14,14 @@ MOST = 32  # best tokens that the kernels can find
 _BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens", "slots"])
 def _parts_kernel(
-    logits, tokens, maxima, sums, aboves, best, best_ids, stride, k,
+    logits, tokens, slots, asked, maxima, sums, aboves, best, best_ids, stride, k,
     VOCAB: tl.constexpr, PARTS: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(asked + tl.load(slots + row)) < 0:
+        return
     lane = tl.arange(0, BLOCK)
     token = part * BLOCK + lane
     x = tl.load(logits + row * stride + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
@@ -36,12 +38,15 @@ def _parts_kernel(
         x = tl.where(lane == index, float("-inf"), x)
 
 
-@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens"])
+@triton.jit(do_not_specialize=["k"], do_not_specialize_on_alignment=["tokens", "slots"])
 def _whole_kernel(
-    logits, tokens, maxima, sums, aboves, best, best_ids, sampled, rank, top, top_ids, stride, k,
+    logits, tokens, slots, asked, maxima, sums, aboves, best, best_ids, sampled, rank, top, top_ids, stride, k,
     PARTS: tl.constexpr, PADDED: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if tl.load(asked + tl.load(slots + row)) < 0:
+        tl.store(rank + row, 0)
+        return
     part = tl.arange(0, PADDED)
     at, there = row * PARTS + part, part < PARTS
     largest = tl.load(maxima + at, mask=there, other=float("-inf"))
@@ -64,7 +69,9 @@ def _whole_kernel(
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def logprobs_triton(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found:
+def logprobs_triton(
+    logits: torch.Tensor, tokens: torch.Tensor, k: int, slots: torch.Tensor, asked: torch.Tensor
+) -> Found:
     n, vocab = logits.shape
     parts = cdiv(vocab, _BLOCK)
 
@@ -77,26 +84,30 @@ def logprobs_triton(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found
     if n:
         of_parts = (maxima, sums, aboves, best, best_ids)
         _parts_kernel[(n, parts)](
-            logits, tokens, *of_parts, logits.stride(0), k, VOCAB=vocab, PARTS=parts, HELD=MOST, BLOCK=_BLOCK,
-            num_warps=8,
+            logits, tokens, slots, asked, *of_parts, logits.stride(0), k, VOCAB=vocab, PARTS=parts, HELD=MOST,
+            BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
         _whole_kernel[(n,)](
-            logits, tokens, *of_parts, *found, logits.stride(0), k, PARTS=parts, PADDED=next_power_of_2(parts),
-            HELD=MOST,
+            logits, tokens, slots, asked, *of_parts, *found, logits.stride(0), k, PARTS=parts,
+            PADDED=next_power_of_2(parts), HELD=MOST,
         )  # fmt: skip
     return found
 
 
-def logprobs_reference(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found:
+def logprobs_reference(
+    logits: torch.Tensor, tokens: torch.Tensor, k: int, slots: torch.Tensor, asked: torch.Tensor
+) -> Found:
     values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     sampled = values.gather(1, tokens[:, None])
+    rank = (values > sampled).sum(dim=-1, dtype=torch.int32) + 1
     top, top_ids = values.topk(k, dim=-1)
-    return sampled[:, 0], (values > sampled).sum(dim=-1, dtype=torch.int32) + 1, top, top_ids.int()
+    return sampled[:, 0], rank * (asked[slots] >= 0), top, top_ids.int()
 
 
-def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Found:
-    """logits (n, vocab) any float; tokens (n,) int64; k: 1 to ``vocab``. Returns the tokens' log-probabilities (n,)
-    float32, their ranks (n,) int32, 1 for the best, and of the k best tokens, the best first, the log-probabilities
-    (n, k) float32 and the ids (n, k) int32."""
+def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, slots: torch.Tensor, asked: torch.Tensor) -> Found:
+    """logits (n, vocab) any float; tokens (n,) int64; k: 1 to ``vocab``; slots (n,) int64; asked (s,) int32, of each
+    slot, negative where nothing is asked for. Returns the tokens' log-probabilities (n,) float32, their ranks (n,)
+    int32, 1 for the best, and of the k best tokens, the best first, the log-probabilities (n, k) float32 and the ids
+    (n, k) int32. A row that did not ask has rank 0, and anything else in the others."""
     run = logprobs_triton if logits.is_cuda and k <= MOST else logprobs_reference
-    return run(logits, tokens, k)
+    return run(logits, tokens, k, slots, asked)

@@ -16,7 +16,7 @@ from minivllm.core import cuda_graphs
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept, cascade_sizes, graph_sizes
-from minivllm.core.model_runner import IN_FLIGHT, ModelRunner
+from minivllm.core.model_runner import _NONE, IN_FLIGHT, Layout, ModelRunner, Packed
 from minivllm.errors import MinivllmError
 
 BLOCKS, VOCAB = 40, 1000
@@ -32,12 +32,11 @@ class Recorded:
 
     def replay(self) -> None:
         self.log.append(self.line)
-        made = self.run()
-        if isinstance(made, Kept):
-            for kept, its in zip(self.result, made, strict=True):
+        for kept, its in zip(self.result, self.run(), strict=True):
+            if isinstance(kept, torch.Tensor):
                 kept.copy_(its)
-        else:
-            self.result.copy_(made)
+            else:
+                assert str(kept) == str(its)
 
 
 @pytest.fixture
@@ -69,11 +68,12 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     step, vocab = DecodeGraphs._step, len(runner.model.lm_head.weight)  # type: ignore[attr-defined]
 
     def capture_graph(run: partial[Any], pool: Any) -> tuple[Recorded, Any]:
+        if isinstance(run.args[0], Kept):
+            _, size, kind, _ = run.args
+            words = torch.full((size * (2 + 2 * (kind.best > 0) + 2 * kind.best),), -1, dtype=torch.int32)
+            packed = Packed(words, Layout(size, np.arange(size) if kind.best else _NONE, kind.best))
+            return Recorded(run, packed, f"refine {size} adjusts={kind.adjusts} best={kind.best}", said), packed
         (size,) = run.args
-        if run.func.__name__ == "_draw_again":
-            size, _ = size
-            result = torch.full((size,), -1)
-            return Recorded(run, result, f"again {size}", said), result
         said.append(f"capture {size}")
         hidden, logits = (torch.full((size, n), float("nan")) for n in (runner.hidden_size, vocab))
         result = Kept(hidden, torch.full((size,), -1), logits)
@@ -111,7 +111,7 @@ def test_nothing_is_left_behind(runner: ModelRunner, log: list[str]) -> None:
 @pytest.mark.parametrize(
     "wanted",
     [{}, {"logprobs": 1}, PENALTIES, {"logprobs": 2, **PENALTIES}],
-    ids=["landed", "refined", "resampled", "resampled and refined"],
+    ids=["landed", "logprobs", "penalties", "both"],
 )
 def test_replays_give_the_tokens_of_eager_steps(
     llm: LLM, runner: ModelRunner, log: list[str], wanted: dict[str, Any]
@@ -140,7 +140,9 @@ def test_replays_give_the_tokens_of_eager_steps(
     del log[:]
     assert say() == say() == eager
     assert {"replay 16", "replay 8", "replay 4", "replay 2", "replay 1"} <= set(log)
-    assert any(line.startswith("again") for line in log) == (wanted == PENALTIES)
+    refined = {line.split(" ", 2)[2] for line in log if line.startswith("refine")}
+    kind = f"adjusts={'repetition_penalty' in wanted} best={wanted.get('logprobs', 0)}"
+    assert refined == ({kind} if wanted else set())
     assert graphs._replays == int(graphs.steps) == len([line for line in log if line.startswith("replay")]) + 5
 
 
@@ -183,7 +185,7 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     assert set(graphs._graphs) == {*((n, None) for n in (1, 2, 4, 8, 16)), (16, False)}
     assert log.count("capture 16") == 1 and "replay 16" in log and set(seen) == {12}
     assert "replay 8" in log and "replay 4" in log, "as rows end, until what they share is too little"
-    assert any(line == "again 16" for line in log)
+    assert "refine 16 adjusts=True best=0" in log
     assert graphs._replays == int(graphs.steps)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import model_runner
 from minivllm.core.batch import AttentionBatch
-from minivllm.core.model_runner import ModelRunner
+from minivllm.core.interfaces import Sampler
+from minivllm.core.model_runner import ModelRunner, captures_refine
 from minivllm.core.parallel import TensorParallel
+from minivllm.core.sampler import DefaultSampler
 from minivllm.executors.agreed import AgreedSampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -57,8 +60,33 @@ def test_what_a_sampler_may_do_beside_sampling_is_found_ahead(
         num_slots=5, max_blocks=4, block_size=16, hidden_size=inner.hidden_size, device=inner.device,
     )  # fmt: skip
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr(model_runner, "logprobs", lambda logits, tokens, k: found.append((len(logits), len(tokens))))
+    monkeypatch.setattr(model_runner, "logprobs", lambda logits, tokens, *_: found.append((len(logits), len(tokens))))
     monkeypatch.setattr(type(inner.sampler), "resample", lambda self, logits, slots, positions: found.append((0, 0)))
     runner.launch_all_refinements()
     assert [rows for rows in found if rows != (0, 0)] == [(1, 1), (16, 16)]
     assert found.count((0, 0)) == (0 if many_ranks else 2)
+
+
+def test_whose_refine_is_captured() -> None:
+    """``refine_captured``, or ``resample``, stands for the ``refine`` that it was written beside, and for no other."""
+
+    class Alone(DefaultSampler):
+        def refine(self, *step: Any) -> Any: ...
+
+    class Both(Alone):
+        def refine(self, *step: Any) -> Any: ...
+
+        def refine_captured(self, *step: Any) -> Any: ...
+
+    class WithResample(Alone):  # what it inherits for a graph also finds log-probabilities, in its parent's way
+        def refine(self, *step: Any) -> Any: ...
+
+        def resample(self, *step: Any) -> Any: ...
+
+    class OnlyResample(Sampler):
+        def refine(self, *step: Any) -> Any: ...
+
+        def resample(self, *step: Any) -> Any: ...
+
+    kinds = (DefaultSampler, Both, OnlyResample, Alone, WithResample, AgreedSampler)
+    assert [captures_refine(kind) for kind in kinds] == [True, True, True, False, False, False]

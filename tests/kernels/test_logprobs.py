@@ -12,6 +12,25 @@ def expected(logits, tokens, k):
     return sampled[:, 0], (values > sampled).sum(dim=-1) + 1, values.topk(k, dim=-1).values, values
 
 
+def everybody(tokens):
+    """Slots, and what they ask for: each row its own."""
+    return torch.arange(len(tokens), device=tokens.device), torch.zeros_like(tokens, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("find", [logprobs_triton, logprobs_reference])
+def test_rows_that_do_not_ask_have_no_rank(where, find):
+    """Found by their slots; nothing but the rank of the others counts."""
+    device, dtype = where
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    tokens = torch.tensor([7, 4999, 7, 4097], device=device)
+    slots, asked = torch.tensor([5, 0, 2, 1], device=device), torch.tensor([3, -1, 0, -1, -1, 20], device=device).int()
+    sampled, rank, top, _ = find(logits, tokens, 2, slots, asked)
+    want_sampled, want_rank, want_top, _ = expected(logits, tokens, 2)
+    assert rank.tolist() == [*want_rank.tolist()[:3], 0]
+    torch.testing.assert_close(sampled[:3].double().cpu(), want_sampled[:3], rtol=0, atol=2e-5)
+    torch.testing.assert_close(top[:3].double().cpu(), want_top[:3], rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("vocab", [33, 4096, 9001])
 @pytest.mark.parametrize("k", [1, 5, MOST])
 @pytest.mark.parametrize("find", [logprobs_triton, logprobs_reference])
@@ -21,7 +40,7 @@ def test_they_are_those_of_the_softmax(where, vocab, k, find):
     wide = (torch.randn(3, vocab + 7, generator=generator) * 4).to(device, dtype)
     logits = wide[:, :vocab]  # rows lie apart
     tokens = torch.tensor([vocab - 1, 0, int(logits[2].float().argmax())], device=device)
-    sampled, rank, top, top_ids = find(logits, tokens, k)
+    sampled, rank, top, top_ids = find(logits, tokens, k, *everybody(tokens))
     want_sampled, want_rank, want_top, values = expected(logits, tokens, k)
     assert sampled.dtype == top.dtype == torch.float32 and rank.dtype == top_ids.dtype == torch.int32
     torch.testing.assert_close(sampled.double().cpu(), want_sampled, rtol=0, atol=2e-5)
@@ -39,7 +58,7 @@ def test_all_equal_far_apart_and_impossible(where, find):
     logits[1, 4097] = 90.0
     logits[2, 8:] = float("-inf")  # nothing of the second part can be
     tokens = torch.tensor([4999, 4097, 3], device=device)
-    sampled, rank, top, top_ids = find(logits, tokens, 2)
+    sampled, rank, top, top_ids = find(logits, tokens, 2, *everybody(tokens))
     torch.testing.assert_close(sampled.exp().cpu(), torch.tensor([1 / 5000, 1.0, 1 / 8]))
     assert rank.tolist() == [1, 1, 1] and top_ids[1, 0] == 4097
     torch.testing.assert_close(top.exp().cpu(), torch.tensor([[1 / 5000] * 2, [1.0, 0.0], [1 / 8] * 2]))
@@ -48,6 +67,8 @@ def test_all_equal_far_apart_and_impossible(where, find):
 def test_no_rows_and_more_than_the_kernels_find(where):
     device, dtype = where
     tokens = torch.empty(0, dtype=torch.int64, device=device)
-    assert [len(x) for x in logprobs_triton(torch.zeros(0, 99, device=device, dtype=dtype), tokens, 3)] == [0] * 4
-    found = logprobs(torch.zeros(2, 99, device=device, dtype=dtype), torch.zeros(2, device=device).long(), MOST + 1)
+    none = torch.zeros(0, 99, device=device, dtype=dtype)
+    assert [len(x) for x in logprobs_triton(none, tokens, 3, *everybody(tokens))] == [0] * 4
+    tokens = torch.zeros(2, dtype=torch.int64, device=device)
+    found = logprobs(torch.zeros(2, 99, device=device, dtype=dtype), tokens, MOST + 1, *everybody(tokens))
     assert found[2].shape == (2, MOST + 1)
