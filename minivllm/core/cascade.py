@@ -176,7 +176,7 @@ class CascadePlanner:
 
     def __init__(self, host_tables: np.ndarray, block_size: int, limits: CascadeLimits) -> None:
         self._tables, self._block_size, self.limits = host_tables, block_size, limits
-        self._slots = self._generations = np.empty(0, dtype=np.int64)
+        self._planned = b"", b""
         self._plan: CascadePlan | None = None
 
     def plan(self, batch: Batch) -> CascadePlan | None:
@@ -184,8 +184,9 @@ class CascadePlanner:
         if batch.num_decodes < 2:
             return None
         slots, generations = batch.slots[: batch.num_decodes], batch.generations[: batch.num_decodes]
-        if not np.array_equal(slots, self._slots) or not np.array_equal(generations, self._generations):
-            self._slots, self._generations = slots.copy(), generations.copy()
+        decodes = slots.tobytes(), generations.tobytes()
+        if decodes != self._planned:
+            self._planned = decodes
             computed = batch.num_computed[: batch.num_decodes]
             self._plan = plan_cascade(self._tables, slots, computed, self._block_size, self.limits)
         return self._plan

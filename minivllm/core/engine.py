@@ -238,7 +238,7 @@ class LLMEngine:
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
-        ended = self._read_tokens(committed, logprobs) if self._watched.any() else {}
+        ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
             if not request.needs_tokens:

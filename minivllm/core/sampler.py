@@ -82,7 +82,7 @@ class DefaultSampler(Sampler):
         suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
         self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
-        self._asks = np.zeros(num_slots, dtype=np.uint8)
+        self._asks, self._anyone = np.zeros(num_slots, dtype=np.uint8), False
 
     @classmethod
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
@@ -118,6 +118,7 @@ class DefaultSampler(Sampler):
         adjusts = _penalizes(rows) | (rows["min_position"] > 0)
         adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
         self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * (rows["logprobs"] >= 0)
+        self._anyone = bool(self._asks.any())
         words = device_rows
         self.temperature[device_slots] = words[:, 0].view(torch.float32)
         self.top_p[device_slots] = words[:, 1].view(torch.float32)
@@ -185,7 +186,7 @@ class DefaultSampler(Sampler):
         return self.refine_captured(logits, slots, positions, tokens, self.refinement(host_slots))
 
     def _asked(self, host_slots: np.ndarray) -> int:
-        return int(np.bitwise_or.reduce(self._asks[host_slots]))
+        return int(np.bitwise_or.reduce(self._asks[host_slots])) if self._anyone else 0
 
     def _best(self, host_slots: np.ndarray) -> int:
         """How many log-probabilities these slots ask for at most, rounded up so that few numbers come."""

@@ -83,8 +83,9 @@ class SlotScheduler(Scheduler):
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
         self._no_params = np.empty(0, dtype=self._row)
         self._admitted: list[Sequence] = []
-        self._ones, self._all = np.ones(size, dtype=np.int32), np.ones(size, dtype=bool)
-        self._ones.flags.writeable = self._all.flags.writeable = False  # batches hold views
+        self._ones, self._all, self._rows = np.ones(size, dtype=np.int32), np.ones(size, dtype=bool), np.arange(size)
+        for constant in (self._ones, self._all, self._rows):
+            constant.flags.writeable = False  # batches hold views
 
     # ------------------------------------------------------------------ the queue
 
@@ -168,13 +169,15 @@ class SlotScheduler(Scheduler):
             goes_on = computed < self.max_len[run] - 1
             if self._partial:
                 goes_on &= computed >= self.known_len[run]
-            ready = run[goes_on][:budget]
-            need = ready[computed[goes_on][:budget] >= self.blocks.held[ready] * self.blocks.block_size]
+            if np.count_nonzero(goes_on) < len(run):
+                run, computed = run[goes_on], computed[goes_on]
+            ready = run[:budget]
+            need = ready[computed[:budget] >= self.blocks.held[ready] * self.blocks.block_size]
             if len(need) <= self.blocks.num_free:
                 if len(need):
                     self.blocks.append(need)
                 return ready
-            self.preempt(int(run[-1]))
+            self.preempt(int(self.running[-1]))
 
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): those half done first, then new ones from the queue."""
@@ -371,34 +374,46 @@ class SlotScheduler(Scheduler):
     # ------------------------------------------------------------------ what came back
 
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
-        rows = (batch.samples & (self.generation[batch.slots] == batch.generations)).nonzero()[0]
-        slots, tokens = batch.slots[rows], token_ids[rows].astype(np.int32, copy=False)
-        at = self.committed[slots]
+        generations = self.generation[batch.slots]
+        if batch.num_decodes == len(batch.slots) and generations.tobytes() == batch.generations.tobytes():
+            rows, slots, tokens = self._rows[: len(batch.slots)], batch.slots, token_ids
+        else:
+            rows = (batch.samples & (generations == batch.generations)).nonzero()[0]
+            slots, tokens = batch.slots[rows], token_ids[rows]
+        tokens = tokens.astype(np.int32, copy=False)
+        at = self.committed[slots]  # as many as are in the cache now
         self.tokens[slots, at] = tokens
-        at += 1
-        self.committed[slots] = at
+        self.committed[slots] = at + 1
 
-        end = batch.num_computed[rows] + batch.num_new[rows]
-        whole = (end % self.blocks.block_size == 0).nonzero()[0]
+        whole = (at % self.blocks.block_size == 0).nonzero()[0]
         if len(whole):
-            for slot, n in zip(slots[whole].tolist(), end[whole].tolist(), strict=True):
+            for slot, n in zip(slots[whole].tolist(), at[whole].tolist(), strict=True):
                 seq = self.sequences[slot]
                 assert seq is not None
                 self.blocks.register(slot, seq, self.tokens[slot], n)
 
-        stopped = np.logical_or.reduce(tokens[:, None] == self.stop_ids[slots], axis=1) & (at > self.min_len[slots])
-        over = (stopped | (at >= self.max_len[slots])).nonzero()[0]
+        said_stop = (tokens[:, None] == self.stop_ids[slots]).nonzero()[0]
+        too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
         finished: list[tuple[Sequence, FinishReason]] = []
-        if len(over):
-            for slot, stop in zip(slots[over].tolist(), stopped[over].tolist(), strict=True):
-                seq = self.sequences[slot]
-                assert seq is not None
-                self._release(seq)
-                seq.status = Status.FINISHED
-                del self._by_id[seq.request_id]
-                finished.append((seq, FinishReason.STOP if stop else FinishReason.LENGTH))
-            self.running = self.running[~np.isin(self.running, slots[over])]
+        if len(said_stop) or len(too_long):
+            finished = self._end(slots, said_stop[at[said_stop] >= self.min_len[slots[said_stop]]], too_long)
         return Committed(rows, slots, tokens, finished)
+
+    def _end(
+        self, slots: np.ndarray, said_stop: np.ndarray, too_long: np.ndarray
+    ) -> list[tuple[Sequence, FinishReason]]:
+        """End the sequences of these rows, in their order."""
+        stops, finished = set(said_stop.tolist()), []
+        for row in sorted(stops.union(too_long.tolist())):
+            seq = self.sequences[slots[row]]
+            assert seq is not None
+            self._release(seq)
+            seq.status = Status.FINISHED
+            del self._by_id[seq.request_id]
+            finished.append((seq, FinishReason.STOP if row in stops else FinishReason.LENGTH))
+        if finished:
+            self.running = self.running[~np.isin(self.running, [seq.slot for seq, _ in finished])]
+        return finished
 
     # ------------------------------------------------------------------ proving
 
