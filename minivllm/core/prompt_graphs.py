@@ -3,7 +3,8 @@
 Launching a step of prompts kernel by kernel takes the host 10 to 20 ms, however few tokens there are; the GPU needs a
 tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Only the layers are
 captured: what varies in shape, from the rows that sample on, runs eagerly behind. The full step is captured once more
-for prompts that all start in it, where the backend has a faster way for those.
+for prompts that all start in it, where the backend has a faster way for those, and small ones for few sequences: what
+attention launches grows with those that there may be.
 
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
 # input_ids, positions, slot_mapping (T,) int64
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.parallel import TensorParallel
 
-_Key = tuple[int, bool]  # a graph's tokens, and whether its prompts all start in the step
+_Key = tuple[int, str]  # a graph's tokens, and for which steps of so many it is: one of these
+_ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: whose prompts all start in it, _FEW: of few sequences
+_FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
 _SMALLEST = 32
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
 _FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
@@ -95,24 +98,26 @@ class PromptGraphs:
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
-        keys = [(size, False) for size in self.sizes] + ([(self.full, True)] if self.full else [])
+        keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
+        few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self._longest) if rows > _FEW_ROWS else 0
+        keys += [(size, _FEW) for size in self.sizes if size <= few]
         self._plans = {key: self._plan(*key) for key in keys}
 
-    def _plan(self, size: int, whole: bool) -> AttentionBatch:
-        rows = len(self.seq_lens)
-        picks = size > _PICKED_FROM and size >= 2 * len(self.last_tokens)
+    def _plan(self, size: int, kind: str) -> AttentionBatch:
+        rows = _FEW_ROWS if kind == _FEW else len(self.seq_lens)
+        picks = size > _PICKED_FROM and size >= 2 * (rows - 1)
         return AttentionBatch(
             num_decodes=0,
-            query_start=self.query_start,
-            seq_lens=self.seq_lens,
-            block_tables=self.block_tables,
+            query_start=self.query_start[: rows + 1],
+            seq_lens=self.seq_lens[:rows],
+            block_tables=self.block_tables[:rows],
             slot_mapping=self.slot_mapping[:size],
             host_query_lens=np.zeros(rows, dtype=np.int32),
             host_seq_lens=np.zeros(rows, dtype=np.int32),
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
             graph_size=size,
-            graph_whole=whole,
-            last_tokens=self.last_tokens if picks else None,
+            graph_whole=kind == _WHOLE,
+            last_tokens=self.last_tokens[: rows - 1] if picks else None,
         )
 
     # ------------------------------------------------------------------ capture
@@ -126,7 +131,7 @@ class PromptGraphs:
             if key[0] in (*small[:1], *small[-1:]) or key[0] >= _LARGE:
                 self._rehearse(*key)
                 with rehearsal():
-                    self._forward(key[0])
+                    self._forward(key)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
@@ -134,20 +139,23 @@ class PromptGraphs:
 
         def capture_one(key: _Key) -> None:
             self._rehearse(*key)  # another plan than it is verified with: it must work with any
-            self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key[0]), pool)
+            self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key), pool)
 
         self._compare(num_blocks, vocab_size, capture_one)
 
-    def _rehearse(self, size: int, whole: bool) -> None:
+    def _rehearse(self, size: int, kind: str) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
-        lens = np.zeros(len(self.seq_lens), dtype=np.int32)
+        lens = np.zeros(self._rows(size, kind), dtype=np.int32)
         parts = -(-size // self._longest)
         lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
         start = np.zeros(len(lens) + 1, dtype=np.int32)
         np.cumsum(lens, out=start[1:])
-        self.query_start.copy_(torch.from_numpy(start))
-        self.seq_lens.copy_(torch.from_numpy(lens))
-        self._hand_over((size, whole), lens, lens)
+        self.query_start[: len(start)] = torch.from_numpy(start)
+        self.seq_lens[: len(lens)] = torch.from_numpy(lens)
+        self._hand_over((size, kind), lens, lens)
+
+    def _rows(self, size: int, kind: str) -> int:
+        return len(self._plans[size, kind].seq_lens)
 
     def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
         plan = self._plans[key]
@@ -155,9 +163,10 @@ class PromptGraphs:
         self.runner.attention.batch = plan
         self.runner.attention.plan(plan)
 
-    def _forward(self, size: int) -> torch.Tensor:
-        if self._plans[size, False].last_tokens is not None:  # where no sequence is, that of the padding
-            torch.sub(self.query_start[1:-1], 1, out=self.last_tokens)
+    def _forward(self, key: _Key) -> torch.Tensor:
+        size, plan = key[0], self._plans[key]
+        if plan.last_tokens is not None:  # where no sequence is, that of the padding
+            torch.sub(plan.query_start[1:-1], 1, out=plan.last_tokens)
         return self.runner.model.forward(self.input_ids[:size], self.positions[:size], self.runner.attention)
 
     # ------------------------------------------------------------------ replay
@@ -188,9 +197,11 @@ class PromptGraphs:
     ) -> torch.Tensor:  # fmt: skip
         """Arguments as the eager step has them, on the device; returns hidden states, of all tokens (t, hidden_size) or
         of each row's last (n, hidden_size)."""
-        key = (size, not batch.num_decodes and not batch.num_computed.any())
-        if key not in self._graphs:
-            key = (size, False)
+        key = size, _ANY
+        if (size, _WHOLE) in self._graphs and not batch.num_decodes and not batch.num_computed.any():
+            key = size, _WHOLE
+        elif (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS:
+            key = size, _FEW
         step = _Step(
             batch.num_new, batch.num_computed, input_ids, positions, slot_mapping, query_start, seq_lens, slots
         )
@@ -205,7 +216,7 @@ class PromptGraphs:
         )  # fmt: skip
         self.query_start[: n + 1], self.seq_lens[:n] = step.query_start, step.seq_lens
         torch.index_select(self.runner.block_table, 0, step.slots, out=self.block_tables[:n])
-        query_lens, lens = np.zeros((2, len(self.seq_lens)), dtype=np.int32)
+        query_lens, lens = np.zeros((2, self._rows(*key)), dtype=np.int32)
         query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
         query_lens[n], lens[n] = size - t, 1
         self.query_start[n + 1 :] = size
@@ -259,18 +270,18 @@ class PromptGraphs:
 
         def eager(key: _Key, step: _Step) -> torch.Tensor:
             with rehearsal():
-                return self._without_padding(self._forward(key[0]), key, step)
+                return self._without_padding(self._forward(key), key, step)
 
         expected, differences = {}, {}
         for key in reversed(self._plans):
             self._load(key, steps[key])
-            if key[1] and not run.attention.fresh_prompts:
+            if key[1] == _WHOLE and not run.attention.fresh_prompts:
                 continue  # such steps are like any other to this backend
             expected[key] = hidden(key, eager).clone()
             capture(key)
         for key in reversed(expected):
             self._load(key, steps[key])
-            what = f"{key[0]} tokens of prompts" + (" from their start" if key[1] else "")
+            what = f"{key[0]} tokens of prompts" + {_ANY: "", _WHOLE: " from their start", _FEW: ", few"}[key[1]]
             differences[what] = difference(expected[key], hidden(key, self._replay))
         check_differences(differences, run.attention)
         cache[:, :, 1 : 1 + rows * per_row] = 0
@@ -282,9 +293,9 @@ class PromptGraphs:
     ) -> _Step:
         """A step that fills the graph as far as ``blocks``, (rows, blocks of each) do: one new token in the first
         sequence, as a decode has, and equally many in the others."""
-        (size, whole), block_size = key, self.runner.block_size
-        n, room = min(len(blocks), size), min(blocks.shape[1] * block_size, longest)
-        computed = np.minimum(rng.integers(1, block_size + 1, n), room - 1) * (not whole)
+        (size, kind), block_size = key, self.runner.block_size
+        n, room = min(len(blocks), size, self._rows(*key) - 1), min(blocks.shape[1] * block_size, longest)
+        computed = np.minimum(rng.integers(1, block_size + 1, n), room - 1) * (kind != _WHOLE)
         new = np.minimum((size - 1) // (n - 1) if n > 1 else size, room - computed)
         if n > 1:
             new[0] = 1

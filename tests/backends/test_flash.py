@@ -38,6 +38,7 @@ class Package(ModuleType):
         super().__init__("fake_flash")
         self.calls: list[str] = []
         self.takes_packing, self.packs = out, list[bool | None]()
+        self.splits: list[int] = []  # of prompts
         if out:
             self.flash_attn_varlen_func = self._varlen_out
             self.flash_attn_with_kvcache = self._kvcache_out
@@ -49,7 +50,8 @@ class Package(ModuleType):
         self.packs.append(pack_gqa)
         return out.copy_(self._varlen(*args, **options))
 
-    def _kvcache_out(self, *args: Any, out: torch.Tensor, **options: Any) -> torch.Tensor:
+    def _kvcache_out(self, *args: Any, out: torch.Tensor, num_splits: int = 0, **options: Any) -> torch.Tensor:
+        self.splits += [num_splits] if "cu_seqlens_q" in options else []
         return out.copy_(self._kvcache(*args, **options))
 
     def _varlen(
@@ -127,6 +129,16 @@ def test_heads_of_long_prompts_go_apart(
     Step(spec, [(9, 9), (7, 7)], 0).run(FlashBackend(spec))
     apart = False if head_dim == 128 and mean == 8 else None
     assert set(package.packs) == ({apart} if package.takes_packing else set())
+
+
+def test_keys_are_split_where_few_sequences_leave_the_device_idle(
+    package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "_FILLS", 2 * 2)
+    for sequences in (2, 3):
+        step = Step(SPEC, [(9, 20), (7, 17), (4, 4)][:sequences], 0)
+        assert relative_error(step.run(FlashBackend(SPEC)), step.expected()) < 2e-5
+    assert package.splits == ([0, 1] if package.takes_packing else [])
 
 
 def test_one_step_after_another_decides_anew(package: Package) -> None:

@@ -23,6 +23,7 @@ from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
 
 VOCAB = 1000
+Replayed = tuple[int, int, str]  # a graph's tokens, rows of its result, and for which steps it is
 
 
 def batch(decodes: list[int], prompts: list[int]) -> Batch:
@@ -152,11 +153,12 @@ def test_no_sizes_no_graph(graphs: PromptGraphs) -> None:
 class Recorded:
     """Replays by running the step."""
 
-    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, log: list[tuple[int, int]]) -> None:
+    def __init__(self, run: Callable[[], torch.Tensor], result: torch.Tensor, log: list[Replayed]) -> None:
         self.run, self.result, self.log = run, result, log
 
     def replay(self) -> None:
-        self.log.append((self.run.args[0], len(self.result)))  # type: ignore[attr-defined]
+        (size, kind), rows = self.run.args[0], len(self.result)  # type: ignore[attr-defined]
+        self.log.append((size, rows, kind))
         self.result.copy_(self.run())
 
 
@@ -168,9 +170,8 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The tokens of each replayed graph, and the rows of its result."""
-    said: list[tuple[int, int]] = []
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    said: list[Replayed] = []
 
     def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
         result = torch.full_like(run(), float("nan"))
@@ -196,7 +197,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
     )  # fmt: skip
     graphs = PromptGraphs(runner, 1024, TensorParallel())  # type: ignore[arg-type]
     assert graphs.sizes == [32, 64, 128, 256, 512, 1024]
-    asked = {size: plan.last_tokens for (size, _), plan in graphs._plans.items()}
+    asked = {size: plan.last_tokens for (size, kind), plan in graphs._plans.items() if kind == "any"}
     assert [size for size, last in asked.items() if last is not None] == picks
     assert all(last is None or len(last) == slots for last in asked.values())
 
@@ -229,7 +230,7 @@ def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, lau
 
 
 @pytest.mark.parametrize("picks", [True, False])
-def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]], picks: bool) -> None:
+def test_replays_give_what_eager_steps_give(llm: LLM, log: list[Replayed], picks: bool) -> None:
     """Full and padded graphs, of all rows and of the last ones; and of a model that returns all though few are asked
     for."""
     rng = np.random.default_rng(0)
@@ -257,14 +258,48 @@ def test_replays_give_what_eager_steps_give(llm: LLM, log: list[tuple[int, int]]
     assert [tokens for tokens, _ in replayed] == [tokens for tokens, _ in eager]
     for (_, got), (_, expected) in zip(replayed, eager, strict=True):
         assert got == pytest.approx(expected, abs=1e-4)
-    assert {rows for size, rows in log if size == 512} == {4 if picks else 512}
-    smaller = [(size, rows) for size, rows in log if size < 512]
+    assert {rows for size, rows, _ in log if size == 512} == {4 if picks else 512}
+    smaller = [(size, rows) for size, rows, _ in log if size < 512]
     assert smaller and all(size == rows for size, rows in smaller)
 
 
-def test_steps_apart_give_what_whole_ones_give(
-    llm: LLM, log: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+def test_steps_of_few_sequences_are_graphs_of_their_own(
+    llm: LLM, log: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One row is the padding's; a prompt that starts anew, chunks behind a context, and decodes beside both."""
+    monkeypatch.setattr(prompt_graphs, "_FEW_ROWS", 3)
+    monkeypatch.setattr(prompt_graphs, "_FEW_TOKENS", 256)
+    rng = np.random.default_rng(0)
+    runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    prompts = [rng.integers(5, 1000, n).tolist() for n in (40, 600, 100, 30, 30, 30)]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 2 * i, ignore_eos=True) for i in range(len(prompts))]
+
+    def say() -> list[list[int]]:
+        alone = llm.generate(prompts[:2], params[:2], use_tqdm=False)
+        return [o.outputs[0].token_ids for o in (*alone, *llm.generate(prompts[2:], params[2:], use_tqdm=False))]
+
+    eager = say()
+    graphs = runner.prompt_graphs = PromptGraphs(runner, 512, TensorParallel())
+    assert {key: len(plan.seq_lens) for key, plan in graphs._plans.items() if key[0] in (256, 512)} == {
+        (256, "any"): 5, (256, "few"): 3, (512, "any"): 5,
+    }  # fmt: skip
+    graphs.capture(llm.engine.num_blocks, VOCAB)
+    replayed: list[tuple[int, str, int]] = []
+    launch = PromptGraphs.launch
+
+    def noted(self: PromptGraphs, size: int, batch: Batch, *step: torch.Tensor) -> torch.Tensor:
+        hidden = launch(self, size, batch, *step)
+        replayed.append((size, log[-1][2], len(batch.slots)))
+        return hidden
+
+    monkeypatch.setattr(PromptGraphs, "launch", noted)
+    assert say() == eager
+    assert {n for _, kind, n in replayed if kind == "few"} == {1, 2}
+    assert all((kind == "few") == (size <= 256 and n < 3) for size, kind, n in replayed)
+    assert any(kind == "any" and size <= 256 for size, kind, _ in replayed)
+
+
+def test_steps_apart_give_what_whole_ones_give(llm: LLM, log: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens, and log-probabilities of different numbers of the best on either side."""
     rng = np.random.default_rng(0)
     runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
@@ -333,13 +368,13 @@ def whole(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3, 7, 500])
 def test_every_graph_is_replayed_when_all_are_captured_and_nothing_is_left_behind(
-    runner: ModelRunner, log: list[tuple[int, int]], whole: None, blocks: int
+    runner: ModelRunner, log: list[Replayed], whole: None, blocks: int
 ) -> None:
     """Even if the cache holds far less than a step."""
     graphs = PromptGraphs(runner, 512, TensorParallel())
     graphs.capture(blocks, VOCAB)
-    assert list(graphs._graphs) == [(512, True), (512, False), (64, False), (32, False)]
-    assert [size for size, _ in log] == [32, 64, 512, 512]
+    assert list(graphs._graphs) == [(512, "whole"), (512, "any"), (64, "any"), (32, "any")]
+    assert [size for size, *_ in log] == [32, 64, 512, 512]
     graphs.verify(blocks, VOCAB)
     left = (runner.attention.kv_cache[:, :, 1:], runner.last_token, runner.num_computed, runner.block_table)
     assert not any(bool(t.any()) for t in (*left, graphs.block_tables)) and not runner.host_tables.any()
@@ -348,22 +383,22 @@ def test_every_graph_is_replayed_when_all_are_captured_and_nothing_is_left_behin
 def test_proofs_are_full_steps_of_several_sequences_behind_contexts(runner: ModelRunner, whole: None) -> None:
     graphs = PromptGraphs(runner, 512, TensorParallel())
     blocks = 1 + np.arange(4 * 128, dtype=np.int32).reshape(4, 128)
-    for (size, starts), step in {
+    for (size, kind), step in {
         key: graphs._random_step(key, blocks, 2033, VOCAB, np.random.default_rng(0)) for key in graphs._plans
     }.items():
         assert size - 3 < len(step.input_ids) == step.num_new.sum() <= size
         assert len(step.num_new) == 4 and step.num_new[0] == 1
-        assert (step.num_computed == 0).all() if starts else (step.num_computed > 0).all()
+        assert (step.num_computed == 0).all() if kind == "whole" else (step.num_computed > 0).all()
         assert step.slot_mapping.unique().numel() == len(step.input_ids)
 
 
 @pytest.mark.parametrize(
     ("key", "what"),
-    [((32, False), "32 tokens of prompts"), ((512, False), "512 tokens of prompts"),
-     ((512, True), "512 tokens of prompts from their start")],
+    [((32, "any"), "32 tokens of prompts"), ((512, "any"), "512 tokens of prompts"),
+     ((512, "whole"), "512 tokens of prompts from their start")],
 )  # fmt: skip
 def test_a_graph_that_gives_something_else_is_noticed(
-    runner: ModelRunner, log: list[tuple[int, int]], whole: None, key: tuple[int, bool], what: str
+    runner: ModelRunner, log: list[Replayed], whole: None, key: tuple[int, str], what: str
 ) -> None:
     graphs = PromptGraphs(runner, 512, TensorParallel())
     graphs.capture(500, VOCAB)
@@ -374,10 +409,10 @@ def test_a_graph_that_gives_something_else_is_noticed(
         graphs.verify(500, VOCAB)
 
 
-def test_a_graph_that_remembers_its_capture_is_noticed(runner: ModelRunner, log: list[tuple[int, int]]) -> None:
+def test_a_graph_that_remembers_its_capture_is_noticed(runner: ModelRunner, log: list[Replayed]) -> None:
     graphs = PromptGraphs(runner, 512, TensorParallel())
     graphs.capture(500, VOCAB)
-    recorded: Any = graphs._graphs[64, False]
+    recorded: Any = graphs._graphs[64, "any"]
     recorded.replay = lambda: None
     with torch.inference_mode():
         recorded.result.fill_(float("nan"))
