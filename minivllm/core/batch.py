@@ -105,7 +105,9 @@ class AttentionBatch:
     host_query_lens: np.ndarray  # (n,) int32
     host_seq_lens: np.ndarray  # (n,) int32
     host_block_tables: np.ndarray  # (n, max_blocks) int32
-    graph_size: int = 0  # captured: rows of a decode batch, or tokens of one with prompts, padded; 0: eager
+    # Captured: rows of a decode batch, or tokens of one with prompts, padded; several graphs of a size may differ in
+    # their number of sequences. 0: eager.
+    graph_size: int = 0
     graph_whole: bool = False  # captured: for steps of ``whole_prompts`` only
     # (r,) int64, device: the row of each sequence's last query token, where no other's hidden state is asked for;
     # None: every token's is. Behind the last sequence there may be padding; captured, r is a constant.
