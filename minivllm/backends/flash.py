@@ -232,7 +232,7 @@ class FlashBackend(AttentionBackend):
         self._kernels = variant.build(variant.module, spec)
         self._decode_rows: Rows | None = None
         self._prompt_rows: Rows | None = None
-        self._captured_key_start: dict[int, torch.Tensor] = {}  # where graphs for so many sequences find it
+        self._captured_key_start: dict[int, torch.Tensor] = {}  # by its length, where graphs find it
         logger.info(self.describe())
 
     @classmethod
@@ -276,7 +276,9 @@ class FlashBackend(AttentionBackend):
         start = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if not captured:
             return start
-        return self._captured_key_start.setdefault(len(seq_lens), torch.empty_like(start)).copy_(start)
+        if len(start) not in self._captured_key_start:
+            self._captured_key_start[len(start)] = torch.empty_like(start)
+        return self._captured_key_start[len(start)].copy_(start)
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         assert self._decode_rows is not None

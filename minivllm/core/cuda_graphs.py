@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 _Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
 Result = TypeVar("Result")
-_NONE = np.empty(0, dtype=np.int32)
-_NOTHING = (0, b"")
+_NOTHING = (0, b"")  # size, slots
 _KEEPS_LOGITS = 32  # rows, at most: of 152,000 tokens in bfloat16 10 MB, 26 with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
@@ -152,7 +151,7 @@ class DecodeGraphs:
             self._cascade_sizes = cascade_sizes(self.sizes)
             keys += [(n, beside) for beside in (True, False) for n in self._cascade_sizes]
         self._plans = {key: self._plan(*key) for key in keys}
-        self._on_device = _NOTHING
+        self._on_device = _NOTHING  # what ``slots`` holds
         self._ones = np.ones(top, dtype=np.int32)
 
     # ------------------------------------------------------------------ capture
@@ -302,7 +301,7 @@ class DecodeGraphs:
     def _update(self, batch: Batch, size: int, cascade: CascadePlan | None) -> None:
         """Tell the device what changed since the last replay, in one copy; nothing changed: no copy."""
         run, wanted = self.runner, (size, batch.slots.tobytes())
-        slots = numbers = _NONE
+        slots = numbers = batch.slots[:0]
         if wanted != self._on_device:
             slots = self._padded(batch.slots, size)
         if cascade is not None and self._cascade_on_device != (cascade, size):

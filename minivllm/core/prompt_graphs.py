@@ -145,7 +145,7 @@ class PromptGraphs:
 
     def _rehearse(self, size: int, kind: str) -> None:
         """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
-        lens = np.zeros(self._rows(size, kind), dtype=np.int32)
+        lens = np.zeros(self._plans[size, kind].num_seqs, dtype=np.int32)
         parts = -(-size // self._longest)
         lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
         start = np.zeros(len(lens) + 1, dtype=np.int32)
@@ -153,9 +153,6 @@ class PromptGraphs:
         self.query_start[: len(start)] = torch.from_numpy(start)
         self.seq_lens[: len(lens)] = torch.from_numpy(lens)
         self._hand_over((size, kind), lens, lens)
-
-    def _rows(self, size: int, kind: str) -> int:
-        return len(self._plans[size, kind].seq_lens)
 
     def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
         plan = self._plans[key]
@@ -216,7 +213,7 @@ class PromptGraphs:
         )  # fmt: skip
         self.query_start[: n + 1], self.seq_lens[:n] = step.query_start, step.seq_lens
         torch.index_select(self.runner.block_table, 0, step.slots, out=self.block_tables[:n])
-        query_lens, lens = np.zeros((2, self._rows(*key)), dtype=np.int32)
+        query_lens, lens = np.zeros((2, self._plans[key].num_seqs), dtype=np.int32)
         query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
         query_lens[n], lens[n] = size - t, 1
         self.query_start[n + 1 :] = size
@@ -294,7 +291,7 @@ class PromptGraphs:
         """A step that fills the graph as far as ``blocks``, (rows, blocks of each) do: one new token in the first
         sequence, as a decode has, and equally many in the others."""
         (size, kind), block_size = key, self.runner.block_size
-        n, room = min(len(blocks), size, self._rows(*key) - 1), min(blocks.shape[1] * block_size, longest)
+        n, room = min(len(blocks), size, self._plans[key].num_seqs - 1), min(blocks.shape[1] * block_size, longest)
         computed = np.minimum(rng.integers(1, block_size + 1, n), room - 1) * (kind != _WHOLE)
         new = np.minimum((size - 1) // (n - 1) if n > 1 else size, room - computed)
         if n > 1:

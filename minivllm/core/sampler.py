@@ -37,7 +37,7 @@ class Refinement(NamedTuple):
     """What ``DefaultSampler.refine_captured`` does for a batch."""
 
     adjusts: bool  # penalties, ``min_tokens``
-    best: int  # log-probabilities of so many of the best tokens; 0: none
+    best: int  # log-probabilities of so many of the best tokens, and of the sampled one; 0: none
 
 
 class DefaultSampler(Sampler):
@@ -45,7 +45,8 @@ class DefaultSampler(Sampler):
 
     ``sample`` serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches that need more
     are sampled again, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM does. Ties at a
-    filter's bound stay together.
+    filter's bound stay together. Log-probabilities are of the model's own distribution, before temperature and filters,
+    as in vLLM.
     """
 
     row = np.dtype(
@@ -166,8 +167,10 @@ class DefaultSampler(Sampler):
         return self._asked(host_slots) != 0
 
     def refinement(self, host_slots: np.ndarray) -> Refinement:
-        asked = self._asked(host_slots)
-        return Refinement(bool(asked & _ADJUSTS), self._best(host_slots) if asked & _LOGPROBS else 0)
+        asked, best = self._asked(host_slots), 0
+        if asked & _LOGPROBS:  # rounded up, so that few numbers come
+            best = min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
+        return Refinement(bool(asked & _ADJUSTS), best)
 
     def refine_captured(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
@@ -175,24 +178,19 @@ class DefaultSampler(Sampler):
         assert isinstance(kind, Refinement)
         if kind.adjusts:
             tokens = self.resample(logits, slots, positions)
-        return tokens, self._logprobs(logits, tokens, slots, kind.best) if kind.best else None
+        if not kind.best:
+            return tokens, None
+        sampled, rank, top, top_ids = logprobs(logits, tokens, kind.best, slots, self.best)
+        return tokens, DeviceLogprobs(np.arange(len(logits)), sampled, rank, top_ids, top)
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        if self._asked(host_slots) & _FILTERS:  # shards may be what was sampled from
+        kind = self.refinement(host_slots)
+        if not kind.adjusts and self._asked(host_slots) & _FILTERS:  # shards may be what was sampled from
             tokens = self._draw(logits, slots, positions)
-        return self.refine_captured(logits, slots, positions, tokens, self.refinement(host_slots))
+        return self.refine_captured(logits, slots, positions, tokens, kind)
 
     def _asked(self, host_slots: np.ndarray) -> int:
         return int(np.bitwise_or.reduce(self._asks[host_slots])) if self._anyone else 0
-
-    def _best(self, host_slots: np.ndarray) -> int:
-        """How many log-probabilities these slots ask for at most, rounded up so that few numbers come."""
-        return min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
-
-    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, best: int) -> DeviceLogprobs:
-        """Of the model's own distribution (before temperature and filters), as in vLLM."""
-        sampled, rank, top, top_ids = logprobs(logits, tokens, best, slots, self.best)
-        return DeviceLogprobs(np.arange(len(logits)), sampled, rank, top_ids, top)

@@ -320,11 +320,12 @@ class SlotScheduler(Scheduler):
             slots = np.concatenate([decodes, np.array([s for s, _ in chunks], dtype=np.int32)])
             computed, new = self.computed[slots], np.ones(len(slots), dtype=np.int32)
             new[d:] = [n for _, n in chunks]
-            samples = computed + new >= self.known_len[slots]
             token_ids = self._chunk_tokens(chunks, computed[d:].tolist())
         else:
             slots, computed, new = decodes, self.computed[decodes], self._ones[:d]
-            samples, token_ids = self._all[:d], _NONE
+            token_ids = _NONE
+        after = computed + new
+        samples = after >= self.known_len[slots] if chunks else self._all[:d]
         params, known = self._admitted_params() if self._admitted else (self._no_params, [])
         block_slots, block_indices, block_ids = self.blocks.take_updates()
         batch = Batch(
@@ -344,7 +345,7 @@ class SlotScheduler(Scheduler):
             known_lens=np.array([len(ids) for ids in known], dtype=np.int32) if known else _NONE,
             known_ids=np.concatenate(known) if known else _NONE,
         )
-        self.computed[slots] = computed + new
+        self.computed[slots] = after
         if self._partial:
             self._partial = [s for s in self._partial if self.computed[s] < self.known_len[s]]
         self._admitted = []
@@ -437,7 +438,8 @@ class SlotScheduler(Scheduler):
             assert seq.slot == slot and seq.status is Status.RUNNING
             assert self.computed[slot] <= held * self.blocks.block_size, "computed past the slot's blocks"
             computed, known = self.computed[slot], self.known_len[slot]
-            assert known <= self.committed[slot] <= max(known, computed + (computed >= known)) <= self.max_len[slot]
+            length = computed + 1 if computed >= known else known  # its tokens, one in flight included
+            assert known <= self.committed[slot] <= length <= self.max_len[slot]
             assert (slot in self._partial) == (self.computed[slot] < self.known_len[slot])
 
 
