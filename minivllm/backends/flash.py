@@ -40,7 +40,7 @@ class Rows:
 
     query_start: torch.Tensor  # (n + 1,) int32, from 0
     seq_lens: torch.Tensor  # (n,) int32
-    key_start: torch.Tensor | None  # (n + 1,) int32: sums of seq_lens, for prompts
+    key_start: torch.Tensor | None  # (n + 1,) int32: sums of seq_lens, for prompts of ``Kernels.sums_keys``
     block_tables: torch.Tensor  # (n, width) int32
     max_query_len: int
     max_seq_len: int  # an upper bound; of decodes: what the block table can hold, so that a graph has one value
@@ -58,6 +58,7 @@ class Kernels:
     decode: Attend
     prefill: Attend
     fresh: Attend | None = None
+    sums_keys: bool = False  # whether ``prefill`` asks for ``Rows.key_start``
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
@@ -155,7 +156,7 @@ def _fa2(module: str, spec: AttentionSpec) -> Kernels:
         start, longest = rows.query_start, rows.max_query_len
         out.copy_(_first(package.flash_attn_varlen_func(q, k, v, start, start, longest, longest, **usual)))
 
-    return Kernels(decode, prefill, fresh)
+    return Kernels(decode, prefill, fresh, sums_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ class FlashBackend(AttentionBackend):
         self._kernels = variant.build(variant.module, spec)
         self._decode_rows: Rows | None = None
         self._prompt_rows: Rows | None = None
-        self._captured_key_start: dict[int, torch.Tensor] = {}  # by its length, where graphs find it
+        self._captured: dict[tuple[str, int], torch.Tensor] = {}  # what starts, how many: where graphs find them
         logger.info(self.describe())
 
     @classmethod
@@ -258,27 +259,39 @@ class FlashBackend(AttentionBackend):
             )
         if d < batch.num_seqs:
             seq_lens, captured = batch.seq_lens[d:], batch.graph_size
-            start = batch.query_start[d:] - d if d else batch.query_start
+            start = self._query_start(batch) if d else batch.query_start
             whole, query_lens = batch.whole_prompts, batch.host_query_lens[d:]
             self.fresh_prompts = whole and self._kernels.fresh is not None
             self._prompt_rows = Rows(
                 start,
                 seq_lens,
-                start if whole else self._key_start(seq_lens, captured),
+                start if whole or not self._kernels.sums_keys else self._key_start(batch),
                 batch.block_tables[d:],
-                captured or int(np.max(query_lens)),
+                captured - d if captured else int(np.max(query_lens)),
                 width if captured else int(np.max(batch.host_seq_lens[d:])),
-                captured >= _CAPTURED_APART if captured else float(np.mean(query_lens)) >= _HEADS_APART,
+                captured - d >= _CAPTURED_APART if captured else float(np.mean(query_lens)) >= _HEADS_APART,
                 len(seq_lens) * self.spec.num_kv_heads > _FILLS,
             )
 
-    def _key_start(self, seq_lens: torch.Tensor, captured: int) -> torch.Tensor:
-        start = torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        if not captured:
-            return start
-        if len(start) not in self._captured_key_start:
-            self._captured_key_start[len(start)] = torch.empty_like(start)
-        return self._captured_key_start[len(start)].copy_(start)
+    def _query_start(self, batch: AttentionBatch) -> torch.Tensor:
+        """Of the prompts, from 0."""
+        start = batch.query_start[batch.num_decodes :]
+        return torch.sub(start, batch.num_decodes, out=self._starts("query", len(start), batch))
+
+    def _key_start(self, batch: AttentionBatch) -> torch.Tensor:
+        seq_lens = batch.seq_lens[batch.num_decodes :]
+        starts = self._starts("key", len(seq_lens) + 1, batch)
+        torch.cumsum(seq_lens, 0, out=starts[1:])
+        return starts
+
+    def _starts(self, of: str, length: int, batch: AttentionBatch) -> torch.Tensor:
+        """(length,) int32, zeros; captured, where a graph finds them at each of its replays."""
+        starts = self._captured.get((of, length)) if batch.graph_size else None
+        if starts is None:
+            starts = batch.seq_lens.new_zeros(length)
+            if batch.graph_size:
+                self._captured[of, length] = starts
+        return starts
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         assert self._decode_rows is not None

@@ -116,7 +116,8 @@ class TritonBackend(AttentionBackend):
             device = batch.seq_lens.device
             self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
             if batch.graph_size:
-                self._tiles = self._captured_tiles(self._tiles, batch.graph_size // block_q + batch.num_seqs)
+                most = (batch.graph_size - d) // block_q + batch.num_seqs - d
+                self._tiles = self._captured_tiles(self._tiles, most)
 
     def _captured_tiles(self, tiles: torch.Tensor, most: int) -> torch.Tensor:
         """The tiles where a graph finds them: (most, 2), a buffer for each ``most``, -1 behind the last."""

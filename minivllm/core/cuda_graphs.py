@@ -3,18 +3,14 @@
 Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
 # slots, input_ids, positions, after (positions + 1), slot_mapping (max,) int64
 # seq_lens (max,) int32
-# block_tables (max, max_blocks) int32   steps (1,) int64
-Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns.
-
-In pinned host memory, where a step leaves its tokens: landing (ring, 1 + max) int64. The device counts the steps in
-``steps``; step i goes to row i % ring, behind i, by which the host, which counts the replays, sees that it reads the
-step that it waited for.
+# block_tables (max, max_blocks) int32
+Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns. Where a
+step leaves its tokens: ``core/landing.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,10 +19,10 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import ITEM
-from minivllm.core.interfaces import StepResult
-from minivllm.core.model_runner import IN_FLIGHT, Packed
+from minivllm.core.landing import Landing
+from minivllm.core.model_runner import Packed
 from minivllm.errors import MinivllmError
-from minivllm.kernels.decode_inputs import decode_inputs, finish_decode
+from minivllm.kernels.decode_inputs import decode_inputs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
@@ -89,26 +85,6 @@ def check_differences(differences: dict[str, torch.Tensor], attention: Attention
             )
 
 
-@dataclass(slots=True)
-class ReplayedStep:
-    """A step under way whose graph leaves its tokens on the host."""
-
-    number: int
-    written: np.ndarray  # (1,) int64, memory that the device writes: of which step the tokens are
-    tokens: np.ndarray  # (n,) int64, the same
-    done: torch.cuda.Event | None
-
-    def result(self) -> StepResult:
-        if self.done is not None:
-            self.done.synchronize()
-        if self.written[0] != self.number:
-            raise MinivllmError(
-                f"the tokens of decode step {self.number} are not on the host, those of step {self.written[0]} are; "
-                "run with enforce_eager=true and report it"
-            )
-        return StepResult(self.tokens.astype(np.int32))
-
-
 class Kept(NamedTuple):
     """Of a step, for what some requests want behind it."""
 
@@ -133,14 +109,11 @@ class DecodeGraphs:
         self.seq_lens = torch.ones(top, dtype=torch.int32, device=device)
         self.query_start = torch.arange(top + 1, dtype=torch.int32, device=device)
         self.block_tables = torch.zeros((top, runner.block_table.shape[1]), dtype=torch.int32, device=device)
-        self.steps = torch.zeros(1, dtype=torch.int64, device=device)
-        self.landing = torch.zeros((IN_FLIGHT, 1 + top), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._landed = self.landing.numpy()
-        self._replays = 0  # what ``steps`` is when all that was launched is done
+        self.landing = Landing(top, device)
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._kept: dict[_Key, Kept] = {}
         self._refinements: dict[tuple[_Key, Hashable], tuple[torch.cuda.CUDAGraph, Packed]] = {}
-        self._pool: Any = None
+        self.pool: Any = None
         self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
         self._cascade_sizes: list[int] = []
         self._cascade_on_device: tuple[CascadePlan, int] | None = None
@@ -168,13 +141,13 @@ class DecodeGraphs:
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
         """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
-        self._pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle()
 
         self._compare(num_blocks, vocab_size, lambda size: self._capture((size, None)))
 
     def _capture(self, key: _Key) -> None:
         self._prepare(self._plans[key], self._ones[: key[0]], None)
-        self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key[0]), self._pool)
+        self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key[0]), self.pool)
 
     def _plan(self, size: int, beside: bool | None) -> AttentionBatch:
         return AttentionBatch(
@@ -204,10 +177,7 @@ class DecodeGraphs:
         )  # fmt: skip
         hidden = run.model.forward(self.input_ids[:size], self.positions[:size], run.attention)
         tokens, logits = run.sample(hidden, slots, self.after[:size])
-        finish_decode(
-            tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.steps, self.landing,
-            self.padding,
-        )  # fmt: skip
+        self.landing.finish(tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.padding)
         return Kept(hidden, tokens, logits if size <= _KEEPS_LOGITS else None)
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:
@@ -240,8 +210,7 @@ class DecodeGraphs:
         kept = self._replay(key) if captured else self._run_and_capture(key)
         if run.needs_refine(batch.slots, size):
             return run.land(n, np.arange(n), self._refined(key, kept, batch.slots))
-        landed = self._landed[self._replays % IN_FLIGHT]
-        return ReplayedStep(self._replays, landed[:1], landed[1 : n + 1], run.done())
+        return self.landing.step(n, run.done())
 
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
         if cascade is not None:
@@ -263,7 +232,7 @@ class DecodeGraphs:
             return packed
         refine = partial(self._refine, kept, key[0], kind, host_slots)
         packed = refine()
-        self._refinements[key, kind] = capture_graph(refine, self._pool)
+        self._refinements[key, kind] = capture_graph(refine, self.pool)
         return packed
 
     def _refine(self, kept: Kept, rows: int, kind: Hashable | None, host_slots: np.ndarray) -> Packed:
@@ -280,13 +249,13 @@ class DecodeGraphs:
 
     def _replay(self, key: _Key) -> Kept:
         self._graphs[key].replay()
-        self._replays += 1
+        self.landing.replays += 1
         return self._kept[key]
 
     def _run_and_capture(self, key: _Key) -> Kept:
         """The first step of a kind that few runs need; what follows replays it."""
         first = self._step(key[0])
-        self._replays += 1
+        self.landing.replays += 1
         self._capture(key)
         for kept, its in zip(self._kept[key], first, strict=True):
             if kept is not None and its is not None:
@@ -358,8 +327,7 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             eager[size] = hidden(size, self._step).clone()
             capture(size)
-        self.steps.zero_()  # eager steps count, too, unless they are only compiled; from here on there are none
-        self._replays = 0
+        self.landing.forget()  # eager steps count, too, unless they are only compiled; from here on there are none
         for size in self.sizes:
             differences[f"{size} rows"] = difference(eager[size], hidden(size, lambda n: self._replay((n, None))))
         check_differences(differences, run.attention)
@@ -374,9 +342,10 @@ class DecodeGraphs:
 
     def _check_landing(self, tokens: list[int]) -> None:
         """Whether the last replay, which is done, has left its tokens on the host."""
-        number, *landed = self._landed[self._replays % IN_FLIGHT, : 1 + len(tokens)].tolist()
-        if (number, landed) != (self._replays, tokens):
+        replays = self.landing.replays
+        number, *landed = self.landing.last()[: 1 + len(tokens)].tolist()
+        if (number, landed) != (replays, tokens):
             raise MinivllmError(
                 f"the CUDA graph of {self.sizes[-1]} rows left tokens of replay {number} on the host, not those of "
-                f"replay {self._replays}; run with enforce_eager=true and report it"
+                f"replay {replays}; run with enforce_eager=true and report it"
             )

@@ -16,12 +16,14 @@ import torch
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Logprobs, Sampler, StepResult, overrides_both
+from minivllm.core.landing import IN_FLIGHT
 from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
+    from minivllm.core.mixed_graphs import MixedGraphs
     from minivllm.core.prompt_graphs import PromptGraphs
 
 # Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 _NONE = np.empty(0, dtype=np.int32)
-IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
 
 
 class PinnedRing:
@@ -190,6 +191,7 @@ class ModelRunner:
         self.cascade = None if limits is None else CascadePlanner(self.host_tables, block_size, limits)
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
         self.staging = Staging(device)
         self._landing = PinnedRing()
         on_gpu = device.type == "cuda"
@@ -202,6 +204,8 @@ class ModelRunner:
             self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
         if self.graphs is not None and batch.num_decodes == len(batch.slots):
             return self.graphs.launch(batch)
+        if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
+            return self.mixed_graphs.launch(key, batch)
         if self.graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
             decodes, prompts = batch.apart()
             return StepApart(self.graphs.launch(decodes), self._launch_eager(prompts))
@@ -217,16 +221,39 @@ class ModelRunner:
         if len(blocks):
             self.block_table.view(-1).scatter_(0, places.view(torch.int64), blocks)
 
-    # ------------------------------------------------------------------ eager
+    def begin(self, batch: Batch, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """Let the batch's new blocks and admissions take effect. ``arrays`` go to the device with them, see
+        ``Staging.send``."""
+        places, blocks, admitted, params, known, *sent = self.staging.send(
+            *self.table_entries(batch), batch.admitted_slots, batch.admitted_params, batch.known_ids, *arrays
+        )
+        self.write_table(places, blocks)
+        if len(admitted):
+            self.sampler.prepare(
+                batch.admitted_slots, batch.admitted_params, admitted.long(), params.view(len(admitted), -1)
+            )
+        if len(known):
+            self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
+        return sent
 
-    def _launch_eager(self, batch: Batch) -> PendingStep:
-        slots, new, d = batch.slots, batch.num_new, batch.num_decodes
-        seq_lens = batch.num_computed + new
+    def places(
+        self, slots: np.ndarray, computed: np.ndarray, new: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of rows (n,) whose ``new`` tokens, t in all, lie one row after another: where each row's begin, (n + 1,), and
+        each token's position in its sequence and place in the cache, (t,); int32."""
         start = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(new, out=start[1:])
         row = np.repeat(np.arange(len(slots)), new)
-        position = np.arange(start[-1], dtype=np.int32) + (batch.num_computed - start[:-1])[row]
+        position = np.arange(start[-1], dtype=np.int32) + (computed - start[:-1])[row]
         block = self.host_tables[slots[row], position // self.block_size]
+        return start, position, block * self.block_size + position % self.block_size
+
+    # ------------------------------------------------------------------ eager
+
+    def _launch_eager(self, batch: Batch) -> PendingStep:
+        slots, d = batch.slots, batch.num_decodes
+        seq_lens = batch.num_computed + batch.num_new
+        start, position, mapping = self.places(slots, batch.num_computed, batch.num_new)
         sampled, last = np.nonzero(batch.samples)[0], start[1:] - 1
         picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
         if picks and len(last) < _FEW_ROWS:
@@ -236,27 +263,19 @@ class ModelRunner:
         cascade = self.cascade.plan(batch) if self.cascade is not None and d and not size else None
         numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
         (
-            places, blocks, slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_,
-            next_position_, admitted, params, known, numbers_,
-        ) = self.staging.send(
-            *self.table_entries(batch), slots, seq_lens, start, position,
-            block * self.block_size + position % self.block_size, batch.token_ids, last, sampled, slots[sampled],
-            seq_lens[sampled], batch.admitted_slots, batch.admitted_params, batch.known_ids, numbers,
+            slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_, next_position_,
+            numbers_,
+        ) = self.begin(
+            batch, slots, seq_lens, start, position, mapping, batch.token_ids, last, sampled, slots[sampled],
+            seq_lens[sampled], numbers,
         )  # fmt: skip
-        self.write_table(places, blocks)
-        if len(admitted):
-            self.sampler.prepare(
-                batch.admitted_slots, batch.admitted_params, admitted.long(), params.view(len(admitted), -1)
-            )
-        if len(known):
-            self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
         slots64 = slots_.long()
         input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
-        positions, mapping, last_tokens = position_.long(), mapping_.long(), last_.long()
+        positions, slot_mapping, last_tokens = position_.long(), mapping_.long(), last_.long()
         if graphs is not None and size is not None:
-            hidden = graphs.launch(size, batch, input_ids, positions, mapping, start_, seq_lens_, slots64)
+            hidden = graphs.launch(size, batch, input_ids, positions, slot_mapping, start_, seq_lens_, slots64)
         else:
-            plan = self._plan(batch, seq_lens, start_, seq_lens_, mapping, slots64, last_tokens if picks else None)
+            plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, slots64, last_tokens if picks else None)
             plan.cascade = None if cascade is None else Cascade.of(numbers_, d, cascade.beside)
             hidden = self._forward(input_ids, positions, plan)
         self.num_computed[slots64] = seq_lens_.long()

@@ -38,7 +38,7 @@ _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
 _SMALLEST = 32
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
 _FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
-_FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
+FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
 _WASTE = 0.25  # of _FLOP: padding allowed
 _FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
@@ -84,10 +84,10 @@ class PromptGraphs:
             """The rank's that has most: all must take the same graphs, and a model need not be split evenly."""
             return -tp.minimum(-number, device)
 
-        flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
+        self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
         step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)
-        self.full = step if limit < step and step * flop <= _FULL_FLOP else 0
+        self.full = step if limit < step and step * flop <= FULL_FLOP else 0
         self.sizes = prompt_sizes(min(limit, step), self.full)
         self.waste = int(_WASTE * _FLOP / flop)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES

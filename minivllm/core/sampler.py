@@ -55,9 +55,9 @@ class DefaultSampler(Sampler):
             ("top_p", "<f4"),
             ("min_p", "<f4"),
             ("top_k", "<i4"),
-            ("seed", "<i8"),
-            ("min_position", "<i4"),
             ("logprobs", "<i4"),
+            ("min_position", "<i4"),
+            ("seed", "<i8"),
             ("presence", "<f4"),
             ("frequency", "<f4"),
             ("repetition", "<f4"),
@@ -72,12 +72,13 @@ class DefaultSampler(Sampler):
         self.vocab_size = vocab_size
         self.host = np.zeros(num_slots, dtype=self.row)
         self.host["logprobs"] = -1
-        self.temperature = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.top_p = torch.ones(num_slots, dtype=torch.float32, device=device)
-        self.min_p = torch.zeros(num_slots, dtype=torch.float32, device=device)
-        self.top_k = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        width = -(-num_slots // 4) * 4  # kernels load from aligned rows
+        self._words = torch.zeros((5, width), dtype=torch.int32, device=device)[:, :num_slots]  # one write for all
+        self.temperature, self.top_p, self.min_p = self._words[:3].view(torch.float32)
+        self.top_k, self.best = self._words[3:]
+        self.top_p.fill_(1)
+        self.best.fill_(-1)
         self.seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.best = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         presence, frequency, repetition = torch.zeros((3, num_slots), dtype=torch.float32, device=device)
         min_position = torch.zeros(num_slots, dtype=torch.int64, device=device)
         suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
@@ -121,16 +122,12 @@ class DefaultSampler(Sampler):
         self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * (rows["logprobs"] >= 0)
         self._anyone = bool(self._asks.any())
         words = device_rows
-        self.temperature[device_slots] = words[:, 0].view(torch.float32)
-        self.top_p[device_slots] = words[:, 1].view(torch.float32)
-        self.min_p[device_slots] = words[:, 2].view(torch.float32)
-        self.top_k[device_slots] = words[:, 3]
-        self.best[device_slots] = words[:, 7]
-        self.seed[device_slots] = words[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0]
+        self._words[:, device_slots] = words[:, :5].T
+        self.seed.view(torch.int32).view(-1, 2)[device_slots] = words[:, 6:8]
         if adjusted:
             for column, of_slots in enumerate(self.adjustments[:3], 8):
                 of_slots[device_slots] = words[:, column].view(torch.float32)
-            self.adjustments.min_position[device_slots] = words[:, 6].long()
+            self.adjustments.min_position[device_slots] = words[:, 5].long()
             self.adjustments.suppress[device_slots] = words[:, 12:].long()
             if not len(self.counts):
                 shape = (len(self.temperature), self.vocab_size)

@@ -24,6 +24,7 @@ from minivllm.models.loader import build_model, iterate_safetensors
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.cuda_graphs import DecodeGraphs
+    from minivllm.core.mixed_graphs import MixedGraphs
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.plugins.registry import Registry
@@ -128,7 +129,7 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
-        decodes, prompts = self._graphs(self.runner)
+        decodes, prompts, mixed = self._graphs(self.runner)
         if self.device_type == "cuda":
             self.runner.attention.bind(self._cache(0, device))
             most = self.spec.max_num_batched_tokens
@@ -151,19 +152,23 @@ class Worker:
         if prompts is not None:
             prompts.capture(num_blocks, model_config.vocab_size)
             self.runner.prompt_graphs = prompts
+        self.runner.mixed_graphs = mixed
         return num_blocks
 
-    def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None]:
+    def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None, MixedGraphs | None]:
         """Of this device, backend and configuration; not yet captured."""
         if self.device_type != "cuda" or self.config.enforce_eager or not self.choice.cuda_graphs():
-            return None, None
+            return None, None, None
         from minivllm.core.cuda_graphs import DecodeGraphs
+        from minivllm.core.mixed_graphs import MixedGraphs
         from minivllm.core.prompt_graphs import PromptGraphs
 
-        decodes = DecodeGraphs(runner, self.config.scheduler.max_num_seqs)
+        decodes, most = DecodeGraphs(runner, self.config.scheduler.max_num_seqs), self.spec.max_num_batched_tokens
         if not self.choice.prompt_graphs():
-            return decodes, None
-        return decodes, PromptGraphs(runner, self.spec.max_num_batched_tokens, self.tp)
+            return decodes, None, None
+        prompts = PromptGraphs(runner, most, self.tp)
+        alone = self.tp.size == 1 and not runner.attention.plans_on_host
+        return decodes, prompts, MixedGraphs(runner, decodes, prompts, most) if alone else None
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"

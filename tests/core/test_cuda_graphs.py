@@ -16,7 +16,8 @@ from minivllm.core import cuda_graphs
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept, cascade_sizes, graph_sizes
-from minivllm.core.model_runner import _NONE, IN_FLIGHT, Layout, ModelRunner, Packed
+from minivllm.core.landing import IN_FLIGHT
+from minivllm.core.model_runner import _NONE, Layout, ModelRunner, Packed
 from minivllm.errors import MinivllmError
 
 BLOCKS, VOCAB = 40, 1000
@@ -143,7 +144,11 @@ def test_replays_give_the_tokens_of_eager_steps(
     refined = {line.split(" ", 2)[2] for line in log if line.startswith("refine")}
     kind = f"adjusts={'repetition_penalty' in wanted} best={wanted.get('logprobs', 0)}"
     assert refined == ({kind} if wanted else set())
-    assert graphs._replays == int(graphs.steps) == len([line for line in log if line.startswith("replay")]) + 5
+    assert (
+        graphs.landing.replays
+        == int(graphs.landing.steps)
+        == len([line for line in log if line.startswith("replay")]) + 5
+    )
 
 
 def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
@@ -186,7 +191,7 @@ def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     assert log.count("capture 16") == 1 and "replay 16" in log and set(seen) == {12}
     assert "replay 8" in log and "replay 4" in log, "as rows end, until what they share is too little"
     assert "refine 16 adjusts=True best=0" in log
-    assert graphs._replays == int(graphs.steps)
+    assert graphs.landing.replays == int(graphs.landing.steps)
 
 
 def test_shared_prefixes_take_few_graphs() -> None:
@@ -216,13 +221,13 @@ def test_a_step_whose_tokens_are_overwritten_is_noticed(llm: LLM, runner: ModelR
     with torch.inference_mode():
         for _ in range(IN_FLIGHT):
             graphs._replay((1, None))
-    with pytest.raises(MinivllmError, match="tokens of decode step 6 are not on the host, those of step 10 are"):
+    with pytest.raises(MinivllmError, match="tokens of replay 6 are not on the host, those of replay 10 are"):
         replayed.result()
 
 
 def test_replays_that_leave_no_tokens_on_the_host_are_noticed(runner: ModelRunner, log: list[str]) -> None:
     graphs = DecodeGraphs(runner, 11)
-    graphs._landed = np.zeros_like(graphs._landed)
+    graphs.landing.rows = np.zeros_like(graphs.landing.rows)
     with pytest.raises(MinivllmError, match="left tokens of replay 0 on the host, not those of replay 5"):
         graphs.capture(BLOCKS, VOCAB)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from minivllm import LLM, RequestOutput, SamplingParams
-from minivllm.core import prompt_graphs
+from minivllm.core import mixed_graphs, prompt_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import AttentionSpec, StepHandle
-from minivllm.core.model_runner import ModelRunner, StepApart
+from minivllm.core.model_runner import ModelRunner, PendingStep, StepApart
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.megakernel import megakernel
@@ -109,38 +109,71 @@ def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
             told.append([o.outputs[0].token_ids for o in outputs])
             if not eager:
                 graphs = llm.engine.executor._worker.runner.graphs  # type: ignore[attr-defined]
-                assert graphs._replays == int(graphs.steps) > 500
+                assert graphs.landing.replays == int(graphs.landing.steps) > 500
     assert told[0] == told[1]
 
 
-def test_many_decodes_and_the_prompts_beside_them_are_two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart: list[tuple[int, int]] = []
+@pytest.mark.parametrize("often", [4, 10**9], ids=["one", "two"])
+def test_many_decodes_and_the_prompts_beside_them_are_one_graph_or_two(
+    often: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One where such steps are frequent; with requests for log-probabilities, chunks of prompts and filters."""
+    taken: set[str] = set()
     launch = ModelRunner.launch
 
     def noted(self: ModelRunner, batch: Batch) -> StepHandle:
+        before = 0 if self.mixed_graphs is None else self.mixed_graphs.landing.replays
         step = launch(self, batch)
         if isinstance(step, StepApart):
-            apart.append((batch.num_decodes, len(batch.token_ids)))
+            assert batch.num_decodes > 32 and len(batch.token_ids)
+            taken.add("two")
+        elif self.mixed_graphs is not None and 0 < batch.num_decodes < len(batch.slots):
+            refined = isinstance(step, PendingStep)
+            taken.update(
+                {"one", "refined" if refined else "landed"} if before < self.mixed_graphs.landing.replays else ()
+            )
         return step
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
-    prompts = [p for p in PROMPTS for _ in range(15)]
+    monkeypatch.setattr(mixed_graphs, "_OFTEN", often)
+    prompts = [[5 + (i + j) % 900 for j in range(1 + 37 * i % 200)] for i in range(150)]
     params = [
         SamplingParams(
-            temperature=0.8 if i % 3 else 0, seed=i, max_tokens=5 + 7 * i % 40, ignore_eos=True, logprobs=i % 4
+            temperature=0.8 if i % 3 else 0, seed=i, max_tokens=5 + 7 * i % 40, ignore_eos=True,
+            logprobs=i % 4 if i > 110 else None, top_k=20 if i % 5 == 1 else 0,
         )
         for i in range(len(prompts))
-    ]
+    ]  # fmt: skip
     said = []
     for eager in (True, None):
-        with LLM("demo", attention="triton", dtype="float32", enforce_eager=eager, max_num_seqs=64) as llm:
+        options = {"enforce_eager": eager, "max_num_seqs": 72, "overrides": ["scheduler.max_num_batched_tokens=300"]}
+        with LLM("demo", attention="triton", dtype="float32", **options) as llm:
             outputs = [o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)]
             said.append(
                 [(o.token_ids, [{t: lp.rank for t, lp in at.items()} for at in o.logprobs or []]) for o in outputs]
             )
-        assert bool(apart) == (not eager)
+        assert bool(taken) == (not eager)
     assert said[0] == said[1]
-    assert all(decodes > 32 and tokens for decodes, tokens in apart)
+    assert taken == ({"one", "two", "refined", "landed"} if often == 4 else {"two"})
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_mixed_graphs_say_what_eager_steps_say(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each backend, in its own precision."""
+    monkeypatch.setattr(mixed_graphs, "_OFTEN", 1)
+    prompts = [PROMPTS[i % 6] + f" {i}" * (i % 30) for i in range(200)]
+    params = [GREEDY.clone(max_tokens=5 + 7 * i % 40, ignore_eos=True) for i in range(len(prompts))]
+    said = []
+    for eager in (True, None):
+        with LLM("demo", attention=attention, enforce_eager=eager, max_num_seqs=90) as llm:
+            for steps_of in (params, [p.clone(logprobs=None) for p in params]):
+                said.append(llm.generate(prompts, steps_of, use_tqdm=False))
+            if not eager and (graphs := llm.engine.executor._worker.runner.mixed_graphs) is not None:  # type: ignore[attr-defined]
+                assert len(graphs._graphs) > 1
+    for ours, reference in zip(said[2], said[0], strict=True):
+        assert_close(ours, reference)
+    same = [ours.outputs[0].token_ids == ref.outputs[0].token_ids for ours, ref in zip(said[3], said[2], strict=True)]
+    assert sum(same) > 150, "without log-probabilities the same words, but for ties"
 
 
 @pytest.mark.parametrize("attention", BACKENDS)

@@ -1,0 +1,201 @@
+"""Steps of many decodes and a few prompts as one CUDA graph, from the batch's slots to the tokens on the host.
+
+Launched as two (``ModelRunner.launch``), such a step reads the weights twice, and what is around the prompts' layers is
+launched kernel by kernel. Most requests of a busy engine begin in such a step. A graph has D decode rows, padded,
+P = ``_PROMPTS`` prompt rows and T tokens of prompts, padded; it samples D rows, those of the batch in its order. None
+is captured before it has been wanted a few times: some 50 could be, of which a run needs ten.
+
+What a step is told crosses as one packet, int32:
+# | of decode rows: slots (D) | of sampled rows: slots, positions sampled for, positions computed, hidden rows (4 D) |
+# | of tokens: ids, positions, cache places (3 T) | of prompt rows: slots, context lengths (2 P) |
+# | query_start (D + P + 1) |
+Static buffers, shared by all graphs: packet, and, for the largest:
+# rows (5 D) int64   tokens (3, D + T) int64   seq_lens (D + P) int32   query_start (D + P + 1) int32
+# block_tables (D + P, max_blocks) int32
+The prompt row behind the last one holds the tokens of the padding, as in ``core/prompt_graphs.py``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.cuda_graphs import Kept, capture_graph
+from minivllm.core.model_runner import Packed
+from minivllm.core.prompt_graphs import FULL_FLOP
+from minivllm.kernels.capture import rehearsal
+from minivllm.kernels.decode_inputs import decode_inputs
+
+if TYPE_CHECKING:
+    from minivllm.core.cuda_graphs import DecodeGraphs
+    from minivllm.core.interfaces import StepHandle
+    from minivllm.core.model_runner import ModelRunner
+    from minivllm.core.prompt_graphs import PromptGraphs
+
+_Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
+_PROMPTS = 8  # one of these rows is the padding's
+_ROWS = 64  # a graph's rows are a multiple, or all that there may be
+_TOKENS = (64, *range(128, 1025, 128), *range(1280, 2049, 256))
+_OFTEN = 4  # steps that want a graph until it is captured: that takes as long as a few dozen steps save
+
+
+class MixedGraphs:
+    """Captures and replays steps of decodes and prompts for one runner, alone (``tp=1``)."""
+
+    def __init__(self, runner: ModelRunner, decodes: DecodeGraphs, prompts: PromptGraphs, max_tokens: int) -> None:
+        self.runner, self._decodes, self._prompts, self.landing = runner, decodes, prompts, decodes.landing
+        self.padding, top, device = decodes.padding, decodes.sizes[-1], runner.device
+        self._rows = [n for n in decodes.sizes if n % _ROWS == 0 or n == top]
+        self._tokens = [t for t in _TOKENS if t <= max_tokens]
+        self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
+        longest = self._tokens[-1] if self._tokens else 0
+        self.packet = torch.zeros(6 * top + 3 * longest + 3 * _PROMPTS + 1, dtype=torch.int32, device=device)
+        self.rows = torch.full((5 * top,), self.padding, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((3, top + longest), dtype=torch.int64, device=device)
+        self.seq_lens = torch.ones(top + _PROMPTS, dtype=torch.int32, device=device)
+        self.query_start = torch.zeros(top + _PROMPTS + 1, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((top + _PROMPTS, runner.block_table.shape[1]), dtype=torch.int32, device=device)
+        self._plans: dict[_Key, AttentionBatch] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._kept: dict[_Key, Kept] = {}
+        self._wanted: Counter[_Key] = Counter()
+
+    # ------------------------------------------------------------------ choosing
+
+    def key_for(self, batch: Batch) -> _Key | None:
+        """The graph for this step. None: it had better not be one, or is not wanted often enough yet."""
+        key = self._smallest(batch)
+        if key is None or self._prompts.size_for(batch) is not None:
+            return None
+        cascade = self.runner.cascade
+        if cascade is not None and cascade.plan(batch) is not None:
+            return None
+        self._wanted[key] += 1
+        return key if self._wanted[key] >= _OFTEN else None
+
+    def _smallest(self, batch: Batch) -> _Key | None:
+        n, d, t = len(batch.slots), batch.num_decodes, len(batch.token_ids)
+        if not 0 < n - d < _PROMPTS or not d:
+            return None
+        rows = next((rows for rows in self._rows if rows >= n), None)
+        tokens = next((tokens for tokens in self._tokens if tokens >= t), None)
+        if rows is None or tokens is None or rows + tokens > self._most:
+            return None
+        if rows + tokens - d - t > self._prompts.waste:
+            return None
+        return rows, tokens, not batch.num_computed[d:].any() and self._reads_fresh
+
+    @cached_property
+    def _reads_fresh(self) -> bool:
+        """Whether the backend has a faster way for prompts that start in the step."""
+        attention = self.runner.attention
+        attention.plan(self._plan((self._rows[0], self._tokens[0], True)))
+        return attention.fresh_prompts
+
+    # ------------------------------------------------------------------ a step
+
+    def launch(self, key: _Key, batch: Batch) -> StepHandle:
+        run, n = self.runner, len(batch.slots)
+        self._load(key, batch)
+        if key in self._graphs:
+            self._graphs[key].replay()
+            kept = self._kept[key]
+        else:
+            kept = self._run_and_capture(key)
+        self.landing.replays += 1
+        if run.needs_refine(batch.slots, key[0]):
+            return self._refined(key, kept, batch)
+        return self.landing.step(n, run.done(), None if batch.samples.all() else batch.samples)
+
+    def _load(self, key: _Key, batch: Batch) -> None:
+        """Tell the device what the step is, in one copy, and plan it."""
+        rows, size, _ = key
+        run, n, d, t = self.runner, len(batch.slots), batch.num_decodes, len(batch.token_ids)
+        m, after = n - d, batch.num_computed + batch.num_new
+        start, position, mapping = run.places(batch.slots[d:], batch.num_computed[d:], batch.num_new[d:])
+        numbers = np.zeros(6 * rows + 3 * size + 3 * _PROMPTS + 1, dtype=np.int32)
+        of_rows, of_tokens, of_prompts, query_start = np.split(numbers, np.cumsum([5 * rows, 3 * size, 2 * _PROMPTS]))
+        of_rows, of_tokens, of_prompts = of_rows.reshape(5, rows), of_tokens.reshape(3, size), of_prompts.reshape(2, -1)
+        of_rows[:2] = of_prompts[0] = self.padding
+        of_rows[0, :d] = batch.slots[:d]
+        of_rows[1, :n], of_rows[2, :n], of_rows[3, :n] = batch.slots, after, after - 1
+        of_rows[4, :d], of_rows[4, d:n] = np.arange(d), rows + start[1:] - 1
+        of_tokens[0, :t], of_tokens[1, :t], of_tokens[2, :t] = batch.token_ids, position, mapping
+        of_prompts[0, :m], of_prompts[1, :m], of_prompts[1, m:] = batch.slots[d:], after[d:], 1
+        query_start[:rows], query_start[rows : rows + m + 1] = np.arange(rows), rows + start
+        query_start[rows + m + 1 :] = rows + size
+        (packet,) = run.begin(batch, numbers)
+        self.packet[: len(packet)] = packet
+        prompts = rows + _PROMPTS
+        self.seq_lens[rows:prompts] = packet[-(prompts + 1) - _PROMPTS : -(prompts + 1)]
+        self.query_start[: prompts + 1] = packet[-(prompts + 1) :]
+        plan = self._plan(key)
+        plan.host_query_lens[rows:] = np.diff(query_start[rows:])
+        plan.host_seq_lens[rows:] = of_prompts[1]
+        run.attention.batch = plan
+        run.attention.plan(plan)
+
+    def _plan(self, key: _Key) -> AttentionBatch:
+        if key not in self._plans:
+            (rows, size, whole), seqs = key, key[0] + _PROMPTS
+            self._plans[key] = AttentionBatch(
+                num_decodes=rows,
+                query_start=self.query_start[: seqs + 1],
+                seq_lens=self.seq_lens[:seqs],
+                block_tables=self.block_tables[:seqs],
+                slot_mapping=self.tokens[2, : rows + size],
+                host_query_lens=np.ones(seqs, dtype=np.int32),
+                host_seq_lens=np.ones(seqs, dtype=np.int32),
+                host_block_tables=np.zeros((seqs, 1), dtype=np.int32),
+                graph_size=rows + size,
+                graph_whole=whole,
+                last_tokens=self.rows[4 * rows : 5 * rows] if size >= rows else None,
+            )
+        return self._plans[key]
+
+    def _step(self, key: _Key) -> Kept:
+        """What is captured."""
+        (rows, size, _), run = key, self.runner
+        words = self.packet[: 6 * rows + 3 * size + 3 * _PROMPTS + 1]
+        of_rows, of_tokens, prompt_slots, _ = words.split([5 * rows, 3 * size, _PROMPTS, rows + 2 * _PROMPTS + 1])
+        input_ids, positions, slot_mapping = tokens = self.tokens[:, : rows + size]
+        self.rows[: 5 * rows] = of_rows
+        tokens[:, rows:] = of_tokens.view(3, size)
+        decodes, slots, after, ends, last = self.rows[: 5 * rows].view(5, rows)
+        torch.index_select(run.block_table, 0, prompt_slots, out=self.block_tables[rows : rows + _PROMPTS])
+        decode_inputs(
+            decodes, run.last_token, run.num_computed, run.block_table, input_ids[:rows], positions[:rows],
+            self.seq_lens[:rows], slot_mapping[:rows], self.block_tables[:rows], run.block_size,
+            self._decodes.after[:rows],
+        )  # fmt: skip
+        hidden = run.model.forward(input_ids, positions, run.attention)
+        if len(hidden) == rows + size:  # few tokens, or a model that does not pick
+            hidden = hidden.index_select(0, last)
+        tokens, _ = run.sample(hidden, slots, after)
+        self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self.padding)
+        return Kept(hidden, tokens, None)
+
+    def _run_and_capture(self, key: _Key) -> Kept:
+        """The step, kernel by kernel, so that all that it takes is loaded; what follows replays it."""
+        run, plan = self.runner, self._plans[key]
+        with rehearsal():
+            kept = self._step(key)
+        run.attention.plan(plan)
+        self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key), self._decodes.pool)
+        return kept
+
+    def _refined(self, key: _Key, kept: Kept, batch: Batch) -> StepHandle:
+        """What requests want of the step beyond its tokens."""
+        run, rows = self.runner, np.nonzero(batch.samples)[0]
+        (at,) = run.staging.send(rows)
+        _, slots, after, _, _ = self.rows[: 5 * key[0]].view(5, -1)
+        hidden, tokens, slots, after = (x.index_select(0, at) for x in (kept.hidden, kept.tokens, slots, after))
+        logits = run.model.compute_logits(hidden)
+        tokens, logprobs = run.sampler.refine(logits, slots, after, tokens, batch.slots[rows])
+        run.last_token[slots] = tokens
+        return run.land(len(batch.slots), rows, Packed.of(tokens, logprobs))
