@@ -3,7 +3,7 @@
 Launched as two (``ModelRunner.launch``), such a step reads the weights twice, and what is around the prompts' layers is
 launched kernel by kernel. Most requests of a busy engine begin in such a step. A graph has D decode rows, padded,
 P = ``_PROMPTS`` prompt rows and T tokens of prompts, padded; it samples D rows, those of the batch in its order. None
-is captured before it has been wanted a few times: some 50 could be, of which a run needs ten.
+is captured before it has been wanted a few times: a hundred could be, of which a run needs ten.
 
 What a step is told crosses as one packet, int32:
 # | of decode rows: slots (D) | of sampled rows: slots, positions sampled for, positions computed, hidden rows (4 D) |
@@ -40,8 +40,17 @@ if TYPE_CHECKING:
 _Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
 _PROMPTS = 8  # one of these rows is the padding's
 _ROWS = 64  # a graph's rows are a multiple, or all that there may be
-_TOKENS = (64, *range(128, 1025, 128), *range(1280, 2049, 256))
-_OFTEN = 4  # steps that want a graph until it is captured: that takes as long as a few dozen steps save
+_MANY_TOKENS = 1024  # of prompts; there are graphs for twice as many, beyond these in steps of 256
+_GRAIN_FLOP = 5e11  # of the layers' products, 0.8 ms: padding takes half as long on average
+_OFTEN = 8  # steps that want a graph until one is: a capture takes as long as ten to fifty steps save
+
+
+def mixed_sizes(most: int, flop: int) -> list[int]:
+    """Tokens of prompts that graphs have, for a model that takes ``flop`` a token: 64, multiples of 64 or 128 until
+    1,024, of 256 until 2,048, and no more than ``most``."""
+    grain = 128 if 128 * flop <= _GRAIN_FLOP else 64
+    sizes = (64, *range(128, _MANY_TOKENS + 1, grain), *range(_MANY_TOKENS + 256, 2 * _MANY_TOKENS + 1, 256))
+    return [size for size in sizes if size <= most]
 
 
 class MixedGraphs:
@@ -51,7 +60,7 @@ class MixedGraphs:
         self.runner, self._decodes, self._prompts, self.landing = runner, decodes, prompts, decodes.landing
         self.padding, top, device = decodes.padding, decodes.sizes[-1], runner.device
         self._rows = [n for n in decodes.sizes if n % _ROWS == 0 or n == top]
-        self._tokens = [t for t in _TOKENS if t <= max_tokens]
+        self._tokens = mixed_sizes(max_tokens, prompts.flop)
         self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
         longest = self._tokens[-1] if self._tokens else 0
         self.packet = torch.zeros(6 * top + 3 * longest + 3 * _PROMPTS + 1, dtype=torch.int32, device=device)
@@ -64,6 +73,7 @@ class MixedGraphs:
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._kept: dict[_Key, Kept] = {}
         self._wanted: Counter[_Key] = Counter()
+        self._loaded: set[_Key] = set()
 
     # ------------------------------------------------------------------ choosing
 
@@ -102,11 +112,15 @@ class MixedGraphs:
     def launch(self, key: _Key, batch: Batch) -> StepHandle:
         run, n = self.runner, len(batch.slots)
         self._load(key, batch)
+        if key not in self._graphs and key in self._loaded:
+            self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key), self._decodes.pool)
         if key in self._graphs:
             self._graphs[key].replay()
             kept = self._kept[key]
-        else:
-            kept = self._run_and_capture(key)
+        else:  # kernel by kernel, so that all that it takes is loaded; the next one is captured
+            with rehearsal():
+                kept = self._step(key)
+            self._loaded.add(key)
         self.landing.replays += 1
         if run.needs_refine(batch.slots, key[0]):
             return self._refined(key, kept, batch)
@@ -179,15 +193,6 @@ class MixedGraphs:
         tokens, _ = run.sample(hidden, slots, after)
         self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self.padding)
         return Kept(hidden, tokens, None)
-
-    def _run_and_capture(self, key: _Key) -> Kept:
-        """The step, kernel by kernel, so that all that it takes is loaded; what follows replays it."""
-        run, plan = self.runner, self._plans[key]
-        with rehearsal():
-            kept = self._step(key)
-        run.attention.plan(plan)
-        self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key), self._decodes.pool)
-        return kept
 
     def _refined(self, key: _Key, kept: Kept, batch: Batch) -> StepHandle:
         """What requests want of the step beyond its tokens."""

@@ -18,6 +18,7 @@ from minivllm.errors import ConfigError
 from minivllm.executors.agreed import AgreedSampler
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
+from minivllm.layers.decoder import launch_all_heads
 from minivllm.models.checkpoint import fetch
 from minivllm.models.loader import build_model, iterate_safetensors
 
@@ -144,6 +145,7 @@ class Worker:
                 self.runner.launch_all_refinements()
                 for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
                     self.runner.dry_run(min(most, tokens), self.max_model_len)
+                launch_all_heads(model, attention)
         self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))
         if decodes is not None:

@@ -11,7 +11,7 @@ from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
 from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
-from minivllm.kernels.skinny_linear import linear_into
+from minivllm.kernels.skinny_linear import MAX_UNSCALED_SIZE, linear_into
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
@@ -115,6 +115,18 @@ class Attention:
         for part, x in stream.arriving():
             linear_into(qkv[part.rows], norm(x), weight, projection.bias)
         return self(qkv, positions, backend)
+
+    def launch_all_kinds(self, projection: QKVParallelLinear, backend: AttentionBackend) -> None:
+        """The kernel between projection and backend as steps of any size may take it, for ``compile_only``, behind one
+        of prompts: of rows that are to be scaled and of others, keeping k and v if the backend reads them, and not."""
+        if self._path_for(backend) == self._separate:
+            return
+        weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)
+        qkv, x = (weight.new_zeros((1, n)) for n in weight.shape)
+        scales = [None, RowScale(x, 0.0)] if projection.folded and x.shape[1] <= MAX_UNSCALED_SIZE else [None]
+        for scale in scales:
+            for keep in {False, backend.fresh_prompts}:
+                qk_norm_rope_store(qkv, *self._heads(positions, backend), scale, keep)
 
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""

@@ -96,6 +96,14 @@ class SelfAttention(nn.Module):
         stream.add(self.o_proj, [heads[part.rows] for part in stream.parts], eps)
 
 
+def launch_all_heads(model: Model, backend: AttentionBackend) -> None:
+    """``Attention.launch_all_kinds`` of the first layer, which the others are like."""
+    modules = model.modules()  # type: ignore[attr-defined]
+    layer = next((module for module in modules if isinstance(module, SelfAttention)), None)
+    if layer is not None:
+        layer.attention.launch_all_kinds(layer.qkv_proj, backend)
+
+
 def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
     return x, heads
 

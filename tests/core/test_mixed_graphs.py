@@ -18,7 +18,7 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core import cuda_graphs, mixed_graphs
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept
-from minivllm.core.mixed_graphs import MixedGraphs
+from minivllm.core.mixed_graphs import MixedGraphs, mixed_sizes
 from minivllm.core.model_runner import ModelRunner
 from minivllm.layers.decoder import _all_tokens
 
@@ -83,7 +83,7 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(mixed_graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(mixed_graphs, "_ROWS", 4)
     monkeypatch.setattr(mixed_graphs, "_OFTEN", 1)
-    monkeypatch.setattr(mixed_graphs, "_TOKENS", (16, 64, 128, 256))
+    monkeypatch.setattr(mixed_graphs, "mixed_sizes", lambda most, flop: [16, 64, 128, 256])
     return said
 
 
@@ -146,7 +146,8 @@ def test_replays_give_what_eager_steps_give(
     assert {size for _, size, _ in taken} == {16, 64, 128, 256} and len({rows for rows, *_ in taken}) > 1
     assert {whole for *_, whole in taken} == ({True, False} if whole else {False})
     assert sorted(key for what, key in log if what == "capture") == sorted(taken) == sorted(graphs._graphs)
-    assert graphs.landing.replays == int(graphs.landing.steps) == len(log)
+    replays = len([key for what, key in log if what == "replay"])
+    assert graphs.landing.replays == int(graphs.landing.steps) == replays + len(graphs._loaded)
     assert int(runner.num_computed[-1]) == 0, "of padding"
 
 
@@ -161,7 +162,14 @@ def test_steps_before_a_graph_is_wanted_often_are_as_before(
     replays = {key: log.count(("replay", key)) for key in graphs._wanted}
     assert any(replays.values())
     for key, count in graphs._wanted.items():
-        assert log.count(("capture", key)) == (count >= 3) and replays[key] == max(count - 3, 0)
+        assert (key in graphs._loaded) == (count >= 3), "the third runs kernel by kernel"
+        assert log.count(("capture", key)) == (count > 3) and replays[key] == max(count - 3, 0)
+
+
+def test_large_models_pad_prompts_to_finer_sizes() -> None:
+    assert mixed_sizes(2048, 10**9) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    assert mixed_sizes(1300, 10**10) == [*range(64, 1025, 64), 1280]
+    assert mixed_sizes(63, 1) == []
 
 
 def batch(decodes: int, prompts: list[int]) -> Batch:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import model_runner
@@ -65,6 +67,30 @@ def test_what_a_sampler_may_do_beside_sampling_is_found_ahead(
     runner.launch_all_refinements()
     assert [rows for rows in found if rows != (0, 0)] == [(1, 1), (16, 16)]
     assert found.count((0, 0)) == (0 if many_ranks else 2)
+
+
+def test_a_sampler_that_never_samples_again_is_not_asked_to(llm: LLM) -> None:
+    class Greedy(Sampler):
+        row = np.dtype([("none", "<i4")])
+
+        def __init__(self) -> None:
+            pass
+
+        @classmethod
+        def encode(cls, seq: Any, seed: int) -> Any: ...
+
+        def prepare(self, *what: Any) -> None: ...
+
+        def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            return logits.argmax(-1)
+
+    inner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    runner = ModelRunner(
+        inner.model, inner.attention, Greedy(), num_slots=5, max_blocks=4, block_size=16,
+        hidden_size=inner.hidden_size, device=inner.device,
+    )  # fmt: skip
+    assert runner.captures_refine
+    runner.launch_all_refinements()
 
 
 def test_whose_refine_is_captured() -> None:

@@ -49,6 +49,10 @@ class Told(TorchBackend):
         return super().attend(q, layer)
 
 
+class ToldOwnWrite(Told, OwnWrite):
+    pass
+
+
 class World:
     """One layer, two prompts."""
 
@@ -67,10 +71,9 @@ class World:
         self.positions = torch.cat([torch.arange(n) for n in LENS])
         self.cache = torch.randn(2, 2, 6, BLOCK, KV_HEADS, DIM)
 
-    @torch.inference_mode()
-    def run(self, fresh: bool) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """What is attended, the cache afterwards, and what the backend was given."""
-        backend = Told(
+    def backend(self, fresh: bool, kind: type[Told] | None = None) -> Told:
+        """It has planned both prompts."""
+        backend = (kind or Told)(
             AttentionSpec("cpu", "float32", HEADS, KV_HEADS, DIM, BLOCK, 2, 4, 64, 64, self.attention.scale), fresh
         )
         backend.bind(self.cache.clone())
@@ -78,6 +81,12 @@ class World:
         slots = torch.cat([block * BLOCK + torch.arange(n) for block, n in zip((2, 5), LENS, strict=True)])
         start = torch.tensor([0, LENS[0], sum(LENS)], dtype=torch.int32)
         backend.plan(AttentionBatch(0, start, torch.from_numpy(lens), tables, slots, lens, lens, tables.numpy()))
+        return backend
+
+    @torch.inference_mode()
+    def run(self, fresh: bool) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """What is attended, the cache afterwards, and what the backend was given."""
+        backend = self.backend(fresh)
         out = self.attention.of_stream(self.x, self.norm, self.projection, self.positions, backend)
         (given,) = backend.given
         return out, backend.kv_cache, given
@@ -173,3 +182,29 @@ def test_the_projection_takes_in_what_nobody_overrides() -> None:
     assert not takes_in(backend=OwnWrite)
     assert not takes_in(rotary=half)
     assert not takes_in(dim=32, rotary=half)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_ahead_all_kinds_of_the_kernel_before_attention_are_found(
+    fresh: bool, folded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, kinds = World(folded), []
+
+    def store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
+        kinds.append((args[-2] is not None, args[-1]))
+        return qk_norm_rope_store_reference(qkv, *args)
+
+    monkeypatch.setattr(module, "qk_norm_rope_store", store)
+    with torch.inference_mode():
+        world.attention.launch_all_kinds(world.projection, world.backend(fresh))
+        assert sorted(kinds) == [
+            (scaled, keep) for scaled in (False, True)[: 1 + folded] for keep in (False, True)[: 1 + fresh]
+        ]
+        kinds.clear()
+        monkeypatch.setattr(module, "MAX_UNSCALED_SIZE", HIDDEN - 1)  # of a wide model no rows are scaled so late
+        world.attention.launch_all_kinds(world.projection, world.backend(fresh))
+        assert sorted(kinds) == [(False, keep) for keep in (False, True)[: 1 + fresh]]
+        kinds.clear()
+        world.attention.launch_all_kinds(world.projection, world.backend(fresh, ToldOwnWrite))
+        assert not kinds, "such a backend is handed q, k and v"
