@@ -11,7 +11,7 @@ from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
 from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
-from minivllm.kernels.skinny_linear import MAX_UNSCALED_SIZE, linear_into
+from minivllm.kernels.skinny_linear import linear_into
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
@@ -123,8 +123,7 @@ class Attention:
             return
         weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)
         qkv, x = (weight.new_zeros((1, n)) for n in weight.shape)
-        scales = [None, RowScale(x, 0.0)] if projection.folded and x.shape[1] <= MAX_UNSCALED_SIZE else [None]
-        for scale in scales:
+        for scale in (None, RowScale(x, 0.0)) if projection.folded else (None,):
             for keep in {False, backend.fresh_prompts}:
                 qk_norm_rope_store(qkv, *self._heads(positions, backend), scale, keep)
 

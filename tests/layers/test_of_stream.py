@@ -202,9 +202,5 @@ def test_ahead_all_kinds_of_the_kernel_before_attention_are_found(
             (scaled, keep) for scaled in (False, True)[: 1 + folded] for keep in (False, True)[: 1 + fresh]
         ]
         kinds.clear()
-        monkeypatch.setattr(module, "MAX_UNSCALED_SIZE", HIDDEN - 1)  # of a wide model no rows are scaled so late
-        world.attention.launch_all_kinds(world.projection, world.backend(fresh))
-        assert sorted(kinds) == [(False, keep) for keep in (False, True)[: 1 + fresh]]
-        kinds.clear()
         world.attention.launch_all_kinds(world.projection, world.backend(fresh, ToldOwnWrite))
         assert not kinds, "such a backend is handed q, k and v"
