@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.prompt_graphs import PromptGraphs
 
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 _Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
 _PROMPTS = 8  # one of these rows is the padding's
 _ROWS = 64  # a graph's rows are a multiple, or all that there may be
 _MANY_TOKENS = 1024  # of prompts; there are graphs for twice as many, beyond these in steps of 256
 _GRAIN_FLOP = 5e11  # of the layers' products, 0.8 ms: padding takes half as long on average
 _OFTEN = 8  # steps that want a graph until one is: a capture takes as long as ten to fifty steps save
+_MOST_GRAPHS = 64
 
 
 def mixed_sizes(most: int, flop: int) -> list[int]:
@@ -51,6 +53,20 @@ def mixed_sizes(most: int, flop: int) -> list[int]:
     grain = 128 if 128 * flop <= _GRAIN_FLOP else 64
     sizes = (64, *range(128, _MANY_TOKENS + 1, grain), *range(_MANY_TOKENS + 256, 2 * _MANY_TOKENS + 1, 256))
     return [size for size in sizes if size <= most]
+
+
+def _words(rows: int, size: int) -> int:
+    """How many numbers a packet has."""
+    return 6 * rows + 3 * size + 3 * _PROMPTS + 1
+
+
+def _parts(packet: Array, rows: int, size: int) -> tuple[Array, Array, Array, Array, Array]:
+    """Of a packet: of rows (5, D), of tokens (3, T), the prompts' slots (P,) and lengths (P,), query_start."""
+    a, b, c = 5 * rows, 3 * size, _PROMPTS
+    return (
+        packet[:a].reshape(5, rows), packet[a : a + b].reshape(3, size), packet[a + b : a + b + c],
+        packet[a + b + c : a + b + 2 * c], packet[a + b + 2 * c : _words(rows, size)],
+    )  # fmt: skip
 
 
 class MixedGraphs:
@@ -63,7 +79,7 @@ class MixedGraphs:
         self._tokens = mixed_sizes(max_tokens, prompts.flop)
         self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
         longest = self._tokens[-1] if self._tokens else 0
-        self.packet = torch.zeros(6 * top + 3 * longest + 3 * _PROMPTS + 1, dtype=torch.int32, device=device)
+        self.packet = torch.zeros(_words(top, longest), dtype=torch.int32, device=device)
         self.rows = torch.full((5 * top,), self.padding, dtype=torch.int64, device=device)
         self.tokens = torch.zeros((3, top + longest), dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(top + _PROMPTS, dtype=torch.int32, device=device)
@@ -86,7 +102,8 @@ class MixedGraphs:
         if cascade is not None and cascade.plan(batch) is not None:
             return None
         self._wanted[key] += 1
-        return key if self._wanted[key] >= _OFTEN else None
+        often = self._wanted[key] >= _OFTEN and len(self._graphs) < _MOST_GRAPHS
+        return key if often or key in self._graphs else None
 
     def _smallest(self, batch: Batch) -> _Key | None:
         n, d, t = len(batch.slots), batch.num_decodes, len(batch.token_ids)
@@ -130,27 +147,26 @@ class MixedGraphs:
         """Tell the device what the step is, in one copy, and plan it."""
         rows, size, _ = key
         run, n, d, t = self.runner, len(batch.slots), batch.num_decodes, len(batch.token_ids)
-        m, after = n - d, batch.num_computed + batch.num_new
-        start, position, mapping = run.places(batch.slots[d:], batch.num_computed[d:], batch.num_new[d:])
-        numbers = np.zeros(6 * rows + 3 * size + 3 * _PROMPTS + 1, dtype=np.int32)
-        of_rows, of_tokens, of_prompts, query_start = np.split(numbers, np.cumsum([5 * rows, 3 * size, 2 * _PROMPTS]))
-        of_rows, of_tokens, of_prompts = of_rows.reshape(5, rows), of_tokens.reshape(3, size), of_prompts.reshape(2, -1)
-        of_rows[:2] = of_prompts[0] = self.padding
-        of_rows[0, :d] = batch.slots[:d]
-        of_rows[1, :n], of_rows[2, :n], of_rows[3, :n] = batch.slots, after, after - 1
-        of_rows[4, :d], of_rows[4, d:n] = np.arange(d), rows + start[1:] - 1
-        of_tokens[0, :t], of_tokens[1, :t], of_tokens[2, :t] = batch.token_ids, position, mapping
-        of_prompts[0, :m], of_prompts[1, :m], of_prompts[1, m:] = batch.slots[d:], after[d:], 1
+        m, lens = n - d, batch.num_computed + batch.num_new
+        start, position, place = run.places(batch.slots[d:], batch.num_computed[d:], batch.num_new[d:])
+        numbers = np.zeros(_words(rows, size), dtype=np.int32)
+        of_rows, of_tokens, prompt_slots, prompt_lens, query_start = _parts(numbers, rows, size)
+        decodes, slots, after, ends, last = of_rows
+        decodes[:d], decodes[d:] = batch.slots[:d], self.padding
+        slots[:n], slots[n:] = batch.slots, self.padding
+        after[:n], ends[:n] = lens, lens - 1
+        last[:d], last[d:n] = np.arange(d), rows + start[1:] - 1
+        of_tokens[:, :t] = batch.token_ids, position, place
+        prompt_slots[:m], prompt_slots[m:] = batch.slots[d:], self.padding
+        prompt_lens[:m], prompt_lens[m:] = lens[d:], 1
         query_start[:rows], query_start[rows : rows + m + 1] = np.arange(rows), rows + start
         query_start[rows + m + 1 :] = rows + size
         (packet,) = run.begin(batch, numbers)
         self.packet[: len(packet)] = packet
-        prompts = rows + _PROMPTS
-        self.seq_lens[rows:prompts] = packet[-(prompts + 1) - _PROMPTS : -(prompts + 1)]
-        self.query_start[: prompts + 1] = packet[-(prompts + 1) :]
+        _, _, _, self.seq_lens[rows : rows + _PROMPTS], start_ = _parts(packet, rows, size)
+        self.query_start[: len(start_)] = start_
         plan = self._plan(key)
-        plan.host_query_lens[rows:] = np.diff(query_start[rows:])
-        plan.host_seq_lens[rows:] = of_prompts[1]
+        plan.host_query_lens[rows:], plan.host_seq_lens[rows:] = np.diff(query_start[rows:]), prompt_lens
         run.attention.batch = plan
         run.attention.plan(plan)
 
@@ -175,12 +191,11 @@ class MixedGraphs:
     def _step(self, key: _Key) -> Kept:
         """What is captured."""
         (rows, size, _), run = key, self.runner
-        words = self.packet[: 6 * rows + 3 * size + 3 * _PROMPTS + 1]
-        of_rows, of_tokens, prompt_slots, _ = words.split([5 * rows, 3 * size, _PROMPTS, rows + 2 * _PROMPTS + 1])
-        input_ids, positions, slot_mapping = tokens = self.tokens[:, : rows + size]
-        self.rows[: 5 * rows] = of_rows
-        tokens[:, rows:] = of_tokens.view(3, size)
-        decodes, slots, after, ends, last = self.rows[: 5 * rows].view(5, rows)
+        of_rows, of_tokens, prompt_slots, _, _ = _parts(self.packet, rows, size)
+        decodes, slots, after, ends, last = all_rows = self.rows[: 5 * rows].view(5, rows)
+        input_ids, positions, slot_mapping = all_tokens = self.tokens[:, : rows + size]
+        all_rows.copy_(of_rows)
+        all_tokens[:, rows:] = of_tokens
         torch.index_select(run.block_table, 0, prompt_slots, out=self.block_tables[rows : rows + _PROMPTS])
         decode_inputs(
             decodes, run.last_token, run.num_computed, run.block_table, input_ids[:rows], positions[:rows],

@@ -172,6 +172,14 @@ def test_large_models_pad_prompts_to_finer_sizes() -> None:
     assert mixed_sizes(63, 1) == []
 
 
+def test_when_there_are_many_graphs_no_more_are_captured(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixed_graphs, "_OFTEN", 2)
+    monkeypatch.setattr(mixed_graphs, "_MOST_GRAPHS", 1)
+    graphs._graphs = {(64, 64, True): None}  # type: ignore[dict-item]
+    assert graphs.key_for(batch(60, [30])) == (64, 64, True)
+    assert [graphs.key_for(batch(60, [100])) for _ in range(3)] == [None] * 3
+
+
 def batch(decodes: int, prompts: list[int]) -> Batch:
     none, n = np.empty(0, dtype=np.int32), decodes + len(prompts)
     return Batch(
@@ -189,7 +197,7 @@ def graphs() -> MixedGraphs:
     made._rows, made._tokens, made._most, made._wanted = [64, 128, 200], [64, 128, 256, 512], 600, Counter()
     others: Any = SimpleNamespace(waste=150, size_for=lambda batch: 32 if batch.num_decodes < 20 else None)
     runner: Any = SimpleNamespace(cascade=None)
-    made._prompts, made.runner, made._reads_fresh = others, runner, True
+    made._prompts, made.runner, made._reads_fresh, made._graphs = others, runner, True, {}
     return made
 
 
