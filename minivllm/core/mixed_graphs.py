@@ -41,18 +41,9 @@ Array = TypeVar("Array", np.ndarray, torch.Tensor)
 _Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
 _PROMPTS = 8  # one of these rows is the padding's
 _ROWS = 64  # a graph's rows are a multiple, or all that there may be
-_MANY_TOKENS = 1024  # of prompts; there are graphs for twice as many, beyond these in steps of 256
-_GRAIN_FLOP = 5e11  # of the layers' products, 0.8 ms: padding takes half as long on average
+_TOKENS = (64, *range(128, 1025, 128), *range(1280, 2049, 256))
 _OFTEN = 8  # steps that want a graph until one is: a capture takes as long as ten to fifty steps save
 _MOST_GRAPHS = 64
-
-
-def mixed_sizes(most: int, flop: int) -> list[int]:
-    """Tokens of prompts that graphs have, for a model that takes ``flop`` a token: 64, multiples of 64 or 128 until
-    1,024, of 256 until 2,048, and no more than ``most``."""
-    grain = 128 if 128 * flop <= _GRAIN_FLOP else 64
-    sizes = (64, *range(128, _MANY_TOKENS + 1, grain), *range(_MANY_TOKENS + 256, 2 * _MANY_TOKENS + 1, 256))
-    return [size for size in sizes if size <= most]
 
 
 def _words(rows: int, size: int) -> int:
@@ -76,7 +67,7 @@ class MixedGraphs:
         self.runner, self._decodes, self._prompts, self.landing = runner, decodes, prompts, decodes.landing
         self.padding, top, device = decodes.padding, decodes.sizes[-1], runner.device
         self._rows = [n for n in decodes.sizes if n % _ROWS == 0 or n == top]
-        self._tokens = mixed_sizes(max_tokens, prompts.flop)
+        self._tokens = [size for size in _TOKENS if size <= max_tokens]
         self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
         longest = self._tokens[-1] if self._tokens else 0
         self.packet = torch.zeros(_words(top, longest), dtype=torch.int32, device=device)

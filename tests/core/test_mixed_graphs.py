@@ -18,7 +18,7 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core import cuda_graphs, mixed_graphs
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept
-from minivllm.core.mixed_graphs import MixedGraphs, mixed_sizes
+from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
 from minivllm.layers.decoder import _all_tokens
 
@@ -83,7 +83,7 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(mixed_graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(mixed_graphs, "_ROWS", 4)
     monkeypatch.setattr(mixed_graphs, "_OFTEN", 1)
-    monkeypatch.setattr(mixed_graphs, "mixed_sizes", lambda most, flop: [16, 64, 128, 256])
+    monkeypatch.setattr(mixed_graphs, "_TOKENS", (16, 64, 128, 256, 512))
     return said
 
 
@@ -164,12 +164,6 @@ def test_steps_before_a_graph_is_wanted_often_are_as_before(
     for key, count in graphs._wanted.items():
         assert (key in graphs._loaded) == (count >= 3), "the third runs kernel by kernel"
         assert log.count(("capture", key)) == (count > 3) and replays[key] == max(count - 3, 0)
-
-
-def test_large_models_pad_prompts_to_finer_sizes() -> None:
-    assert mixed_sizes(2048, 10**9) == [64, 128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
-    assert mixed_sizes(1300, 10**10) == [*range(64, 1025, 64), 1280]
-    assert mixed_sizes(63, 1) == []
 
 
 def test_when_there_are_many_graphs_no_more_are_captured(graphs: MixedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
