@@ -97,11 +97,12 @@ class SelfAttention(nn.Module):
 
 
 def launch_all_heads(model: Model, backend: AttentionBackend) -> None:
-    """``Attention.launch_all_kinds`` of the first layer, which the others are like."""
-    modules = model.modules()  # type: ignore[attr-defined]
-    layer = next((module for module in modules if isinstance(module, SelfAttention)), None)
-    if layer is not None:
-        layer.attention.launch_all_kinds(layer.qkv_proj, backend)
+    """``Attention.launch_all_kinds`` of the first layer that is ours, which the others are like."""
+    for module in model.modules():  # type: ignore[attr-defined]
+        if isinstance(module, SelfAttention) and type(module.attention) is Attention:
+            if type(module.qkv_proj) is QKVParallelLinear:
+                module.attention.launch_all_kinds(module.qkv_proj, backend)
+            return
 
 
 def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:

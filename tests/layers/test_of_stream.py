@@ -19,6 +19,7 @@ from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.layers import attention as module
 from minivllm.layers.attention import Attention
+from minivllm.layers.decoder import SelfAttention, launch_all_heads
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 
@@ -204,3 +205,27 @@ def test_ahead_all_kinds_of_the_kernel_before_attention_are_found(
         kinds.clear()
         world.attention.launch_all_kinds(world.projection, world.backend(fresh, ToldOwnWrite))
         assert not kinds, "such a backend is handed q, k and v"
+
+
+class OwnProjection(QKVParallelLinear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("attention", "projection", "found"),
+    [(Attention, QKVParallelLinear, True), (Own, QKVParallelLinear, False), (Attention, OwnProjection, False)],
+)
+def test_kernels_are_found_for_layers_of_ours_only(
+    attention: type[Attention], projection: type[QKVParallelLinear], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another's projection or attention does nobody knows."""
+    world, said = World(False), []
+    layer = SelfAttention.__new__(SelfAttention)
+    torch.nn.Module.__init__(layer)
+    layer.attention, layer.qkv_proj = world.attention, world.projection
+    layer.attention.__class__, layer.qkv_proj.__class__ = attention, projection
+    monkeypatch.setattr(Attention, "launch_all_kinds", lambda self, *args: said.append(args))
+    model: Any = torch.nn.ModuleList([torch.nn.Identity(), layer, layer])
+    backend = world.backend(True)
+    launch_all_heads(model, backend)
+    assert said == ([(world.projection, backend)] if found else [])
