@@ -116,17 +116,6 @@ class Attention:
             linear_into(qkv[part.rows], norm(x), weight, projection.bias)
         return self(qkv, positions, backend)
 
-    def launch_all_kinds(self, projection: QKVParallelLinear, backend: AttentionBackend) -> None:
-        """The kernel between projection and backend as steps of any size may take it, for ``compile_only``, behind one
-        of prompts: of rows that are to be scaled and of others, keeping k and v if the backend reads them, and not."""
-        if self._path_for(backend) == self._separate:
-            return
-        weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)
-        qkv, x = (weight.new_zeros((1, n)) for n in weight.shape)
-        for scale in (None, RowScale(x, 0.0)) if projection.folded else (None,):
-            for keep in {False, backend.fresh_prompts}:
-                qk_norm_rope_store(qkv, *self._heads(positions, backend), scale, keep)
-
     def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
@@ -204,3 +193,15 @@ class Attention:
             scale,
         )
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
+
+
+def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backend: AttentionBackend) -> None:
+    """The kernel between projection and backend as steps of any size may take it, for ``compile_only``, behind a step of
+    prompts: of rows that are to be scaled and of others, keeping k and v if the backend reads them, and not."""
+    if attention._path_for(backend) == attention._separate:
+        return
+    weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)
+    qkv, x = (weight.new_zeros((1, n)) for n in weight.shape)
+    for scale in (None, RowScale(x, 0.0)) if projection.folded else (None,):
+        for keep in {False, backend.fresh_prompts}:
+            qk_norm_rope_store(qkv, *attention._heads(positions, backend), scale, keep)

@@ -21,7 +21,7 @@ from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
-from minivllm.layers.attention import Attention
+from minivllm.layers.attention import Attention, launch_all_kinds
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
@@ -97,11 +97,11 @@ class SelfAttention(nn.Module):
 
 
 def launch_all_heads(model: Model, backend: AttentionBackend) -> None:
-    """``Attention.launch_all_kinds`` of the first layer that is ours, which the others are like."""
+    """``launch_all_kinds`` of the first layer that is ours, which the others are like."""
     for module in model.modules():  # type: ignore[attr-defined]
         if isinstance(module, SelfAttention) and type(module.attention) is Attention:
             if type(module.qkv_proj) is QKVParallelLinear:
-                module.attention.launch_all_kinds(module.qkv_proj, backend)
+                launch_all_kinds(module.attention, module.qkv_proj, backend)
             return
 
 

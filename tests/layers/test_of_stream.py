@@ -18,6 +18,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.layers import attention as module
+from minivllm.layers import decoder
 from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import SelfAttention, launch_all_heads
 from minivllm.layers.linear import QKVParallelLinear
@@ -198,12 +199,12 @@ def test_ahead_all_kinds_of_the_kernel_before_attention_are_found(
 
     monkeypatch.setattr(module, "qk_norm_rope_store", store)
     with torch.inference_mode():
-        world.attention.launch_all_kinds(world.projection, world.backend(fresh))
+        module.launch_all_kinds(world.attention, world.projection, world.backend(fresh))
         assert sorted(kinds) == [
             (scaled, keep) for scaled in (False, True)[: 1 + folded] for keep in (False, True)[: 1 + fresh]
         ]
         kinds.clear()
-        world.attention.launch_all_kinds(world.projection, world.backend(fresh, ToldOwnWrite))
+        module.launch_all_kinds(world.attention, world.projection, world.backend(fresh, ToldOwnWrite))
         assert not kinds, "such a backend is handed q, k and v"
 
 
@@ -224,8 +225,8 @@ def test_kernels_are_found_for_layers_of_ours_only(
     torch.nn.Module.__init__(layer)
     layer.attention, layer.qkv_proj = world.attention, world.projection
     layer.attention.__class__, layer.qkv_proj.__class__ = attention, projection
-    monkeypatch.setattr(Attention, "launch_all_kinds", lambda self, *args: said.append(args))
+    monkeypatch.setattr(decoder, "launch_all_kinds", lambda *args: said.append(args))
     model: Any = torch.nn.ModuleList([torch.nn.Identity(), layer, layer])
     backend = world.backend(True)
     launch_all_heads(model, backend)
-    assert said == ([(world.projection, backend)] if found else [])
+    assert said == ([(world.attention, world.projection, backend)] if found else [])
