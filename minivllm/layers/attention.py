@@ -196,7 +196,7 @@ class Attention:
 
 
 def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backend: AttentionBackend) -> None:
-    """The kernel between projection and backend as steps of any size may take it, for ``compile_only``, behind a step of
+    """The kernel between projection and backend as steps of any size may take it, for ``compile_only``, behind one of
     prompts: of rows that are to be scaled and of others, keeping k and v if the backend reads them, and not."""
     if attention._path_for(backend) == attention._separate:
         return
