@@ -43,7 +43,8 @@ class PagedBlockManager(BlockManager):
         self._cached: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._offered = [0] * num_slots  # of each slot's first blocks, how many are shared or were offered for sharing
-        self._new: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # as ``take_updates`` tells them
+        self._allocated: list[tuple[int, int]] = []  # slots, and how many blocks they got at once
 
     # ------------------------------------------------------------------ asking
 
@@ -83,24 +84,25 @@ class PagedBlockManager(BlockManager):
                 del self._evictable[block]
             self._ref[block] += 1
         fresh = self._take(self.blocks_for(num_tokens) - len(cached))
-        blocks = np.array([*cached, *fresh], dtype=np.int32)
+        blocks = [*cached, *fresh]
         n = len(blocks)
         self.tables[slot, :n] = blocks
         self.held[slot] = n
         self._offered[slot] = len(cached)
-        self._new.append((np.full(n, slot, np.int32), np.arange(n, dtype=np.int32), blocks))
+        self._allocated.append((slot, n))
 
     def append(self, slots: np.ndarray) -> None:
         blocks = np.array(self._take(len(slots)), dtype=np.int32)
         index = self.held[slots]
         self.tables[slots, index] = blocks
         self.held[slots] += 1
-        self._new.append((slots.astype(np.int32), index, blocks))
+        self._appended.append((slots.astype(np.int32), index, blocks))
 
     def free(self, slot: int) -> None:
-        blocks = self.tables[slot, : self.held[slot]]
-        self._ref[blocks] -= 1
-        for block in blocks[self._ref[blocks] == 0][::-1].tolist():  # the tail is evicted before the head
+        blocks = self.tables[slot, : self.held[slot]][::-1]  # the tail is evicted before the head
+        left = self._ref[blocks] - 1
+        self._ref[blocks] = left
+        for block in blocks[left == 0].tolist():
             if self._hash_of[block] is None:
                 self._free.append(block)
             else:
@@ -124,13 +126,20 @@ class PagedBlockManager(BlockManager):
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
-        new, self._new = self._new, []
+        new, self._appended = self._appended, []
+        if self._allocated:
+            slots, counts = np.array(self._allocated, dtype=np.int32).T
+            self._allocated = []
+            ends = np.cumsum(counts, dtype=np.int32)
+            rows = np.repeat(slots, counts)
+            columns = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - counts, counts)
+            new.append((rows, columns, self.tables[rows, columns]))
         if not new:
             return _NONE, _NONE, _NONE
         if len(new) == 1:
             return new[0]
-        slots, indices, blocks = zip(*new, strict=True)
-        return np.concatenate(slots), np.concatenate(indices), np.concatenate(blocks)
+        all_slots, indices, blocks = zip(*new, strict=True)
+        return np.concatenate(all_slots), np.concatenate(indices), np.concatenate(blocks)
 
     def reset_prefix_cache(self) -> None:
         """Forget all content; blocks in use stay valid for those who hold them."""

@@ -72,7 +72,9 @@ class SlotScheduler(Scheduler):
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
-        self.running = np.empty(0, dtype=np.int32)  # slots, by place
+        self.running = np.empty(0, dtype=np.int32)  # slots, by place; batches hold views: it is not written to
+        self._room = np.empty(size, dtype=np.int32)  # where it may grow behind its end, …
+        self._room_filled = 0  # … which is here
         self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
         self._free_slots = list(range(size - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
@@ -269,12 +271,25 @@ class SlotScheduler(Scheduler):
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = computed
         seq.slot, seq.status = slot, Status.RUNNING
-        at = len(self.running)
-        while at and self._place_of(int(self.running[at - 1])) > seq.place:
-            at -= 1
-        self.running = np.concatenate([self.running[:at], np.array([slot], dtype=np.int32), self.running[at:]])
-        insort(self._partial, slot, key=self._place_of)
+        self._run(slot, seq.place)
+        if self._partial and self._place_of(self._partial[-1]) > seq.place:
+            insort(self._partial, slot, key=self._place_of)
+        else:
+            self._partial.append(slot)
         self._admitted.append(seq)
+
+    def _run(self, slot: int, place: tuple[int, ...]) -> None:
+        """Put a slot among those that run, by place: mostly behind them, where there is room."""
+        running, n = self.running, len(self.running)
+        if n and self._place_of(int(running[-1])) > place:
+            at = bisect(running.tolist(), place, key=self._place_of)
+            self.running = np.insert(running, at, slot)
+            return
+        if running.base is not self._room or n != self._room_filled:
+            self._room = np.empty(len(self.sequences), dtype=np.int32)
+            self._room[:n] = running
+        self._room[n], self._room_filled = slot, n + 1
+        self.running = self._room[: n + 1]
 
     def _place_of(self, slot: int) -> tuple[int, ...]:
         seq = self.sequences[slot]
@@ -347,7 +362,8 @@ class SlotScheduler(Scheduler):
         )
         self.computed[slots] = after
         if self._partial:
-            self._partial = [s for s in self._partial if self.computed[s] < self.known_len[s]]
+            partial = np.array(self._partial)
+            self._partial = partial[self.computed[partial] < self.known_len[partial]].tolist()
         self._admitted = []
         self.steps += 1
         return batch
