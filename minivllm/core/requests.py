@@ -121,21 +121,22 @@ class Completion:
         self.cumulative_logprob += value
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
-        over = self.finish_reason is not None
-        if not over:
+        reason = self.finish_reason
+        if reason is None:
             self._read()
-        shown = len(self.text) if over else max(len(self.text) - self._hold, self._said_text)
-        first_text = self._said_text if kind is RequestOutputKind.DELTA else 0
-        first_token = self._said_tokens if kind is RequestOutputKind.DELTA else 0
-        self._said_text, self._said_tokens = max(shown, 0), len(self.token_ids)
-        return CompletionOutput(
-            index=self.index,
-            text=self.text[first_text:shown],
-            token_ids=self.token_ids[first_token:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[first_token : len(self.token_ids)],
-            finish_reason=self.finish_reason.value if self.finish_reason else None,
-            stop_reason=self.stop_reason,
+        shown, tokens = len(self.text), len(self.token_ids)
+        if self._hold and reason is None:
+            shown = max(shown - self._hold, self._said_text)
+        first_text, first_token = (self._said_text, self._said_tokens) if kind is RequestOutputKind.DELTA else (0, 0)
+        self._said_text, self._said_tokens = shown, tokens
+        return CompletionOutput(  # by place: by name takes longer, and there may be thousands a second
+            self.index,
+            self.text[first_text:shown],
+            self.token_ids[first_token:],
+            self.cumulative_logprob,
+            None if self.logprobs is None else self.logprobs[first_token:tokens],
+            None if reason is None else reason.value,
+            self.stop_reason,
         )
 
 
@@ -162,11 +163,8 @@ class Request:
     def output(self) -> RequestOutput:
         self.told = True
         kind = self.params.output_kind
+        outputs = [completion.output(kind) for completion in self.completions]
+        cached = [completion.seq.num_cached_tokens for completion in self.completions]
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[c.output(kind) for c in self.completions],
-            finished=self.finished,
-            num_cached_tokens=max([c.seq.num_cached_tokens for c in self.completions], default=0),
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, max(cached, default=0)
         )
