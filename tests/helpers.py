@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from minivllm.backends.torch import TorchBackend
+from minivllm.core.batch import Batch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec, Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
@@ -36,9 +39,11 @@ __all__ = [
     "attention_spec",
     "byte_level_tokenizer",
     "edit_json",
+    "pass_over_empty_rows",
     "reference_model",
     "reference_tokens",
     "save_checkpoint",
+    "step_batch",
 ]
 
 TINY: dict[str, Any] = testing.TINY | {"head_dim": 32}  # not hidden / heads
@@ -130,3 +135,29 @@ class PagedRun:
                 if self.computed[i] >= len(prompts[i]):
                     outputs[i].append(token)
         return outputs
+
+
+# --------------------------------------------------------------------------- steps
+
+
+def step_batch(decodes: list[int], prompts: list[int]) -> Batch:
+    """Decodes with contexts so long, and prompts of so many tokens."""
+    none = np.empty(0, dtype=np.int32)
+    n = len(decodes) + len(prompts)
+    return Batch(
+        step=0, slots=np.arange(n, dtype=np.int32), generations=np.zeros(n, dtype=np.int64),
+        num_computed=np.array([*decodes, *[0] * len(prompts)], dtype=np.int32),
+        num_new=np.array([*[1] * len(decodes), *prompts], dtype=np.int32), samples=np.ones(n, dtype=bool),
+        num_decodes=len(decodes), token_ids=np.zeros(sum(prompts), dtype=np.int32), block_slots=none,
+        block_indices=none, block_ids=none, admitted_slots=none, admitted_params=none,
+    )  # fmt: skip
+
+
+def pass_over_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch backend knows of no prompt rows without queries, which a graph's padding may have."""
+    plan = TorchBackend._plan_chunk
+
+    def plan_chunk(self: TorchBackend, batch: Any, i: int, start: int, count: int) -> list[Any]:
+        return plan(self, batch, i, start, count) if count else []
+
+    monkeypatch.setattr(TorchBackend, "_plan_chunk", plan_chunk)

@@ -286,12 +286,11 @@ class FlashBackend(AttentionBackend):
 
     def _starts(self, of: str, length: int, batch: AttentionBatch) -> torch.Tensor:
         """(length,) int32, zeros; captured, where a graph finds them at each of its replays."""
-        starts = self._captured.get((of, length)) if batch.graph_size else None
-        if starts is None:
-            starts = batch.seq_lens.new_zeros(length)
-            if batch.graph_size:
-                self._captured[of, length] = starts
-        return starts
+        if not batch.graph_size:
+            return batch.seq_lens.new_zeros(length)
+        if (of, length) not in self._captured:
+            self._captured[of, length] = batch.seq_lens.new_zeros(length)
+        return self._captured[of, length]
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         assert self._decode_rows is not None

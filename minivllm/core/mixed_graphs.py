@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.prompt_graphs import PromptGraphs
 
-Array = TypeVar("Array", np.ndarray, torch.Tensor)
+_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
 _PROMPTS = 8  # one of these rows is the padding's
 _ROWS = 64  # a graph's rows are a multiple, or all that there may be
@@ -51,7 +51,7 @@ def _words(rows: int, size: int) -> int:
     return 6 * rows + 3 * size + 3 * _PROMPTS + 1
 
 
-def _parts(packet: Array, rows: int, size: int) -> tuple[Array, Array, Array, Array, Array]:
+def _parts(packet: _Array, rows: int, size: int) -> tuple[_Array, _Array, _Array, _Array, _Array]:
     """Of a packet: of rows (5, D), of tokens (3, T), the prompts' slots (P,) and lengths (P,), query_start."""
     a, b, c = 5 * rows, 3 * size, _PROMPTS
     return (
@@ -175,15 +175,19 @@ class MixedGraphs:
                 host_block_tables=np.zeros((seqs, 1), dtype=np.int32),
                 graph_size=rows + size,
                 graph_whole=whole,
-                last_tokens=self.rows[4 * rows : 5 * rows] if size >= rows else None,
+                last_tokens=self._of_rows(rows)[4] if size >= rows else None,
             )
         return self._plans[key]
+
+    def _of_rows(self, rows: int) -> torch.Tensor:
+        """(5, rows) int64: slots that decode, and of what is sampled slots, positions, those computed, hidden rows."""
+        return self.rows[: 5 * rows].view(5, rows)
 
     def _step(self, key: _Key) -> Kept:
         """What is captured."""
         (rows, size, _), run = key, self.runner
         of_rows, of_tokens, prompt_slots, _, _ = _parts(self.packet, rows, size)
-        decodes, slots, after, ends, last = all_rows = self.rows[: 5 * rows].view(5, rows)
+        decodes, slots, after, ends, last = all_rows = self._of_rows(rows)
         input_ids, positions, slot_mapping = all_tokens = self.tokens[:, : rows + size]
         all_rows.copy_(of_rows)
         all_tokens[:, rows:] = of_tokens
@@ -204,7 +208,7 @@ class MixedGraphs:
         """What requests want of the step beyond its tokens."""
         run, rows = self.runner, np.nonzero(batch.samples)[0]
         (at,) = run.staging.send(rows)
-        _, slots, after, _, _ = self.rows[: 5 * key[0]].view(5, -1)
+        _, slots, after, _, _ = self._of_rows(key[0])
         hidden, tokens, slots, after = (x.index_select(0, at) for x in (kept.hidden, kept.tokens, slots, after))
         logits = run.model.compute_logits(hidden)
         tokens, logprobs = run.sampler.refine(logits, slots, after, tokens, batch.slots[rows])

@@ -144,11 +144,8 @@ def test_replays_give_the_tokens_of_eager_steps(
     refined = {line.split(" ", 2)[2] for line in log if line.startswith("refine")}
     kind = f"adjusts={'repetition_penalty' in wanted} best={wanted.get('logprobs', 0)}"
     assert refined == ({kind} if wanted else set())
-    assert (
-        graphs.landing.replays
-        == int(graphs.landing.steps)
-        == len([line for line in log if line.startswith("replay")]) + 5
-    )
+    replays = len([line for line in log if line.startswith("replay")]) + 5
+    assert graphs.landing.replays == int(graphs.landing.steps) == replays
 
 
 def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import pass_over_empty_rows, step_batch
 
 from minivllm import LLM, SamplingParams
-from minivllm.backends.torch import TorchBackend
 from minivllm.core import cuda_graphs, mixed_graphs
-from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.batch import AttentionBatch
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept
 from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
@@ -51,7 +51,7 @@ def runner(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """With the one backend of a CPU, made to plan when lengths and block tables are there: a captured one reads them
     late."""
     made: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
-    gather, plan = mixed_graphs.decode_inputs, TorchBackend._plan_chunk
+    gather = mixed_graphs.decode_inputs
 
     def gather_and_plan(*args: Any) -> None:
         gather(*args)
@@ -60,12 +60,9 @@ def runner(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
         batch.host_seq_lens[:] = batch.seq_lens
         made.attention.plan(batch)
 
-    def plan_chunk(self: TorchBackend, batch: Any, i: int, start: int, count: int) -> list[Any]:
-        return plan(self, batch, i, start, count) if count else []  # it knows of no rows without queries
-
     monkeypatch.setattr(mixed_graphs, "decode_inputs", gather_and_plan)
     monkeypatch.setattr(cuda_graphs, "decode_inputs", gather_and_plan)
-    monkeypatch.setattr(TorchBackend, "_plan_chunk", plan_chunk)
+    pass_over_empty_rows(monkeypatch)
     return made
 
 
@@ -87,10 +84,10 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Log:
     return said
 
 
-def take_graphs(runner: ModelRunner, small: bool = False) -> MixedGraphs:
-    """Only those of mixed steps; ``small``: of the others' no step would take, however small."""
+def take_graphs(runner: ModelRunner) -> MixedGraphs:
+    """Only those of mixed steps."""
     decodes = DecodeGraphs(runner, 10)
-    prompts = SimpleNamespace(flop=1, waste=1000, size_for=lambda batch: 32 if small else None)
+    prompts = SimpleNamespace(flop=1, waste=1000, size_for=lambda batch: None)
     runner.mixed_graphs = MixedGraphs(runner, decodes, prompts, 300)  # type: ignore[arg-type]
     return runner.mixed_graphs
 
@@ -170,19 +167,8 @@ def test_when_there_are_many_graphs_no_more_are_captured(graphs: MixedGraphs, mo
     monkeypatch.setattr(mixed_graphs, "_OFTEN", 2)
     monkeypatch.setattr(mixed_graphs, "_MOST_GRAPHS", 1)
     graphs._graphs = {(64, 64, True): None}  # type: ignore[dict-item]
-    assert graphs.key_for(batch(60, [30])) == (64, 64, True)
-    assert [graphs.key_for(batch(60, [100])) for _ in range(3)] == [None] * 3
-
-
-def batch(decodes: int, prompts: list[int]) -> Batch:
-    none, n = np.empty(0, dtype=np.int32), decodes + len(prompts)
-    return Batch(
-        step=0, slots=np.arange(n, dtype=np.int32), generations=np.zeros(n, dtype=np.int64),
-        num_computed=np.array([10] * decodes + [0] * len(prompts), dtype=np.int32),
-        num_new=np.array([1] * decodes + prompts, dtype=np.int32), samples=np.ones(n, dtype=bool),
-        num_decodes=decodes, token_ids=np.zeros(sum(prompts), dtype=np.int32), block_slots=none,
-        block_indices=none, block_ids=none, admitted_slots=none, admitted_params=none,
-    )  # fmt: skip
+    assert graphs.key_for(step_batch([10] * 60, [30])) == (64, 64, True)
+    assert [graphs.key_for(step_batch([10] * 60, [100])) for _ in range(3)] == [None] * 3
 
 
 @pytest.fixture
@@ -218,7 +204,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
     graphs: MixedGraphs, decodes: int, prompts: list[int], key: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mixed_graphs, "_OFTEN", 2)
-    step = batch(decodes, prompts)
+    step = step_batch([10] * decodes, prompts)
     assert graphs.key_for(step) is None, "the first of a kind"
     expected = None if key is None else (*key, True)
     assert graphs.key_for(step) == expected == graphs.key_for(step)
@@ -233,9 +219,9 @@ def test_rows_that_share_prefixes_are_read_once_instead(graphs: MixedGraphs, mon
     monkeypatch.setattr(mixed_graphs, "_OFTEN", 1)
     shared: list[Any] = ["a plan"]
     graphs.runner.cascade = SimpleNamespace(plan=lambda batch: shared[0])  # type: ignore[assignment]
-    assert graphs.key_for(batch(60, [30])) is None
+    assert graphs.key_for(step_batch([10] * 60, [30])) is None
     shared[0] = None
-    assert graphs.key_for(batch(60, [30])) == (64, 64, True)
+    assert graphs.key_for(step_batch([10] * 60, [30])) == (64, 64, True)
 
 
 def test_graphs_read_no_more_than_they_are_told(runner: ModelRunner, log: Log) -> None:

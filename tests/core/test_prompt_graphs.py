@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import pass_over_empty_rows, step_batch
 
 from minivllm import LLM, SamplingParams
-from minivllm.backends.torch import TorchBackend
 from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.model_runner import ModelRunner, PendingStep, StepApart
@@ -24,19 +24,6 @@ from minivllm.layers.decoder import _all_tokens
 
 VOCAB = 1000
 Replayed = tuple[int, int, str]  # a graph's tokens, rows of its result, and for which steps it is
-
-
-def batch(decodes: list[int], prompts: list[int]) -> Batch:
-    """Decodes with contexts so long, and prompts of so many tokens."""
-    none = np.empty(0, dtype=np.int32)
-    n = len(decodes) + len(prompts)
-    return Batch(
-        step=0, slots=np.arange(n, dtype=np.int32), generations=np.zeros(n, dtype=np.int64),
-        num_computed=np.array([*decodes, *[0] * len(prompts)], dtype=np.int32),
-        num_new=np.array([*[1] * len(decodes), *prompts], dtype=np.int32), samples=np.ones(n, dtype=bool),
-        num_decodes=len(decodes), token_ids=np.zeros(sum(prompts), dtype=np.int32), block_slots=none,
-        block_indices=none, block_ids=none, admitted_slots=none, admitted_params=none,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -74,7 +61,7 @@ def test_sizes_are_powers_of_two_up_to_the_most_and_a_full_step() -> None:
 def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
     graphs: PromptGraphs, decodes: list[int], prompts: list[int], size: int | None
 ) -> None:
-    assert graphs.size_for(batch(decodes, prompts)) == size
+    assert graphs.size_for(step_batch(decodes, prompts)) == size
 
 
 @pytest.mark.parametrize(
@@ -91,14 +78,14 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
 def test_many_decodes_and_prompts_go_apart_where_each_has_a_graph(
     graphs: PromptGraphs, decodes: list[int], prompts: list[int], apart: bool
 ) -> None:
-    step = batch(decodes, prompts)
+    step = step_batch(decodes, prompts)
     assert graphs.takes_apart(step) == apart
     graphs.apart = False  # of a model whose weights take long to read
     assert not graphs.takes_apart(step)
 
 
 def test_the_parts_of_a_batch_make_it_up() -> None:
-    step = batch([10, 20, 30], [4, 5])
+    step = step_batch([10, 20, 30], [4, 5])
     blocks, ids = np.arange(2, dtype=np.int32), np.arange(9, dtype=np.int32)
     step = replace(step, token_ids=ids, block_slots=blocks, block_ids=blocks, admitted_slots=blocks, known_ids=ids)
     decodes, prompts = step.apart()
@@ -144,7 +131,7 @@ def test_steps_go_apart_where_all_weights_are_read_quickly(experts: int, apart: 
 
 def test_no_sizes_no_graph(graphs: PromptGraphs) -> None:
     graphs.sizes = []
-    assert graphs.size_for(batch([], [3])) is None
+    assert graphs.size_for(step_batch([], [3])) is None
 
 
 # --------------------------------------------------------------------------- replays
@@ -177,12 +164,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
         result = torch.full_like(run(), float("nan"))
         return Recorded(run, result, said), result
 
-    plan = TorchBackend._plan_chunk  # of rows that there are: it knows of no others
-
-    def plan_chunk(self: TorchBackend, batch: Any, i: int, start: int, count: int) -> list[Any]:
-        return plan(self, batch, i, start, count) if count else []
-
-    monkeypatch.setattr(TorchBackend, "_plan_chunk", plan_chunk)
+    pass_over_empty_rows(monkeypatch)
     monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return said
