@@ -87,10 +87,13 @@ __device__ __forceinline__ float exp2_of(float x) {
   return y;
 }
 __device__ __forceinline__ u32 scaled(u32 pair, float factor) { return pack(low(pair) * factor, high(pair) * factor); }
-__device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
+__device__ __forceinline__ u32 product(u32 pair, u32 other) {
   u32 y;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(scaled(pair, factor)), "r"(weight));
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(pair), "r"(other));
   return y;
+}
+__device__ __forceinline__ u32 normed(u32 pair, float factor, u32 weight) {
+  return product(scaled(pair, factor), weight);
 }
 __device__ __forceinline__ float square_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 __device__ __forceinline__ float warp_sum(float x) {

@@ -1,5 +1,18 @@
 // The products of megakernel.cu: asking for weights, taking in what the others made, multiplying.
 
+// Of so many elements of k in a stage, where eight lines are in different banks.
+__device__ constexpr int line_bytes(int chunk) { return 2 * chunk + 64; }
+
+// Asks for a stage: OF elements of k of so many lines, of each of which a lane knows the place.
+template <int OF>
+__device__ __forceinline__ void load_lines(const u16* from, int lines, Ring& ring, int lane, u64 policy) {
+  const u32 bar = make_room(ring, lines * OF * 2, lane);
+  if (lane < lines)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+        "r"(ring.at() + lane * line_bytes(OF)), "l"(from), "r"(OF * 2), "r"(bar), "l"(policy) : "memory");
+  ring.next();
+}
 // Asks for LINES lines of a weight, eight at a time, of one piece of k after another; of gate and up a program has half
 // of each.
 template <int LINES, int K, bool GATED, int PIECES_ = 1>
@@ -12,22 +25,20 @@ __device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int 
     const int line = blockIdx.x * OWN + (GATED && i >= OWN ? INNER - OWN + i : i);
     const u16* from = weight + (u64)line * K;
 #pragma unroll 1
-    for (int k = begin; k < begin + K / PIECES_; k += CHUNK, ring.next()) {
-      const u32 bar = make_room(ring, some * CHUNK * 2, lane);
-      if (lane < some)
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-            ::"r"(ring.at() + lane * LINE_BYTES), "l"(from + k), "r"(CHUNK * 2), "r"(bar), "l"(policy) : "memory");
-    }
+    for (int k = begin; k < begin + K / PIECES_; k += CHUNK) load_lines<CHUNK>(from + k, some, ring, lane, policy);
   }
 }
 
 // How a product of so many lines goes through registers: batches of so many eights of lines, and stages of each.
-template <int LINES, int K> struct Cut {
-  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = K / CHUNK, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
+template <int LINES, int K, int OF = CHUNK> struct Cut {
+  static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // of a stage a warp has so many elements of k
+  static constexpr int AT_ONCE = 16 / LOADS;                  // stages that registers hold
+  static constexpr int LINE_BYTES = line_bytes(OF), STEP_BYTES = 2 * OF;
+  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = K / OF, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
   static constexpr int DEEP = (STEPS + SETS_OF_STEPS - 1) / SETS_OF_STEPS, MOST = AT_ONCE / DEEP;
   static constexpr int SETS = (EIGHTS + MOST - 1) / MOST, MANY = (EIGHTS + SETS - 1) / SETS;
   static_assert(MANY == 1 || SETS_OF_STEPS == 1, "stages come line by line");
+  static_assert(STAGES >= AT_ONCE && STAGE_BYTES >= 8 * LINE_BYTES && OF % (32 * WARPS) == 0, "megakernel.py");
 
   static __device__ __forceinline__ bool has(int set, int deep_set, int i, int step) {
     return (EIGHTS % MANY == 0 || set * MANY + i < EIGHTS) && (STEPS % DEEP == 0 || deep_set * DEEP + step < STEPS);
@@ -37,12 +48,12 @@ template <int LINES, int K> struct Cut {
 // of one row of a tile, two of another, whose x stands in another column. So each row of x takes two columns of eight,
 // and one lane of four has its sum.
 template <class C> struct Batch {
-  uint4 w[C::MANY][C::DEEP][LOADS];
+  uint4 w[C::MANY][C::DEEP][C::LOADS];
 
   // Of stages that are there or come soon, which are let go.
   __device__ __forceinline__ void read(Ring& ring, int set, int deep_set, u32 nothing) {
     const int lane = threadIdx.x % 32;
-    const u32 from = lane / 4 * LINE_BYTES + threadIdx.x / 32 * (CHUNK / WARPS) * 2 + lane % 4 * 16;
+    const u32 from = lane / 4 * C::LINE_BYTES + threadIdx.x / 32 * C::PART * 2 + lane % 4 * 16;
 #pragma unroll
     for (int i = 0; i < C::MANY; i++)
 #pragma unroll
@@ -51,7 +62,8 @@ template <class C> struct Batch {
           barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
           u32 seen = 0;  // see `nothing` in megakernel.cu
 #pragma unroll
-          for (int j = 0; j < LOADS; j++) w[i][step][j] = read16(ring.at() + from + 64 * j), seen |= w[i][step][j].x;
+          for (int j = 0; j < C::LOADS; j++)
+            w[i][step][j] = read16(ring.at() + from + 64 * j), seen |= w[i][step][j].x;
           __syncwarp();
           if (lane == 0) here_arrive(ring.empty + 8 * ring.stage + (seen & nothing));
           ring.next();
@@ -61,11 +73,11 @@ template <class C> struct Batch {
 #pragma unroll
     for (int step = 0; step < C::DEEP; step++)
 #pragma unroll
-      for (int j = 0; j < LOADS; j++) {
+      for (int j = 0; j < C::LOADS; j++) {
         uint2 x[X_TILES];
 #pragma unroll
         for (int t = 0; t < X_TILES; t++)
-          x[t] = read8(x_at + 4 * X_BYTES * t + 2 * CHUNK * (deep_set * C::DEEP + step) + 64 * j);
+          x[t] = read8(x_at + 4 * X_BYTES * t + C::STEP_BYTES * (deep_set * C::DEEP + step) + 64 * j);
 #pragma unroll
         for (int i = 0; i < C::MANY; i++)
           if (C::has(set, deep_set, i, step))
@@ -78,11 +90,12 @@ template <class C> struct Batch {
   }
 };
 // A product's sums, a part of each warp's, of x that is there, added to what is there of other pieces. batch: the first.
+// only: the row, if but one has this product.
 template <class C>
 __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing,
-                                               bool adds = false) {
+                                               bool adds = false, int only = -1) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 x_at = shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * (CHUNK / WARPS) * 2 +
+  const u32 x_at = shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * C::PART * 2 +
                    lane % 4 * 16 + lane / 4 % 2 * 8;
 #pragma unroll 1
   for (int set = 0; set < C::SETS; set++) {
@@ -100,7 +113,7 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
         float sum = sums[i][t][0] + sums[i][t][3];
         if (X_TILES == 1) sum += sums[i][1][0] + sums[i][1][3];
         const int row = 4 * t + lane % 4, first = 8 * (set * C::MANY + i);
-        if (row < ROWS && C::has(set, 0, i, 0)) {
+        if (row < ROWS && (only < 0 || row == only) && C::has(set, 0, i, 0)) {
           float& all = memory.sums[first + lane / 4][row][warp];
           all = adds ? all + sum : sum;
         }
@@ -118,9 +131,9 @@ __device__ __forceinline__ float sum_of(const Memory& memory, int line, int row)
 }
 
 // Puts a product's input where it is read: WORDS pairs of each row of so many, which other programs leave. Returns the
-// squares of this thread's, which are of one row.
-template <int WORDS, bool SQUARED, int OF_ROW = WORDS>
-__device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag) {
+// squares of this thread's, which are of one row. by: what each row is multiplied by where it is read, if anything.
+template <int WORDS, bool SQUARED, int OF_ROW = WORDS, bool SCALED = false>
+__device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag, const u16* by = nullptr) {
   constexpr int TWOS = WORDS / 2, TIMES = (TWOS + TEAM - 1) / TEAM, ROUNDS = (TIMES + 7) / 8;
   constexpr int EACH = (TIMES + ROUNDS - 1) / ROUNDS;
   const int first = threadIdx.x % TEAM;
@@ -134,6 +147,11 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
 #pragma unroll 1
   for (int start = 0; start < TIMES; start += EACH) {
     u64 two[EACH][2] = {};
+    uint2 factors[EACH] = {};
+    if (SCALED)
+#pragma unroll
+      for (int i = 0; i < EACH; i++)
+        if (const int at = (start + i) * TEAM + first; at < TWOS) factors[i] = *((const uint2*)by + at);
     bool there;
     do {
       there = true;
@@ -148,12 +166,26 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
 #pragma unroll
     for (int i = 0; i < EACH; i++)
       if (const int at = (start + i) * TEAM + first; at < TWOS) {
-        put_four(memory, at, (u32)two[i][0], (u32)two[i][1]);
+        if (SCALED)
+          put_four(memory, at, product((u32)two[i][0], factors[i].x), product((u32)two[i][1], factors[i].y));
+        else
+          put_four(memory, at, (u32)two[i][0], (u32)two[i][1]);
         if (SQUARED) square += square_of((u32)two[i][0]) + square_of((u32)two[i][1]);
       }
   }
   meet();
   return square;
+}
+
+__device__ constexpr int up(int threads) { return (threads + 31) / 32 * 32; }  // to whole warps
+
+// Leaves pairs of a product's outputs, a row's: ``y`` is one of ``line``'s thread, of all threads of a warp.
+template <int COPIES_ = COPIES>
+__device__ __forceinline__ void leave_pair(u64* words, int line, float y, bool live, u32 flag) {
+  const float other = __shfl_down_sync(~0u, y, 1);
+  if (live && line % 2 == 0)
+#pragma unroll
+    for (int c = 0; c < COPIES_; c++) leave(words + c * COPY_WORDS + line / 2, pack(y, other), flag);
 }
 __device__ __forceinline__ void leave_squares(Memory& memory, float square) {
   square = warp_sum(square);
@@ -165,6 +197,11 @@ __device__ __forceinline__ float factor(const Memory& memory, int row, float eps
 #pragma unroll
   for (int w = 0; w < WARPS / ROWS; w++) sum += memory.squares[row * (WARPS / ROWS) + w];
   return rsqrtf(sum / HIDDEN + eps);
+}
+// SiLU of gate times up, of x that a norm with ``eps`` is still to scale.
+__device__ __forceinline__ float activated(const Memory& memory, int gate_line, int up_line, int row, float eps) {
+  const float by = factor(memory, row, eps), gate = sum_of(memory, gate_line, row) * by;
+  return __fdividef(gate, 1.f + __expf(-gate)) * (sum_of(memory, up_line, row) * by);
 }
 
 // The first layer's input, from the embedding, and zeros where there is no row.

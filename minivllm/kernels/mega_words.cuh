@@ -4,33 +4,33 @@
 constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that multiply and attend
 constexpr int TEAM = THREADS / ROWS;            // those of them that take in one row of what the others made
 constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
-constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
+// Of gate and up: of all experts that a row has chosen, one where an MLP is dense.
+constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = CHOSEN * 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
 constexpr int MOST_LINES = GATE_LINES > QKV_LINES ? GATE_LINES : QKV_LINES;
-constexpr int PIECE = INNER / PIECES;  // of down's input, which may not fit in shared memory whole
+constexpr int PIECE = CHOSEN * INNER / PIECES;  // of down's input, which may not fit in shared memory whole
 constexpr int MOST_K = PIECE > WIDTH ? PIECE > HIDDEN ? PIECE : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
 constexpr int X_BYTES = 2 * MOST_K + (ROWS > 1 ? 64 : 0);  // of a row in shared memory: rows in different banks
 constexpr int X_TILES = (ROWS + 3) / 4;            // of the tensor cores: eight columns, of which a row takes two
 constexpr int SUMS_OF = X_TILES > 2 ? X_TILES : 2;  // of eight lines: each tile's, or even and odd k's of one
-constexpr int LINE_BYTES = 2 * CHUNK + 64;  // in shared memory, where eight lines are in different banks
-constexpr int LOADS = CHUNK / WARPS / 32;
-constexpr int AT_ONCE = 16 / LOADS;         // stages that registers hold, of which a warp has a part
 constexpr int TILE = 16;                    // keys: a page
 constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
-static_assert(STAGE_BYTES >= 8 * LINE_BYTES && STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
-static_assert(INNER % PIECES == 0 && PIECE % CHUNK == 0, "megakernel.py");
-static_assert(STAGES >= AT_ONCE && (ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8), "megakernel.py");
+static_assert(STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
+static_assert(INNER % PIECES == 0 && PIECE % DOWN_CHUNK == 0, "megakernel.py");
+static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "megakernel.py");
 // Words: of a row's projection, which stand in front; in each copy of what all read, where parts of attention, their
 // sums, and rows of the others begin.
-constexpr int QKV_WORDS = QKV / 2, X_WORDS = HIDDEN / 2, INNER_WORDS = INNER / 2;
+constexpr int QKV_WORDS = QKV / 2, X_WORDS = HIDDEN / 2, INNER_WORDS = CHOSEN * INNER / 2;
 constexpr int SUMS = SPLITS * WIDTH / 2, MIDDLE = SUMS + SPLITS * HEADS, ACTIVATED = MIDDLE + ROWS * X_WORDS;
-constexpr int STREAM = ACTIVATED + ROWS * INNER_WORDS, COPY_WORDS = STREAM + ROWS * X_WORDS;
+constexpr int STREAM = ACTIVATED + ROWS * INNER_WORDS, LOGITS = STREAM + ROWS * X_WORDS;
+constexpr int COPY_WORDS = LOGITS + ROWS * EXPERTS;
 
 struct Layer {
-  const u16 *qkv, *o, *gate_up, *down;  // norms' weights are folded in
+  const u16 *qkv, *o, *gate_up, *down;  // norms' weights are folded in, but where there is a router
   const u16 *query_norm, *key_norm;     // (D,), or null: not normed
   u16 *keys, *values;                   // (blocks, TILE, KV, D)
+  const u16 *router, *norm;             // (EXPERTS, HIDDEN), (HIDDEN,): of what stands before router and experts
 };
 
 __device__ __forceinline__ u64 word_of(u32 data, u32 flag) { return (u64)flag << 32 | data; }
@@ -84,6 +84,8 @@ struct Memory {  // shared
   int length, slot;
   Parts parts[ROWS];
   u64 barriers[2 * STAGES];
+  int experts[ROWS][CHOSEN];  // that each row has chosen in this layer, and what they count
+  float shares[ROWS][CHOSEN];
 };
 static_assert(sizeof(Memory) <= MEMORY_BYTES, "megakernel.py");
 

@@ -10,17 +10,6 @@
 // read what all have made from what it held. What everybody reads is there COPIES times, so that fewer wait for one
 // word.
 
-__device__ constexpr int up(int threads) { return (threads + 31) / 32 * 32; }  // to whole warps
-
-// Leaves pairs of a product's outputs, a row's: ``y`` is one of ``line``'s thread, of all threads of a warp.
-template <int COPIES_ = COPIES>
-__device__ __forceinline__ void leave_pair(u64* words, int line, float y, bool live, u32 flag) {
-  const float other = __shfl_down_sync(~0u, y, 1);
-  if (live && line % 2 == 0)
-#pragma unroll
-    for (int c = 0; c < COPIES_; c++) leave(words + c * COPY_WORDS + line / 2, pack(y, other), flag);
-}
-
 // maps: of each layer's keys and values. words: see above; count: layers so far, of all launches with these words.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, const float* angles,
@@ -46,14 +35,14 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const Share share = share_of(Shares(lengths, rows), program);
     const int* table = tables + max(share.row, 0) * tables_stride;
+    MlpLoads mlp(memory, words, rows, *count + 1);
 #pragma unroll 1
     for (int l = 0; l < num_layers; l++) {
       const Layer& its = layers[l];
       if (l) load_weights<QKV_LINES, HIDDEN, false>(its.qkv, ring, lane, policy);
       if (share.row >= 0) load_pages(maps + 2 * l, table, share, ring, lane);
       load_weights<ADD_LINES, WIDTH, false>(its.o, ring, lane, policy);
-      load_weights<GATE_LINES, HIDDEN, true>(its.gate_up, ring, lane, policy);
-      load_weights<ADD_LINES, INNER, false, PIECES>(its.down, ring, lane, policy);
+      mlp.load(its, l, ring, lane, policy);
     }
     return;
   }
@@ -81,6 +70,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
     multiply_lines(memory, ring, qkv, nothing);
     leave_squares(memory, square);
+    square = 0.f;  // or it would be kept through the layer
     meet();
     for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {
       const int row = i / QKV_LINES, line = i % QKV_LINES;
@@ -99,33 +89,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
       leave_pair(copies + MIDDLE + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
 
-    Batch<Cut<GATE_LINES, HIDDEN>> gate_up;
-    gate_up.read(ring, 0, 0, nothing);
-    square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
-    multiply_lines(memory, ring, gate_up, nothing);
-    leave_squares(memory, square);
-    meet();
-    constexpr int OUTPUTS = GATE_LINES / 2;
-    for (int i = threadIdx.x; i < up(ROWS * OUTPUTS); i += THREADS) {
-      const int row = i / OUTPUTS, line = i % OUTPUTS;
-      float out = 0.f;
-      if (row < ROWS) {
-        const float by = factor(memory, row, eps), gate = sum_of(memory, line, row) * by;
-        out = __fdividef(gate, 1.f + __expf(-gate)) * (sum_of(memory, OUTPUTS + line, row) * by);
-      }
-      leave_pair(copies + ACTIVATED + row * INNER_WORDS + program * OUTPUTS / 2, line, out, row < ROWS, flag);
-    }
-
-    Batch<Cut<ADD_LINES, PIECE>> down;
-    const u64* activated = its_copy + ACTIVATED;
-#pragma unroll 1
-    for (int piece = 0; piece < PIECES; piece++, activated += PIECE / 2) {
-      down.read(ring, 0, 0, nothing);
-      if (piece) meet();  // all have multiplied by the one before
-      take<PIECE / 2, false, INNER_WORDS>(memory, activated, flag);
-      multiply_lines(memory, ring, down, nothing, piece);
-    }
-    meet();
+    run_mlp(memory, ring, its, copies, its_copy, rows, eps, flag, nothing);
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
       own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;
       if (l + 1 < num_layers)

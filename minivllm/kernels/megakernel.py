@@ -15,6 +15,7 @@ stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -31,9 +32,20 @@ PAGE = 16  # keys
 _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that may share a key head's attention
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
 MAX_MEGAKERNEL_ROWS = 8
+_MOST_ROUTED_ROWS = 4  # more share experts, which the kernel reads for each row
 _MOST_STAGES, _MANY_ROWS_STAGES = 64, 8  # with 8 rows fewer stages have not been tried in an engine
 _MOST_PIECES = 4  # each is waited for
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Of MLPs of experts: a token's are the ``top_k`` of the largest logits (rounded to bfloat16, the first of equal
+    ones), each counted by the softmax of all logits, or, if ``renormalize``, of those ``top_k``."""
+
+    experts: int
+    top_k: int
+    renormalize: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,12 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    routing: Routing | None = None  # then ``inner`` is an expert's
+
+    @property
+    def chosen(self) -> int:
+        """MLPs of a token."""
+        return self.routing.top_k if self.routing else 1
 
     @property
     def width(self) -> int:
@@ -61,6 +79,7 @@ class MegakernelConfig:
     programs: int
     splits: int  # of a key head's attention, at most, of all sequences together
     chunk: int  # elements of k that a stage has, of eight lines
+    down_chunk: int  # of down's k
     stages: int
     stage_bytes: int
     memory_bytes: int  # shared, beside the stages
@@ -75,7 +94,8 @@ class MegakernelConfig:
 def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> MegakernelConfig | None:
     """None: the products do not cut evenly, nothing of the kernel's kind attends to such heads, or there are too many
     rows."""
-    if rows > MAX_MEGAKERNEL_ROWS:
+    routing, chosen = shape.routing, shape.chosen
+    if rows > (_MOST_ROUTED_ROWS if routing else MAX_MEGAKERNEL_ROWS):
         return None
     rows = next_power_of_2(rows)
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
@@ -86,23 +106,27 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # they leave pairs
     if programs is None or programs < shape.num_kv_heads * _LEAST_SPLITS:
         return None
+    if routing and (routing.experts % programs or routing.experts % 32 or chosen > min(32, routing.experts)):
+        return None
     if rows * shape.hidden // programs > 32 * _WARPS or shape.width % (4 * 32 * _WARPS // rows):
         return None
-    ks = shape.hidden, shape.width, shape.inner
+    ks = shape.hidden, shape.width, *([] if routing else [shape.inner])
     chunk = next((c for c in (1024, 512) if not any(k % c for k in ks)), None)
-    if chunk is None:
+    down_chunk = next((c for c in (1024, 768, 512, 256) if not shape.inner % c), None) if routing else chunk
+    if chunk is None or down_chunk is None:
         return None
-    most_lines = -(-max(2 * shape.inner, shape.qkv) // programs // 8) * 8
+    most_lines = -(-max(2 * shape.inner * chosen, shape.qkv) // programs // 8) * 8
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
-    stage_bytes = -(-max(8 * (2 * chunk + 64), page_bytes) // 1024) * 1024
-    enough = max(4096 // chunk, _MANY_ROWS_STAGES if rows > 4 else 0)  # registers take as much as the first at once
-    for pieces in range(1, _MOST_PIECES + 1):
-        if shape.inner % (pieces * chunk):
+    stage_bytes = -(-max(8 * (2 * max(chunk, down_chunk) + 64), page_bytes) // 1024) * 1024
+    enough = max(4096 // min(chunk, down_chunk), _MANY_ROWS_STAGES if rows > 4 else 0)  # registers take as much as the first at once
+    for pieces in range(1, 2 if routing else _MOST_PIECES + 1):
+        if shape.inner % (pieces * down_chunk):
             continue
-        x_bytes = rows * (2 * max(shape.hidden, shape.width, shape.inner // pieces) + (64 if rows > 1 else 0))
+        most_k = max(shape.hidden, shape.width, chosen * shape.inner // pieces)
+        x_bytes = rows * (2 * most_k + (64 if rows > 1 else 0))
         memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
         memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
-        memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128
+        memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128 + (8 * rows * chosen if routing else 0)
         memory = -(-memory // 1024) * 1024
         stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
         if stages >= enough:
@@ -110,7 +134,7 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     else:
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
-    return MegakernelConfig(rows, programs, splits, chunk, stages, stage_bytes, memory, pieces)
+    return MegakernelConfig(rows, programs, splits, chunk, down_chunk, stages, stage_bytes, memory, pieces)
 
 
 @cache
@@ -118,9 +142,14 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
     macros = {"ROWS": config.rows, "PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner,
               "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
               "CHUNK": config.chunk, "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
-              "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
-              "MEMORY_BYTES": config.memory_bytes}  # fmt: skip
-    return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention"))
+              "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces, "DOWN_CHUNK": config.down_chunk,
+              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen}  # fmt: skip
+    routing = shape.routing
+    macros["EXPERTS"] = routing.experts if routing else 0
+    if routing:
+        macros["RENORMALIZE"] = int(routing.renormalize)
+    mlp = "mega_experts" if routing else "mega_dense"
+    return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention", mlp))
 
 
 def use_megakernel(shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -150,7 +179,8 @@ def _launch_shape(config: MegakernelConfig, pdl: bool) -> nvrtc.LaunchShape:
 class LayerWeights:
     """One layer's, norms folded into ``qkv`` (qkv, hidden) and ``gate_up`` (2 * inner, hidden); o (hidden, width), down
     (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads, head_dim). All bfloat16
-    and contiguous."""
+    and contiguous. With routing gate_up (experts, 2 * inner, hidden), gate's rows first, down (experts, hidden, inner),
+    router (experts, hidden), and the norm in front of all three (hidden,), which is folded into none of them."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -160,9 +190,11 @@ class LayerWeights:
     k_norm: torch.Tensor | None
     keys: torch.Tensor
     values: torch.Tensor
+    router: torch.Tensor | None = None
+    norm: torch.Tensor | None = None
 
     def pointers(self) -> tuple[int, ...]:
-        tensors = (self.qkv, self.o, self.gate_up, self.down, self.q_norm, self.k_norm, self.keys, self.values)
+        tensors = tuple(getattr(self, name) for name in LayerWeights.__slots__)
         assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
         return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
@@ -193,7 +225,7 @@ class NewTokens:
 
 @cache
 def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """(layers, 8) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
+    """(layers, 10) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
@@ -231,12 +263,12 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tens
     assert tokens.seq_lens.dtype == tokens.block_tables.dtype == torch.int32
     pointers_of = tuple(layer.pointers() for layer in layers.weights)
     table = _table(device, pointers_of)
-    caches = tuple(pointer for layer in pointers_of for pointer in layer[-2:])
+    caches = tuple(cache.data_ptr() for layer in layers.weights for cache in (layer.keys, layer.values))
     blocks, page = layers.weights[0].keys.shape[:2]
     assert page == PAGE
     maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim)
     parts = config.splits * (shape.width // 2 + shape.num_heads)
-    streams = shape.hidden + shape.inner // 2
+    streams = shape.hidden + shape.chosen * shape.inner // 2 + (shape.routing.experts if shape.routing else 0)
     words, count = _words(device, config.rows * shape.qkv // 2 + _COPIES * (parts + config.rows * streams))
     step = (tokens.positions, tokens.slots, tokens.seq_lens, tokens.block_tables)
     tensors = (table, maps, x, y, cos_sin, *step, words, count)
@@ -292,6 +324,28 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> 
             weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * layers.scale).softmax(dim=-1)
             out.append(rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(-1))
         stream = rounded(stream + torch.stack(out) @ layer.o.float().T)
-        gate, up = (F.rms_norm(stream, stream.shape[-1:], eps=layers.eps) @ layer.gate_up.float().T).chunk(2, dim=1)
-        stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
+        normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
+        if shape.routing is None:
+            gate, up = (normed_stream @ layer.gate_up.float().T).chunk(2, dim=1)
+            stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
+        else:
+            stream = rounded(stream + _routed(normed_stream, layer, shape.routing, rounded))
     return stream.to(x.dtype)
+
+
+def _routed(
+    x: torch.Tensor, layer: LayerWeights, routing: Routing, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The MLP of experts of x (rows, hidden), which its norm has still to multiply."""
+    assert layer.norm is not None and layer.router is not None
+    x = x * layer.norm.float()
+    logits = rounded(x @ layer.router.float().T)
+    chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]
+    shares = (logits.gather(1, chosen) if routing.renormalize else logits).softmax(dim=1)
+    shares = shares if routing.renormalize else shares.gather(1, chosen)
+    out = torch.zeros_like(x)
+    for row, (experts, its_shares) in enumerate(zip(chosen.tolist(), shares, strict=True)):
+        for expert, share in zip(experts, its_shares, strict=True):
+            gate, up = (layer.gate_up[expert].float() @ x[row]).chunk(2)
+            out[row] += layer.down[expert].float() @ rounded(F.silu(gate) * up * share)
+    return out

@@ -207,6 +207,11 @@ inline bool __all_sync(unsigned, bool yes) {
   for (int i = 0; i < 32; i++) yes &= all[i][0];
   return yes;
 }
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+  auto* all = emulated::exchange({x});
+  for (int i = 0; i < 32; i++) x = std::max(x, (unsigned)all[i][0]);
+  return x;
+}
 template <class T> T from_lane(T x, int lane) {
   uint64_t word = 0;
   memcpy(&word, &x, sizeof x);

@@ -2,6 +2,7 @@
 against float32, with NaN wherever nothing was stored."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from minivllm.kernels.megakernel import (
     Layers,
     LayerWeights,
     NewTokens,
+    Routing,
     megakernel,
     megakernel_config,
     megakernel_reference,
@@ -145,11 +147,14 @@ class Step:
     def __init__(self, shape, layers, lengths, device, normed=True):
         self.shape = shape
 
-        def weight(n, k):
-            return (torch.randn(n, k, device=device) / k**0.5).to(BF16)
+        routing = shape.routing
+        each = (routing.experts,) if routing else ()
 
-        def norm():
-            return (1 + 0.2 * torch.randn(shape.head_dim, device=device)).to(BF16) if normed else None
+        def weight(*size):
+            return (torch.randn(*size, device=device) / size[-1] ** 0.5).to(BF16)
+
+        def norm(size):
+            return (1 + 0.2 * torch.randn(size, device=device)).to(BF16)
 
         pages = [-(-length // 16) for length in lengths]
         self.cache = torch.full(
@@ -173,11 +178,13 @@ class Step:
             LayerWeights(
                 weight(shape.qkv, shape.hidden),
                 weight(shape.hidden, shape.width),
-                weight(2 * shape.inner, shape.hidden),
-                weight(shape.hidden, shape.inner),
-                norm(),
-                norm(),
+                weight(*each, 2 * shape.inner, shape.hidden),
+                weight(*each, shape.hidden, shape.inner),
+                norm(shape.head_dim) if normed else None,
+                norm(shape.head_dim) if normed else None,
                 *self.cache[i],
+                weight(routing.experts, shape.hidden) if routing else None,
+                norm(shape.hidden) if routing else None,
             )
             for i in range(layers)
         ]
@@ -249,10 +256,13 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
 
 
 SMALL = DecoderShape(512, 1024, 8, 2, 128)  # stages of 512; four query heads of a key head
+ROUTED = DecoderShape(512, 256, 8, 2, 128, Routing(32, 3, True))
 EMULATED = [
     (SMALL, [1]), (SMALL, [300]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [1, 400, 40]), (SMALL, [1, 2, 3, 4, 5]),
     (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]),
     (DecoderShape(1024, 2048, 16, 2, 64), [20, 300, 6]),  # stages of 1,024; eight
+    *((ROUTED, lengths) for lengths in ([40], [300, 17], [1, 40, 3], [30, 2, 17, 200])),
+    (replace(ROUTED, inner=768, routing=Routing(64, 8, False)), [33]),
 ]  # fmt: skip
 
 

@@ -1,0 +1,37 @@
+// A dense MLP of megakernel.cu: asking for its weights; gate and up, down.
+
+struct MlpLoads {
+  __device__ __forceinline__ MlpLoads(Memory&, const u64*, int, u32) {}
+  __device__ __forceinline__ void load(const Layer& its, int, Ring& ring, int lane, u64 policy) {
+    load_weights<GATE_LINES, HIDDEN, true>(its.gate_up, ring, lane, policy);
+    load_weights<ADD_LINES, INNER, false, PIECES>(its.down, ring, lane, policy);
+  }
+};
+
+// Leaves down's sums behind.
+__device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&, u64* copies, const u64* its_copy,
+                                        int rows, float eps, u32 flag, u32 nothing) {
+  Batch<Cut<GATE_LINES, HIDDEN>> gate_up;
+  gate_up.read(ring, 0, 0, nothing);
+  const float square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
+  multiply_lines(memory, ring, gate_up, nothing);
+  leave_squares(memory, square);
+  meet();
+  constexpr int OUTPUTS = GATE_LINES / 2;
+  for (int i = threadIdx.x; i < up(ROWS * OUTPUTS); i += THREADS) {
+    const int row = i / OUTPUTS, line = i % OUTPUTS;
+    const float out = row < ROWS ? activated(memory, line, OUTPUTS + line, row, eps) : 0.f;
+    leave_pair(copies + ACTIVATED + row * INNER_WORDS + blockIdx.x * OUTPUTS / 2, line, out, row < ROWS, flag);
+  }
+
+  Batch<Cut<ADD_LINES, PIECE>> down;
+  const u64* parts = its_copy + ACTIVATED;
+#pragma unroll 1
+  for (int piece = 0; piece < PIECES; piece++, parts += PIECE / 2) {
+    down.read(ring, 0, 0, nothing);
+    if (piece) meet();  // all have multiplied by the one before
+    take<PIECE / 2, false, INNER_WORDS>(memory, parts, flag);
+    multiply_lines(memory, ring, down, nothing, piece);
+  }
+  meet();
+}

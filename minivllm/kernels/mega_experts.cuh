@@ -1,0 +1,143 @@
+// An MLP of experts of megakernel.cu: each program has as many lines of the router as any other, and of each expert. All
+// leave their logits; who asks for weights chooses each row's experts of them, and asks for those rows' after another.
+
+constexpr int ROUTER_LINES = EXPERTS / PROGRAMS, OF_EXPERT = 2 * INNER / PROGRAMS;  // lines, half of the latter gate's
+constexpr int NONE = 0xFFFF;  // is no expert
+static_assert(EXPERTS % PROGRAMS == 0 && EXPERTS % 32 == 0 && CHOSEN <= 32 && PIECES == 1, "megakernel.py");
+
+// Orders logits, which are bfloat16, and of equal ones the first.
+__device__ __forceinline__ u32 key_of(u32 logit, int expert) {
+  const u32 bits = logit >> 16, ordered = bits & 0x8000 ? ~bits & 0xFFFF : bits | 0x8000;
+  return ordered << 16 | (NONE - expert);
+}
+__device__ __forceinline__ int expert_of(u32 key) { return NONE - (key & 0xFFFF); }
+__device__ __forceinline__ float logit_of(u32 key) {
+  const u32 ordered = key >> 16;
+  return __uint_as_float((ordered & 0x8000 ? ordered & 0x7FFF : ~ordered & 0xFFFF) << 16);
+}
+
+// The experts of a row, from the likeliest on, and their shares, of logits that all programs leave; by one warp.
+__device__ __forceinline__ void choose(Memory& memory, const u64* logits, int row, u32 flag, int lane) {
+  constexpr int EACH = EXPERTS / 32;
+  u64 words[EACH];
+  u32 looks = 0;
+  bool there;
+  do {
+    there = true;
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+      words[i] = look(logits + row * EXPERTS + i * 32 + lane), there &= has(words[i], flag);
+    be_patient(looks);
+  } while (!__all_sync(~0u, there));
+  u32 keys[EACH], mine = 0, first = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) keys[i] = key_of((u32)words[i], i * 32 + lane);
+#pragma unroll 1
+  for (int c = 0; c < CHOSEN; c++) {
+    u32 best = keys[0];
+#pragma unroll
+    for (int i = 1; i < EACH; i++) best = max(best, keys[i]);
+    best = __reduce_max_sync(~0u, best);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) keys[i] = keys[i] == best ? 0 : keys[i];
+    if (c == 0) first = best;
+    if (c == lane) mine = best;
+  }
+  const float top = logit_of(first), own = lane < CHOSEN ? __expf(logit_of(mine) - top) : 0.f;
+  float total = own;
+  if (!RENORMALIZE) {
+    total = 0.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) total += __expf(__uint_as_float((u32)words[i]) - top);
+  }
+  total = warp_sum(total);
+  if (lane < CHOSEN) memory.experts[row][lane] = expert_of(mine), memory.shares[row][lane] = __fdividef(own, total);
+  __syncwarp();
+}
+
+struct MlpLoads {
+  Memory& memory;
+  const u64* logits;
+  int rows;
+  u32 first_flag;
+
+  __device__ __forceinline__ MlpLoads(Memory& memory, const u64* words, int rows, u32 first_flag)
+      : memory(memory), logits(words + ROWS * QKV_WORDS + blockIdx.x % COPIES * COPY_WORDS + LOGITS), rows(rows),
+        first_flag(first_flag) {}
+
+  __device__ __forceinline__ void load(const Layer& its, int layer, Ring& ring, int lane, u64 policy) {
+    load_weights<ROUTER_LINES, HIDDEN, false>(its.router, ring, lane, policy);
+#pragma unroll 1
+    for (int row = 0; row < rows; row++) {
+      choose(memory, logits, row, first_flag + layer, lane);
+#pragma unroll 1
+      for (int first = 0; first < GATE_LINES; first += 8) {
+        const int i = min(first + lane, GATE_LINES - 1), line = i % OF_EXPERT, some = min(GATE_LINES - first, 8);
+        const int of_expert = blockIdx.x * (OF_EXPERT / 2) + (line < OF_EXPERT / 2 ? line : INNER - OF_EXPERT / 2 + line);
+        const u16* from = its.gate_up + ((u64)memory.experts[row][i / OF_EXPERT] * 2 * INNER + of_expert) * HIDDEN;
+#pragma unroll 1
+        for (int k = 0; k < HIDDEN; k += CHUNK) load_lines<CHUNK>(from + k, some, ring, lane, policy);
+      }
+    }
+#pragma unroll 1
+    for (int row = 0; row < rows; row++)
+#pragma unroll 1
+      for (int first = 0; first < ADD_LINES; first += 8) {
+        const int line = blockIdx.x * ADD_LINES + first + lane;
+#pragma unroll 1
+        for (int c = 0; c < CHOSEN; c++) {
+          const u16* from = its.down + ((u64)memory.experts[row][c] * HIDDEN + line) * INNER;
+#pragma unroll 1
+          for (int k = 0; k < INNER; k += DOWN_CHUNK)
+            load_lines<DOWN_CHUNK>(from + k, min(ADD_LINES - first, 8), ring, lane, policy);
+        }
+      }
+  }
+};
+
+// Leaves down's sums behind. A row's experts' outputs, each counted as much as it is chosen, are one input of down.
+__device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer& its, u64* copies, const u64* its_copy,
+                                        int rows, float eps, u32 flag, u32 nothing) {
+  Batch<Cut<ROUTER_LINES, HIDDEN>> router;
+  router.read(ring, 0, 0, nothing);
+  const float square = take<X_WORDS, true, X_WORDS, true>(memory, its_copy + MIDDLE, flag, its.norm);
+  multiply_lines(memory, ring, router, nothing);
+  leave_squares(memory, square);
+  meet();
+  for (int i = threadIdx.x; i < rows * ROUTER_LINES; i += THREADS) {
+    const int row = i / ROUTER_LINES, line = i % ROUTER_LINES;
+    const u32 logit = __float_as_uint(rounded(sum_of(memory, line, row) * factor(memory, row, eps)));
+#pragma unroll
+    for (int c = 0; c < COPIES; c++)
+      leave(copies + c * COPY_WORDS + LOGITS + row * EXPERTS + blockIdx.x * ROUTER_LINES + line, logit, flag);
+  }
+
+  // Sums of the router's are read before these are written: they need experts, which are chosen of all its logits.
+  const int live = ROWS == 1 ? 1 : rows;
+#pragma unroll 1
+  for (int row = 0; row < live; row++) {
+    Batch<Cut<GATE_LINES, HIDDEN>> gate_up;
+    gate_up.read(ring, 0, 0, nothing);
+    multiply_lines(memory, ring, gate_up, nothing, false, row);
+  }
+  meet();
+  constexpr int OUTPUTS = OF_EXPERT / 2;
+  for (int i = threadIdx.x; i < up(ROWS * CHOSEN * OUTPUTS); i += THREADS) {
+    const int row = i / (CHOSEN * OUTPUTS), c = i / OUTPUTS % CHOSEN, line = i % OUTPUTS;
+    float out = 0.f;
+    if (row < rows)
+      out = activated(memory, c * OF_EXPERT + line, c * OF_EXPERT + OUTPUTS + line, row, eps) * memory.shares[row][c];
+    leave_pair(copies + ACTIVATED + row * INNER_WORDS + (c * INNER + blockIdx.x * OUTPUTS) / 2, line, out, row < ROWS,
+               flag);
+  }
+
+  Batch<Cut<ADD_LINES, CHOSEN * INNER, DOWN_CHUNK>> down;
+  down.read(ring, 0, 0, nothing);
+  take<INNER_WORDS, false>(memory, its_copy + ACTIVATED, flag);
+#pragma unroll 1
+  for (int row = 0; row < live; row++) {
+    if (row) down.read(ring, 0, 0, nothing);
+    multiply_lines(memory, ring, down, nothing, false, row);
+  }
+  meet();
+}
