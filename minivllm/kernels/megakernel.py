@@ -118,7 +118,9 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     most_lines = -(-max(2 * shape.inner * chosen, shape.qkv) // programs // 8) * 8
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     stage_bytes = -(-max(8 * (2 * max(chunk, down_chunk) + 64), page_bytes) // 1024) * 1024
-    enough = max(4096 // min(chunk, down_chunk), _MANY_ROWS_STAGES if rows > 4 else 0)  # registers take as much as the first at once
+    enough = max(
+        4096 // min(chunk, down_chunk), _MANY_ROWS_STAGES if rows > 4 else 0
+    )  # registers take as much as the first at once
     for pieces in range(1, 2 if routing else _MOST_PIECES + 1):
         if shape.inner % (pieces * down_chunk):
             continue
@@ -324,11 +326,14 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> 
             weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * layers.scale).softmax(dim=-1)
             out.append(rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(-1))
         stream = rounded(stream + torch.stack(out) @ layer.o.float().T)
-        normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
         if shape.routing is None:
+            normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
             gate, up = (normed_stream @ layer.gate_up.float().T).chunk(2, dim=1)
             stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
         else:
+            assert layer.norm is not None
+            factors = (stream.square().mean(dim=1, keepdim=True) + layers.eps).rsqrt()
+            normed_stream = rounded(stream * layer.norm.float()) * factors
             stream = rounded(stream + _routed(normed_stream, layer, shape.routing, rounded))
     return stream.to(x.dtype)
 
@@ -336,9 +341,8 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> 
 def _routed(
     x: torch.Tensor, layer: LayerWeights, routing: Routing, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The MLP of experts of x (rows, hidden), which its norm has still to multiply."""
-    assert layer.norm is not None and layer.router is not None
-    x = x * layer.norm.float()
+    """The MLP of experts of x (rows, hidden), behind its norm."""
+    assert layer.router is not None
     logits = rounded(x @ layer.router.float().T)
     chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]
     shares = (logits.gather(1, chosen) if routing.renormalize else logits).softmax(dim=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from typing import ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
+from minivllm.kernels.megakernel import DecoderShape
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
@@ -29,8 +30,9 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
 from minivllm.layers.parts import PartedStream, adds_parts, is_plain
 from minivllm.layers.rotary import RotaryTable
-from minivllm.layers.whole import decode_whole, whole_shape
+from minivllm.layers.whole import decode_whole, dense_shape, experts_shape, goes_whole, routed_experts
 
+_Shape = TypeVar("_Shape", ChainShape, DecoderShape)
 _Pick = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -162,7 +164,12 @@ class DecoderLayer(nn.Module):
         """Whether another way through the same parts may stand for ``forward``. One of one's own, here or in a part of
         it, reads the stream whole, and so does a hook. Asked at each such step, as modules may be replaced at any
         time."""
-        attention, mlp = self.self_attn, self.mlp
+        mlp = self.mlp
+        gated = isinstance(mlp, GatedMLP) and is_plain(mlp, GatedMLP) and adds_parts(mlp.down_proj)
+        return gated and self._attends_as_usual()
+
+    def _attends_as_usual(self) -> bool:
+        attention = self.self_attn
         return (
             is_plain(self, DecoderLayer)
             and isinstance(self.input_layernorm, RMSNorm)
@@ -173,9 +180,6 @@ class DecoderLayer(nn.Module):
             and type(attention.attention).of_stream is Attention.of_stream
             and type(attention.qkv_proj) is QKVParallelLinear
             and adds_parts(attention.o_proj)
-            and isinstance(mlp, GatedMLP)
-            and is_plain(mlp, GatedMLP)
-            and adds_parts(mlp.down_proj)
         )
 
     def goes_in_parts(self) -> bool:
@@ -201,6 +205,16 @@ class DecoderLayer(nn.Module):
             return None
         hidden, width = attention.o_proj.weight.shape
         return ChainShape(hidden, width, mlp.down_proj.weight.shape[1], attention.qkv_proj.weight.shape[0])
+
+    def routed_shape(self) -> DecoderShape | None:
+        """Of a layer that is usual but for its MLP, which is one of experts, on one rank."""
+        attention, experts = self.self_attn, routed_experts(self.mlp)
+        if experts is None or not self._attends_as_usual():
+            return None
+        assert isinstance(attention, SelfAttention)
+        if type(attention.attention) is not Attention or not attention.qkv_proj.folded:
+            return None
+        return experts_shape(attention.attention, attention.o_proj.weight.shape[0], experts)
 
     def chain(
         self,
@@ -236,22 +250,28 @@ class Decoder(nn.Module):
         layers, exchange = list(self.layers), self.tp.exchange
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
-        elif (products := self._products(layers, x)) is not None:
+        elif (products := self._shape_of(layers, x, DecoderLayer.chain_shape)) is not None:
             usual = cast(list[DecoderLayer], layers)
             if use_chain(len(x), products, x.dtype, x.device):
                 x, layers = self._chained(usual, x, positions, attention), []
-            elif (whole := whole_shape(usual, products, x, attention)) is not None:
+            elif goes_whole(usual, whole := dense_shape(usual[0], products), x, attention):
                 x, layers = decode_whole(usual, whole, x, positions, attention), []
+        elif (routed := self._shape_of(layers, x, DecoderLayer.routed_shape)) is not None:
+            usual = cast(list[DecoderLayer], layers)
+            if goes_whole(usual, routed, x, attention):
+                x, layers = decode_whole(usual, routed, x, positions, attention), []
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
 
-    def _products(self, layers: list[nn.Module], x: torch.Tensor) -> ChainShape | None:
-        """Of layers that are all usual, on one rank, and alike; the last one may pick tokens. None: they are not, or
+    def _shape_of(
+        self, layers: list[nn.Module], x: torch.Tensor, of: Callable[[DecoderLayer], _Shape | None]
+    ) -> _Shape | None:
+        """Of layers that all have one, on one rank, and the same; the last one may pick tokens. None: they have not, or
         there are more rows than such layers go any other way with."""
         if len(x) > MAX_CHAIN_ROWS or self.tp.size > 1:
             return None
-        shapes = (layer.chain_shape() if isinstance(layer, DecoderLayer) else None for layer in layers)
+        shapes = (of(layer) if isinstance(layer, DecoderLayer) else None for layer in layers)
         shape = next(shapes, None)
         if shape is None or any(other != shape for other in shapes):
             return None

@@ -7,8 +7,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import nn
 
-from minivllm.core.interfaces import AttentionBackend
+from minivllm.core.interfaces import AttentionBackend, overrides_both
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.megakernel import (
     MAX_MEGAKERNEL_ROWS,
@@ -17,34 +18,56 @@ from minivllm.kernels.megakernel import (
     Layers,
     LayerWeights,
     NewTokens,
+    Routing,
     megakernel,
     use_megakernel,
 )
+from minivllm.layers.experts import RoutedExperts, RoutedMLP
 from minivllm.layers.mlp import GatedMLP
+from minivllm.layers.parts import is_plain
 
 if TYPE_CHECKING:
+    from minivllm.layers.attention import Attention
     from minivllm.layers.decoder import DecoderLayer, SelfAttention
 
 
-def whole_shape(
-    layers: list[DecoderLayer], products: ChainShape, x: torch.Tensor, backend: AttentionBackend
-) -> DecoderShape | None:
-    """Of layers that go as one kernel in this step; None: they do not. ``products``: the ``chain_shape`` of all."""
+def dense_shape(layer: DecoderLayer, products: ChainShape) -> DecoderShape:
+    """Of a layer with that ``chain_shape``."""
+    heads = _self_attention(layer).attention
+    return DecoderShape(products.hidden, products.inner, heads.num_heads, heads.num_kv_heads, heads.head_dim)
+
+
+def experts_shape(heads: Attention, hidden: int, experts: RoutedExperts) -> DecoderShape:
+    """Of a layer with such an MLP."""
+    routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
+    inner = experts.down.shape[2]
+    return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing)
+
+
+def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
+    """What computes the same as to call that MLP; None: nothing else does."""
+    if not isinstance(mlp, RoutedMLP) or not overrides_both(type(mlp), "forward", "routed_experts"):
+        return None
+    return mlp.routed_experts() if is_plain(mlp, type(mlp)) else None
+
+
+def goes_whole(layers: list[DecoderLayer], shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend) -> bool:
+    """Whether layers of that shape go as one kernel in this step."""
     batch = backend.batch
     if len(x) > MAX_MEGAKERNEL_ROWS or batch is None or not batch.num_decodes == batch.num_seqs == len(x):
-        return None
+        return False
     if batch.cascade is not None:
-        return None
+        return False
     if not backend.plain_decode or not backend.keeps_cache_write() or backend.kv_cache.shape[3] != PAGE:
-        return None
+        return False
     alike = {_attention_of(layer) for layer in layers}, {eps for layer in layers for eps in _eps_of(layer)}
     if any(len(kinds) > 1 for kinds in alike):
-        return None
-    heads = _self_attention(layers[0]).attention
-    shape = DecoderShape(products.hidden, products.inner, heads.num_heads, heads.num_kv_heads, heads.head_dim)
-    fits = (shape.width, shape.qkv) == (products.width, products.qkv) and backend.kv_cache.dtype == x.dtype
-    rotates = heads.rotary.cos_sin.shape[1] == heads.head_dim
-    return shape if fits and rotates and use_megakernel(shape, len(x), x.dtype, x.device) else None
+        return False
+    own = _self_attention(layers[0])
+    products = own.o_proj.weight.shape, own.qkv_proj.weight.shape
+    fits = products == ((shape.hidden, shape.width), (shape.qkv, shape.hidden)) and backend.kv_cache.dtype == x.dtype
+    rotates = own.attention.rotary.cos_sin.shape[1] == shape.head_dim
+    return fits and rotates and use_megakernel(shape, len(x), x.dtype, x.device)
 
 
 def decode_whole(
@@ -54,8 +77,7 @@ def decode_whole(
     positions: torch.Tensor,
     backend: AttentionBackend,
 ) -> torch.Tensor:
-    """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them, which have that
-    ``whole_shape``."""
+    """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; they ``goes_whole``."""
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])
@@ -80,16 +102,26 @@ def _eps_of(layer: DecoderLayer) -> tuple[float, float]:
 
 
 def _weights_of(layer: DecoderLayer, backend: AttentionBackend) -> LayerWeights:
-    attention, mlp = _self_attention(layer), cast(GatedMLP, layer.mlp)
+    attention, mlp = _self_attention(layer), layer.mlp
     heads = attention.attention
+    if isinstance(mlp, GatedMLP):
+        gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        router = norm = None
+    else:
+        experts = routed_experts(mlp)
+        assert experts is not None
+        gate_up, down, router = experts.gate_up, experts.down, experts.router
+        norm = layer.post_attention_layernorm.weight
     keys, values = backend.kv_cache[heads.index]
     return LayerWeights(
         attention.qkv_proj.weight,
         attention.o_proj.weight,
-        mlp.gate_up_proj.weight,
-        mlp.down_proj.weight,
+        gate_up,
+        down,
         None if heads.q_norm is None else heads.q_norm.weight,
         None if heads.k_norm is None else heads.k_norm.weight,
         keys,
         values,
+        router,
+        norm,
     )

@@ -67,6 +67,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     # layers
     "minivllm.layers.decoder": ("CausalLM", "Decoder", "DecoderLayer", "LayerFactory", "SelfAttention"),
     "minivllm.layers.attention": ("Attention",),
+    "minivllm.layers.experts": ("RoutedExperts", "RoutedMLP"),
     "minivllm.layers.embedding": ("ParallelLMHead", "VocabParallelEmbedding"),
     "minivllm.layers.linear": (
         "ColumnParallelLinear",

@@ -35,9 +35,10 @@ SHAPES = {  # of published models
     "Llama-3.2-1B": DecoderShape(2048, 8192, 32, 8, 64),
     "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
     "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
+    "Qwen3-30B-A3B": DecoderShape(2048, 768, 32, 4, 128, Routing(128, 8, True)),
 }
 ROWS = dict.fromkeys(SHAPES, (1, 2, 4, 8)) | dict.fromkeys(["Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B"], (1, 2, 4))
-ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2))
+ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2)) | {"Qwen3-30B-A3B": (1, 2, 4)}
 
 
 # --------------------------------------------------------------------------- how they are cut
@@ -55,10 +56,10 @@ def check(shape, rows, sms):
     assert config.rows * shape.hidden // config.programs <= 256, "a thread each"
     assert shape.width % (4 * 256 // config.rows) == 0, "threads that take a row take as much each"
     assert not any(k % config.chunk for k in (shape.hidden, shape.width))
-    assert shape.inner % (config.pieces * config.chunk) == 0 and 1 <= config.pieces <= 4
+    assert shape.inner % (config.pieces * config.down_chunk) == 0 and 1 <= config.pieces <= 4
     assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
     assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
-    assert config.stage_bytes >= max(8 * (2 * config.chunk + 64), 4 * 16 * shape.head_dim)
+    assert config.stage_bytes >= max(8 * (2 * max(config.chunk, config.down_chunk) + 64), 4 * 16 * shape.head_dim)
     assert shape.num_heads // shape.num_kv_heads <= 8
     return True
 

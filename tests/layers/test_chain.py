@@ -17,6 +17,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
+from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import MergedColumnParallelLinear
 from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -132,4 +133,4 @@ def test_one_layer_with_something_of_its_own_leaves_all_as_they_are(
         return
     if change is not pick_early:  # of a layer that is not the last one nothing sensible comes
         torch.testing.assert_close(world.step(), World(folder, fold=False).step())
-    assert not chained and not world.model.model._products(world.layers, torch.zeros(9, 64))
+    assert not chained and not world.model.model._shape_of(world.layers, torch.zeros(9, 64), DecoderLayer.chain_shape)

@@ -12,6 +12,7 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
+from minivllm.layers.experts import RoutedExperts
 from minivllm.layers.linear import ReplicatedLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, pieces_of, sharded_parameter, split
@@ -49,6 +50,13 @@ class SparseMLP(nn.Module):
         if self.tp.size == 1:
             return self._run(x, norm, *weights, add=True)
         return self.tp.all_reduce_add(x, self._run(x, norm, *weights, add=False))
+
+    def routed_experts(self) -> RoutedExperts | None:
+        """For minivllm's kernel of all layers, where nobody has asked for a backend by name."""
+        if self.tp.size > 1 or self.wanted != AUTO:
+            return None
+        weights = self.gate.weight, self.gate_up_experts.stacked(), self.down_experts.weight
+        return RoutedExperts(*weights, self.top_k, self.renormalize)
 
 
 class _GateUp(nn.Module):
