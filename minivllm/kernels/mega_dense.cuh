@@ -3,15 +3,15 @@
 struct MlpLoads {
   __device__ __forceinline__ MlpLoads(Memory&, const u64*, int, u32) {}
   __device__ __forceinline__ void load(const Layer& its, int, Ring& ring, int lane, u64 policy) {
-    load_weights<GATE_LINES, HIDDEN, true>(its.gate_up, ring, lane, policy);
-    load_weights<ADD_LINES, INNER, false, PIECES>(its.down, ring, lane, policy);
+    load_weights<GATE_LINES, HIDDEN, HIDDEN_CHUNK, true>(its.gate_up, ring, lane, policy);
+    load_weights<ADD_LINES, INNER, INNER_CHUNK, false, PIECES>(its.down, ring, lane, policy);
   }
 };
 
 // Leaves down's sums behind.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&, u64* copies, const u64* its_copy,
                                         int rows, float eps, u32 flag, u32 nothing) {
-  Batch<Cut<GATE_LINES, HIDDEN>> gate_up;
+  Batch<Cut<GATE_LINES, HIDDEN, HIDDEN_CHUNK>> gate_up;
   gate_up.read(ring, 0, 0, nothing);
   const float square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
   multiply_lines(memory, ring, gate_up, nothing);
@@ -24,7 +24,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
     leave_pair(copies + ACTIVATED + row * INNER_WORDS + blockIdx.x * OUTPUTS / 2, line, out, row < ROWS, flag);
   }
 
-  Batch<Cut<ADD_LINES, PIECE>> down;
+  Batch<Cut<ADD_LINES, PIECE, INNER_CHUNK>> down;
   const u64* parts = its_copy + ACTIVATED;
 #pragma unroll 1
   for (int piece = 0; piece < PIECES; piece++, parts += PIECE / 2) {

@@ -66,7 +66,7 @@ struct MlpLoads {
         first_flag(first_flag) {}
 
   __device__ __forceinline__ void load(const Layer& its, int layer, Ring& ring, int lane, u64 policy) {
-    load_weights<ROUTER_LINES, HIDDEN, false>(its.router, ring, lane, policy);
+    load_weights<ROUTER_LINES, HIDDEN, HIDDEN_CHUNK>(its.router, ring, lane, policy);
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       choose(memory, logits, row, first_flag + layer, lane);
@@ -76,7 +76,7 @@ struct MlpLoads {
         const int of_expert = blockIdx.x * (OF_EXPERT / 2) + (line < OF_EXPERT / 2 ? line : INNER - OF_EXPERT / 2 + line);
         const u16* from = its.gate_up + ((u64)memory.experts[row][i / OF_EXPERT] * 2 * INNER + of_expert) * HIDDEN;
 #pragma unroll 1
-        for (int k = 0; k < HIDDEN; k += CHUNK) load_lines<CHUNK>(from + k, some, ring, lane, policy);
+        for (int k = 0; k < HIDDEN; k += HIDDEN_CHUNK) load_lines<HIDDEN_CHUNK>(from + k, some, ring, lane, policy);
       }
     }
 #pragma unroll 1
@@ -88,8 +88,8 @@ struct MlpLoads {
         for (int c = 0; c < CHOSEN; c++) {
           const u16* from = its.down + ((u64)memory.experts[row][c] * HIDDEN + line) * INNER;
 #pragma unroll 1
-          for (int k = 0; k < INNER; k += DOWN_CHUNK)
-            load_lines<DOWN_CHUNK>(from + k, min(ADD_LINES - first, 8), ring, lane, policy);
+          for (int k = 0; k < INNER; k += INNER_CHUNK)
+            load_lines<INNER_CHUNK>(from + k, min(ADD_LINES - first, 8), ring, lane, policy);
         }
       }
   }
@@ -98,7 +98,7 @@ struct MlpLoads {
 // Leaves down's sums behind. A row's experts' outputs, each counted as much as it is chosen, are one input of down.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer& its, u64* copies, const u64* its_copy,
                                         int rows, float eps, u32 flag, u32 nothing) {
-  Batch<Cut<ROUTER_LINES, HIDDEN>> router;
+  Batch<Cut<ROUTER_LINES, HIDDEN, HIDDEN_CHUNK>> router;
   router.read(ring, 0, 0, nothing);
   const float square = take<X_WORDS, true, X_WORDS, true>(memory, its_copy + MIDDLE, flag, its.norm);
   multiply_lines(memory, ring, router, nothing);
@@ -116,7 +116,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   const int live = ROWS == 1 ? 1 : rows;
 #pragma unroll 1
   for (int row = 0; row < live; row++) {
-    Batch<Cut<GATE_LINES, HIDDEN>> gate_up;
+    Batch<Cut<GATE_LINES, HIDDEN, HIDDEN_CHUNK>> gate_up;
     gate_up.read(ring, 0, 0, nothing);
     multiply_lines(memory, ring, gate_up, nothing, false, row);
   }
@@ -131,7 +131,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
                flag);
   }
 
-  Batch<Cut<ADD_LINES, CHOSEN * INNER, DOWN_CHUNK>> down;
+  Batch<Cut<ADD_LINES, CHOSEN * INNER, INNER_CHUNK>> down;
   down.read(ring, 0, 0, nothing);
   take<INNER_WORDS, false>(memory, its_copy + ACTIVATED, flag);
 #pragma unroll 1

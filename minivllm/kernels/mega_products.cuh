@@ -6,7 +6,7 @@ __device__ constexpr int line_bytes(int chunk) { return 2 * chunk + 64; }
 // Asks for a stage: OF elements of k of so many lines, of each of which a lane knows the place.
 template <int OF>
 __device__ __forceinline__ void load_lines(const u16* from, int lines, Ring& ring, int lane, u64 policy) {
-  const u32 bar = make_room(ring, lines * OF * 2, lane);
+  const u32 bar = make_room<8 * OF * 2>(ring, lines * OF * 2, lane);
   if (lane < lines)
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
@@ -15,7 +15,7 @@ __device__ __forceinline__ void load_lines(const u16* from, int lines, Ring& rin
 }
 // Asks for LINES lines of a weight, eight at a time, of one piece of k after another; of gate and up a program has half
 // of each.
-template <int LINES, int K, bool GATED, int PIECES_ = 1>
+template <int LINES, int K, int OF, bool GATED = false, int PIECES_ = 1>
 __device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int lane, u64 policy) {
   constexpr int OWN = GATED ? LINES / 2 : LINES, EIGHTS = (LINES + 7) / 8;
 #pragma unroll 1
@@ -25,20 +25,20 @@ __device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int 
     const int line = blockIdx.x * OWN + (GATED && i >= OWN ? INNER - OWN + i : i);
     const u16* from = weight + (u64)line * K;
 #pragma unroll 1
-    for (int k = begin; k < begin + K / PIECES_; k += CHUNK) load_lines<CHUNK>(from + k, some, ring, lane, policy);
+    for (int k = begin; k < begin + K / PIECES_; k += OF) load_lines<OF>(from + k, some, ring, lane, policy);
   }
 }
 
 // How a product of so many lines goes through registers: batches of so many eights of lines, and stages of each.
-template <int LINES, int K, int OF = CHUNK> struct Cut {
+template <int LINES, int K, int OF> struct Cut {
   static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // of a stage a warp has so many elements of k
-  static constexpr int AT_ONCE = 16 / LOADS;                  // stages that registers hold
+  static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages that registers hold
   static constexpr int LINE_BYTES = line_bytes(OF), STEP_BYTES = 2 * OF;
   static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = K / OF, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
   static constexpr int DEEP = (STEPS + SETS_OF_STEPS - 1) / SETS_OF_STEPS, MOST = AT_ONCE / DEEP;
   static constexpr int SETS = (EIGHTS + MOST - 1) / MOST, MANY = (EIGHTS + SETS - 1) / SETS;
   static_assert(MANY == 1 || SETS_OF_STEPS == 1, "stages come line by line");
-  static_assert(STAGES >= AT_ONCE && STAGE_BYTES >= 8 * LINE_BYTES && OF % (32 * WARPS) == 0, "megakernel.py");
+  static_assert(STAGE_BYTES >= 8 * LINE_BYTES && OF % (32 * WARPS) == 0, "megakernel.py");
 
   static __device__ __forceinline__ bool has(int set, int deep_set, int i, int step) {
     return (EIGHTS % MANY == 0 || set * MANY + i < EIGHTS) && (STEPS % DEEP == 0 || deep_set * DEEP + step < STEPS);

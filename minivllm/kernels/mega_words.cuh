@@ -17,7 +17,7 @@ constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
 static_assert(STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
-static_assert(INNER % PIECES == 0 && PIECE % DOWN_CHUNK == 0, "megakernel.py");
+static_assert(INNER % PIECES == 0 && PIECE % INNER_CHUNK == 0, "megakernel.py");
 static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "megakernel.py");
 // Words: of a row's projection, which stand in front; in each copy of what all read, where parts of attention, their
 // sums, and rows of the others begin.
@@ -99,10 +99,17 @@ struct Ring {
   }
 };
 
-// Waits until a stage is free, then says how much of it is asked for.
+// Waits until a stage is free, and until no more is under way than memory needs to be busy, then says how much of the
+// stage is asked for. WHOLE: bytes of such a stage.
+template <int WHOLE>
 __device__ __forceinline__ u32 make_room(const Ring& ring, int bytes, int lane) {
+  constexpr int AHEAD = UNDER_WAY / WHOLE > 2 ? UNDER_WAY / WHOLE : 2;
   const u32 bar = ring.full + 8 * ring.stage;
   barrier_wait(ring.empty + 8 * ring.stage, ring.round & 1 ^ 1);
+  if (AHEAD < STAGES && (ring.round || ring.stage >= AHEAD)) {
+    const int before = ring.stage - AHEAD;
+    barrier_wait(ring.full + 8 * (before < 0 ? before + STAGES : before), (before < 0 ? ring.round - 1 : ring.round) & 1);
+  }
   if (lane == 0) barrier_expect(bar, bytes);
   __syncwarp();
   return bar;

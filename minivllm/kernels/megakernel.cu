@@ -31,7 +31,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
 
   if (warp == WARPS) {
     const u64 policy = read_once();
-    load_weights<QKV_LINES, HIDDEN, false>(layers->qkv, ring, lane, policy);
+    load_weights<QKV_LINES, HIDDEN, HIDDEN_CHUNK>(layers->qkv, ring, lane, policy);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const Share share = share_of(Shares(lengths, rows), program);
     const int* table = tables + max(share.row, 0) * tables_stride;
@@ -39,9 +39,9 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
 #pragma unroll 1
     for (int l = 0; l < num_layers; l++) {
       const Layer& its = layers[l];
-      if (l) load_weights<QKV_LINES, HIDDEN, false>(its.qkv, ring, lane, policy);
+      if (l) load_weights<QKV_LINES, HIDDEN, HIDDEN_CHUNK>(its.qkv, ring, lane, policy);
       if (share.row >= 0) load_pages(maps + 2 * l, table, share, ring, lane);
-      load_weights<ADD_LINES, WIDTH, false>(its.o, ring, lane, policy);
+      load_weights<ADD_LINES, WIDTH, WIDTH_CHUNK>(its.o, ring, lane, policy);
       mlp.load(its, l, ring, lane, policy);
     }
     return;
@@ -65,7 +65,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     asm volatile("" : "+l"(copies), "+l"(its_copy), "+l"(words));
     const Layer its = layers[l];
     const u32 flag = first_flag + l;
-    Batch<Cut<QKV_LINES, HIDDEN>> qkv;
+    Batch<Cut<QKV_LINES, HIDDEN, HIDDEN_CHUNK>> qkv;
     qkv.read(ring, 0, 0, nothing);
     if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
     multiply_lines(memory, ring, qkv, nothing);
@@ -79,7 +79,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     }
     if (memory.share.row >= 0) attend(memory, its, ring, words, copies, heads_eps, scale, flag, nothing);
 
-    Batch<Cut<ADD_LINES, WIDTH>> o;
+    Batch<Cut<ADD_LINES, WIDTH, WIDTH_CHUNK>> o;
     o.read(ring, 0, 0, nothing);
     take_heads(memory, its_copy, flag);
     multiply_lines(memory, ring, o, nothing);

@@ -33,8 +33,9 @@ _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that m
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
 MAX_MEGAKERNEL_ROWS = 8
 _MOST_ROUTED_ROWS = 4  # more share experts, which the kernel reads for each row
-_MOST_STAGES, _MANY_ROWS_STAGES = 64, 8  # with 8 rows fewer stages have not been tried in an engine
+_LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages have not been tried in an engine
 _MOST_PIECES = 4  # each is waited for
+_UNDER_WAY = 48 << 10  # bytes that a program waits for: with more, those ask for them unevenly
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
 
 
@@ -78,8 +79,7 @@ class MegakernelConfig:
     rows: int  # sequences, at most
     programs: int
     splits: int  # of a key head's attention, at most, of all sequences together
-    chunk: int  # elements of k that a stage has, of eight lines
-    down_chunk: int  # of down's k
+    chunks: tuple[int, int, int]  # elements of k, of hidden, of width, of inner, that a stage has of eight lines
     stages: int
     stage_bytes: int
     memory_bytes: int  # shared, beside the stages
@@ -110,19 +110,15 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
         return None
     if rows * shape.hidden // programs > 32 * _WARPS or shape.width % (4 * 32 * _WARPS // rows):
         return None
-    ks = shape.hidden, shape.width, *([] if routing else [shape.inner])
-    chunk = next((c for c in (1024, 512) if not any(k % c for k in ks)), None)
-    down_chunk = next((c for c in (1024, 768, 512, 256) if not shape.inner % c), None) if routing else chunk
-    if chunk is None or down_chunk is None:
+    chunks = _chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner)
+    if not all(chunks):
         return None
     most_lines = -(-max(2 * shape.inner * chosen, shape.qkv) // programs // 8) * 8
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
-    stage_bytes = -(-max(8 * (2 * max(chunk, down_chunk) + 64), page_bytes) // 1024) * 1024
-    enough = max(
-        4096 // min(chunk, down_chunk), _MANY_ROWS_STAGES if rows > 4 else 0
-    )  # registers take as much as the first at once
+    stage_bytes = -(-max(8 * (2 * max(chunks) + 64), page_bytes) // 1024) * 1024
+    enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
     for pieces in range(1, 2 if routing else _MOST_PIECES + 1):
-        if shape.inner % (pieces * down_chunk):
+        if shape.inner % (pieces * chunks[2]):
             continue
         most_k = max(shape.hidden, shape.width, chosen * shape.inner // pieces)
         x_bytes = rows * (2 * most_k + (64 if rows > 1 else 0))
@@ -136,16 +132,22 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     else:
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
-    return MegakernelConfig(rows, programs, splits, chunk, down_chunk, stages, stage_bytes, memory, pieces)
+    return MegakernelConfig(rows, programs, splits, chunks, stages, stage_bytes, memory, pieces)
+
+
+def _chunk(k: int) -> int:
+    """Elements of so many that a stage takes; 0: no stages are whole."""
+    return next((c for c in (1024, 1280, 768, 512) if k % c == 0), 0)
 
 
 @cache
 def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
     macros = {"ROWS": config.rows, "PROGRAMS": config.programs, "HIDDEN": shape.hidden, "INNER": shape.inner,
               "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
-              "CHUNK": config.chunk, "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
-              "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces, "DOWN_CHUNK": config.down_chunk,
-              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen}  # fmt: skip
+              "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
+              "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
+              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": _UNDER_WAY}  # fmt: skip
+    macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
     if routing:
