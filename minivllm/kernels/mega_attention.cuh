@@ -35,7 +35,8 @@ __device__ __forceinline__ Share share_of(const Shares& all, int program) {
 }
 // Writes down what every layer needs of the step.
 __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, const float* angles, long long stride,
-                                          const long long* positions, const long long* slots, const int* lengths) {
+                                          const long long* positions, const long long* slots, const int* lengths,
+                                          int rows) {
   const Share share = share_of(shares, blockIdx.x);
   const int row = max(share.row, 0);
   for (int i = threadIdx.x; i < D / 2; i += THREADS) {
@@ -44,6 +45,7 @@ __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, 
   }
   if (threadIdx.x == 0) {
     memory.share = share, memory.length = lengths[row], memory.slot = (int)slots[row];
+    memory.live = live_rows(slots, rows);
     int first = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) memory.parts[r] = {first, shares.splits[r]}, first += shares.splits[r];

@@ -16,44 +16,42 @@ __device__ __forceinline__ float logit_of(u32 key) {
   return __uint_as_float((ordered & 0x8000 ? ordered & 0x7FFF : ~ordered & 0xFFFF) << 16);
 }
 
-// The experts of a row, from the likeliest on, and their shares, of logits that all programs leave; by one warp.
-__device__ __forceinline__ void choose(Memory& memory, const u64* logits, int row, u32 flag, int lane) {
-  constexpr int EACH = EXPERTS / 32;
-  u64 words[EACH];
-  u32 looks = 0;
-  bool there;
-  do {
-    there = true;
+// A row's logits, which all programs leave: a lane's part of them.
+struct Logits {
+  static constexpr int EACH = EXPERTS / 32;
+  u32 keys[EACH];
+
+  __device__ __forceinline__ Logits(const u64* from, u32 flag, int lane) {
+    u64 words[EACH];
+    u32 looks = 0;
+    bool there;
+    do {
+      there = true;
 #pragma unroll
-    for (int i = 0; i < EACH; i++)
-      words[i] = look(logits + row * EXPERTS + i * 32 + lane), there &= has(words[i], flag);
-    be_patient(looks);
-  } while (!__all_sync(~0u, there));
-  u32 keys[EACH], mine = 0, first = 0;
+      for (int i = 0; i < EACH; i++) words[i] = look(from + i * 32 + lane), there &= has(words[i], flag);
+      be_patient(looks);
+    } while (!__all_sync(~0u, there));
 #pragma unroll
-  for (int i = 0; i < EACH; i++) keys[i] = key_of((u32)words[i], i * 32 + lane);
-#pragma unroll 1
-  for (int c = 0; c < CHOSEN; c++) {
+    for (int i = 0; i < EACH; i++) keys[i] = key_of((u32)words[i], i * 32 + lane);
+  }
+  // The likeliest, which is then left out.
+  __device__ __forceinline__ u32 take_best() {
     u32 best = keys[0];
 #pragma unroll
     for (int i = 1; i < EACH; i++) best = max(best, keys[i]);
     best = __reduce_max_sync(~0u, best);
 #pragma unroll
     for (int i = 0; i < EACH; i++) keys[i] = keys[i] == best ? 0 : keys[i];
-    if (c == 0) first = best;
-    if (c == lane) mine = best;
+    return best;
   }
-  const float top = logit_of(first), own = lane < CHOSEN ? __expf(logit_of(mine) - top) : 0.f;
-  float total = own;
-  if (!RENORMALIZE) {
-    total = 0.f;
+  // Of exponentials of those that are left.
+  __device__ __forceinline__ float sum(float top) const {
+    float total = 0.f;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) total += __expf(__uint_as_float((u32)words[i]) - top);
+    for (int i = 0; i < EACH; i++) total += keys[i] ? __expf(logit_of(keys[i]) - top) : 0.f;
+    return total;
   }
-  total = warp_sum(total);
-  if (lane < CHOSEN) memory.experts[row][lane] = expert_of(mine), memory.shares[row][lane] = __fdividef(own, total);
-  __syncwarp();
-}
+};
 
 struct MlpLoads {
   Memory& memory;
@@ -68,17 +66,7 @@ struct MlpLoads {
   __device__ __forceinline__ void load(const Layer& its, int layer, Ring& ring, int lane, u64 policy) {
     load_weights<ROUTER_LINES, HIDDEN, HIDDEN_CHUNK>(its.router, ring, lane, policy);
 #pragma unroll 1
-    for (int row = 0; row < rows; row++) {
-      choose(memory, logits, row, first_flag + layer, lane);
-#pragma unroll 1
-      for (int first = 0; first < GATE_LINES; first += 8) {
-        const int i = min(first + lane, GATE_LINES - 1), line = i % OF_EXPERT, some = min(GATE_LINES - first, 8);
-        const int of_expert = blockIdx.x * (OF_EXPERT / 2) + (line < OF_EXPERT / 2 ? line : INNER - OF_EXPERT / 2 + line);
-        const u16* from = its.gate_up + ((u64)memory.experts[row][i / OF_EXPERT] * 2 * INNER + of_expert) * HIDDEN;
-#pragma unroll 1
-        for (int k = 0; k < HIDDEN; k += HIDDEN_CHUNK) load_lines<HIDDEN_CHUNK>(from + k, some, ring, lane, policy);
-      }
-    }
+    for (int row = 0; row < rows; row++) load_gate_up(its, row, layer, ring, lane, policy);
 #pragma unroll 1
     for (int row = 0; row < rows; row++)
 #pragma unroll 1
@@ -92,6 +80,35 @@ struct MlpLoads {
             load_lines<INNER_CHUNK>(from + k, min(ADD_LINES - first, 8), ring, lane, policy);
         }
       }
+  }
+
+  // Chooses a row's experts, the likeliest first, and asks for lines of those that are known. Whoever has a stage of the
+  // last of them sees what is written here.
+  __device__ __forceinline__ void load_gate_up(const Layer& its, int row, int layer, Ring& ring, int lane, u64 policy) {
+    Logits its_logits(logits + row * EXPERTS, first_flag + layer, lane);
+    float top = 0.f, mine = 0.f;
+#pragma unroll 1
+    for (int c = 0, first = 0; c < CHOSEN; c++) {
+      const u32 best = its_logits.take_best();
+      if (c == 0) top = logit_of(best);
+      if (c == lane) mine = __expf(logit_of(best) - top), memory.experts[row][c] = expert_of(best);
+      const bool last = c == CHOSEN - 1;
+      if (last) {
+        const float total = warp_sum(mine + (RENORMALIZE ? 0.f : its_logits.sum(top)));
+        if (lane < CHOSEN) memory.shares[row][lane] = __fdividef(mine, total);
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (; first < GATE_LINES && (last || first + 8 <= (c + 1) * OF_EXPERT); first += 8) {
+        const int i = min(first + lane, GATE_LINES - 1), line = i % OF_EXPERT, own = OF_EXPERT / 2;
+        const int of_expert = blockIdx.x * own + (line < own ? line : INNER - own + line);
+        const int expert = memory.experts[row][min(i / OF_EXPERT, c)];
+        const u16* from = its.gate_up + ((u64)expert * 2 * INNER + of_expert) * HIDDEN;
+#pragma unroll 1
+        for (int k = 0; k < HIDDEN; k += HIDDEN_CHUNK)
+          load_lines<HIDDEN_CHUNK>(from + k, min(GATE_LINES - first, 8), ring, lane, policy);
+      }
+    }
   }
 };
 

@@ -62,6 +62,12 @@ __device__ __forceinline__ uint2 read8(u32 from) {
 __device__ __forceinline__ u32 word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 __device__ __forceinline__ float rounded(float x) { return low(pack(x, 0.f)); }
 
+// Rows that are no padding, which stands behind the others, in page 0.
+__device__ __forceinline__ int live_rows(const long long* slots, int rows) {
+  while (rows > 1 && slots[rows - 1] < TILE) rows--;
+  return rows;
+}
+
 struct Share {  // of the pages of all sequences, a program's
   int row = -1, pages, begin, end;  // row: of the sequence; none. pages: all of it
 };
@@ -86,6 +92,7 @@ struct Memory {  // shared
   u64 barriers[2 * STAGES];
   int experts[ROWS][CHOSEN];  // that each row has chosen in this layer, and what they count
   float shares[ROWS][CHOSEN];
+  int live;  // see live_rows
 };
 static_assert(sizeof(Memory) <= MEMORY_BYTES, "megakernel.py");
 

@@ -35,7 +35,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const Share share = share_of(Shares(lengths, rows), program);
     const int* table = tables + max(share.row, 0) * tables_stride;
-    MlpLoads mlp(memory, words, rows, *count + 1);
+    MlpLoads mlp(memory, words, live_rows(slots, rows), *count + 1);
 #pragma unroll 1
     for (int l = 0; l < num_layers; l++) {
       const Layer& its = layers[l];
@@ -55,7 +55,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
   u64* copies = words + ROWS * QKV_WORDS;
   const u64* its_copy = copies + program % COPIES * COPY_WORDS;
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  make_plan(memory, Shares(lengths, rows), angles, angles_stride, positions, slots, lengths);
+  make_plan(memory, Shares(lengths, rows), angles, angles_stride, positions, slots, lengths, rows);
   const u32 first_flag = *count + 1;
   float own = adds && own_row < rows ? low(x[own_row * HIDDEN + program * ADD_LINES + own_line]) : 0.f;
   float square = take_first(memory, x, rows);
@@ -89,7 +89,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
       leave_pair(copies + MIDDLE + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
 
-    run_mlp(memory, ring, its, copies, its_copy, rows, eps, flag, nothing);
+    run_mlp(memory, ring, its, copies, its_copy, memory.live, eps, flag, nothing);
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
       own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;
       if (l + 1 < num_layers)

@@ -35,7 +35,6 @@ MAX_MEGAKERNEL_ROWS = 8
 _MOST_ROUTED_ROWS = 4  # more share experts, which the kernel reads for each row
 _LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages have not been tried in an engine
 _MOST_PIECES = 4  # each is waited for
-_UNDER_WAY = 48 << 10  # bytes that a program waits for: with more, those ask for them unevenly
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
 
 
@@ -84,6 +83,7 @@ class MegakernelConfig:
     stage_bytes: int
     memory_bytes: int  # shared, beside the stages
     pieces: int  # that down's input is taken in
+    under_way: int  # bytes that a program waits for at once, see _under_way
 
     @property
     def shared_bytes(self) -> int:
@@ -132,7 +132,15 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     else:
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
-    return MegakernelConfig(rows, programs, splits, chunks, stages, stage_bytes, memory, pieces)
+    under_way = _under_way(shape, rows)
+    return MegakernelConfig(rows, programs, splits, chunks, stages, stage_bytes, memory, pieces, under_way)
+
+
+def _under_way(shape: DecoderShape, rows: int) -> int:
+    """Three stages of 1,024 or 1,280 elements, or two where a layer waits for words rather than weights. With all that
+    there is room for, programs get theirs at different paces, and memory gives 5 to 10% less."""
+    weights = shape.hidden * (shape.qkv + shape.width + 3 * shape.inner * shape.chosen)
+    return (60 if weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
 def _chunk(k: int) -> int:
@@ -146,7 +154,7 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
-              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": _UNDER_WAY}  # fmt: skip
+              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
@@ -218,8 +226,8 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """One of each sequence. positions, slots (rows,) int64; seq_lens (rows,) int32, the token counted; block_tables
-    (rows, …) int32."""
+    """One of each sequence; behind these there may be padding, whose slots are in page 0. positions, slots (rows,) int64;
+    seq_lens (rows,) int32, the token counted; block_tables (rows, …) int32."""
 
     positions: torch.Tensor
     slots: torch.Tensor
