@@ -138,8 +138,10 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
 
 def _under_way(shape: DecoderShape, rows: int) -> int:
     """Three stages of 1,024 or 1,280 elements, or two where a layer waits for words rather than weights. With all that
-    there is room for, programs get theirs at different paces, and memory gives 5 to 10% less."""
-    weights = shape.hidden * (shape.qkv + shape.width + 3 * shape.inner * shape.chosen)
+    there is room for, programs get theirs at different paces, and memory gives 5 to 10% less; not so of experts."""
+    if shape.routing:
+        return SHARED_BYTES
+    weights = shape.hidden * (shape.qkv + shape.width + 3 * shape.inner)
     return (60 if weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
@@ -226,8 +228,8 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """One of each sequence; behind these there may be padding, whose slots are in page 0. positions, slots (rows,) int64;
-    seq_lens (rows,) int32, the token counted; block_tables (rows, …) int32."""
+    """One of each sequence; behind these there may be padding, whose slots are in page 0. positions, slots (rows,)
+    int64; seq_lens (rows,) int32, the token counted; block_tables (rows, …) int32."""
 
     positions: torch.Tensor
     slots: torch.Tensor

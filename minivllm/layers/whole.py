@@ -104,14 +104,12 @@ def _eps_of(layer: DecoderLayer) -> tuple[float, float]:
 def _weights_of(layer: DecoderLayer, backend: AttentionBackend) -> LayerWeights:
     attention, mlp = _self_attention(layer), layer.mlp
     heads = attention.attention
-    if isinstance(mlp, GatedMLP):
+    experts = routed_experts(mlp)
+    if experts is None:
+        assert isinstance(mlp, GatedMLP)
         gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
-        router = norm = None
     else:
-        experts = routed_experts(mlp)
-        assert experts is not None
-        gate_up, down, router = experts.gate_up, experts.down, experts.router
-        norm = layer.post_attention_layernorm.weight
+        gate_up, down = experts.gate_up, experts.down
     keys, values = backend.kv_cache[heads.index]
     return LayerWeights(
         attention.qkv_proj.weight,
@@ -122,6 +120,6 @@ def _weights_of(layer: DecoderLayer, backend: AttentionBackend) -> LayerWeights:
         None if heads.k_norm is None else heads.k_norm.weight,
         keys,
         values,
-        router,
-        norm,
+        None if experts is None else experts.router,
+        None if experts is None else layer.post_attention_layernorm.weight,
     )
