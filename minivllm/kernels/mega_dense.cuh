@@ -10,7 +10,7 @@ struct MlpLoads {
 
 // Leaves down's sums behind.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&, u64* copies, const u64* its_copy,
-                                        int rows, float eps, u32 flag, u32 nothing) {
+                                        float eps, u32 flag, u32 nothing) {
   Batch<Cut<GATE_LINES, HIDDEN, HIDDEN_CHUNK>> gate_up;
   gate_up.read(ring, 0, 0, nothing);
   const float square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);

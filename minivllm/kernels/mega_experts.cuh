@@ -114,14 +114,17 @@ struct MlpLoads {
 
 // Leaves down's sums behind. A row's experts' outputs, each counted as much as it is chosen, are one input of down.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer& its, u64* copies, const u64* its_copy,
-                                        int rows, float eps, u32 flag, u32 nothing) {
+                                        float eps, u32 flag, u32 nothing) {
   Batch<Cut<ROUTER_LINES, HIDDEN, HIDDEN_CHUNK>> router;
   router.read(ring, 0, 0, nothing);
   const float square = take<X_WORDS, true, X_WORDS, true>(memory, its_copy + MIDDLE, flag, its.norm);
   multiply_lines(memory, ring, router, nothing);
   leave_squares(memory, square);
   meet();
-  for (int i = threadIdx.x; i < rows * ROUTER_LINES; i += THREADS) {
+  int live = 1;  // read here: what is loaded is used before the next arrival
+  if (ROWS > 1)
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(live) : "r"(shared_address(&memory.live)) : "memory");
+  for (int i = threadIdx.x; i < live * ROUTER_LINES; i += THREADS) {
     const int row = i / ROUTER_LINES, line = i % ROUTER_LINES;
     const u32 logit = __float_as_uint(rounded(sum_of(memory, line, row) * factor(memory, row, eps)));
 #pragma unroll
@@ -130,7 +133,6 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   }
 
   // Sums of the router's are read before these are written: they need experts, which are chosen of all its logits.
-  const int live = ROWS == 1 ? 1 : rows;
 #pragma unroll 1
   for (int row = 0; row < live; row++) {
     Batch<Cut<GATE_LINES, HIDDEN, HIDDEN_CHUNK>> gate_up;
@@ -142,7 +144,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   for (int i = threadIdx.x; i < up(ROWS * CHOSEN * OUTPUTS); i += THREADS) {
     const int row = i / (CHOSEN * OUTPUTS), c = i / OUTPUTS % CHOSEN, line = i % OUTPUTS;
     float out = 0.f;
-    if (row < rows)
+    if (row < live)
       out = activated(memory, c * OF_EXPERT + line, c * OF_EXPERT + OUTPUTS + line, row, eps) * memory.shares[row][c];
     leave_pair(copies + ACTIVATED + row * INNER_WORDS + (c * INNER + blockIdx.x * OUTPUTS) / 2, line, out, row < ROWS,
                flag);

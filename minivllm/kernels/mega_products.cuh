@@ -3,14 +3,32 @@
 // Of so many elements of k in a stage, where eight lines are in different banks.
 __device__ constexpr int line_bytes(int chunk) { return 2 * chunk + 64; }
 
-// Asks for a stage: OF elements of k of so many lines, of each of which a lane knows the place.
+// One lane of a warp, of which the compiler knows that no other does the same.
+__device__ __forceinline__ bool is_elected() {
+  u32 yes;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
+  return yes;
+}
+__device__ __forceinline__ void load_line(u32 to, const u16* from, int bytes, u32 bar, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+      "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
+// Asks for a stage: OF elements of k of so many lines, of each of which a lane knows the place. Lanes that ask one after
+// another take 400 cycles, which is too long for stages of 8 KB; of larger ones it keeps programs at the same pace.
 template <int OF>
 __device__ __forceinline__ void load_lines(const u16* from, int lines, Ring& ring, int lane, u64 policy) {
   const u32 bar = make_room<8 * OF * 2>(ring, lines * OF * 2, lane);
-  if (lane < lines)
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-        "r"(ring.at() + lane * line_bytes(OF)), "l"(from), "r"(OF * 2), "r"(bar), "l"(policy) : "memory");
+  if constexpr (OF > 512) {
+    if (lane < lines) load_line(ring.at() + lane * line_bytes(OF), from, OF * 2, bar, policy);
+  } else {
+    const bool elected = is_elected();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const u16* its = (const u16*)__shfl_sync(~0u, (u64)from, i);
+      if (elected && i < lines) load_line(ring.at() + i * line_bytes(OF), its, OF * 2, bar, policy);
+    }
+  }
   ring.next();
 }
 // Asks for LINES lines of a weight, eight at a time, of one piece of k after another; of gate and up a program has half

@@ -89,7 +89,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
       leave_pair(copies + MIDDLE + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
 
-    run_mlp(memory, ring, its, copies, its_copy, memory.live, eps, flag, nothing);
+    run_mlp(memory, ring, its, copies, its_copy, eps, flag, nothing);
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
       own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;
       if (l + 1 < num_layers)

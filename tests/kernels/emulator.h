@@ -268,6 +268,7 @@ inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, 
 inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int page) {
   cp_async_bulk_tensor_4d(to, map, bar, zero, 0, page);
 }
+inline void elect_sync(unsigned& yes) { yes = emulated::lane() == 0; }
 inline void createpolicy(unsigned long long& policy) { policy = 0; }
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
@@ -299,7 +300,7 @@ inline void ld_relaxed(float& x, float& y, float& z, float& w, const float4* fro
   emulated::yield("four words");
 }
 inline void ld_global(unsigned& x, const void* from) { x = *(const unsigned*)from; }
-inline void ld_shared(unsigned& x, unsigned from) { x = *(const unsigned*)shared(from, 4); }
+template <class T> void ld_shared(T& x, unsigned from) { x = *(const T*)shared(from, 4); }
 inline void st_shared(unsigned to, unsigned x) { *(unsigned*)shared(to, 4) = x; }
 inline void st_shared(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
   auto* at = (unsigned*)shared(to, 16);

@@ -9,6 +9,7 @@ from pathlib import Path
 
 HEADER = Path(__file__).with_name("emulator.h")
 _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
+    "elect.sync": "elect_sync",
     "mbarrier.test_wait": "mbarrier_test_wait",
     "mov.u32 %0, %%clock": "clock",
     "movmatrix.sync.aligned.m8n8.trans.b16": "movmatrix",
