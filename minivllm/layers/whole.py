@@ -105,17 +105,17 @@ def _weights_of(layer: DecoderLayer, backend: AttentionBackend) -> LayerWeights:
     attention, mlp = _self_attention(layer), layer.mlp
     heads = attention.attention
     experts = routed_experts(mlp)
+    weights: tuple[torch.Tensor, torch.Tensor]
     if experts is None:
         assert isinstance(mlp, GatedMLP)
-        gate_up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        weights = mlp.gate_up_proj.weight, mlp.down_proj.weight
     else:
-        gate_up, down = experts.gate_up, experts.down
+        weights = experts.gate_up, experts.down
     keys, values = backend.kv_cache[heads.index]
     return LayerWeights(
         attention.qkv_proj.weight,
         attention.o_proj.weight,
-        gate_up,
-        down,
+        *weights,
         None if heads.q_norm is None else heads.q_norm.weight,
         None if heads.k_norm is None else heads.k_norm.weight,
         keys,

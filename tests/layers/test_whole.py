@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import PagedRun, attention_spec
+from torch import nn
+from torch.nn import functional as F
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, megakernel_reference
+from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing, megakernel_reference
 from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import Decoder
+from minivllm.layers.experts import RoutedExperts
+from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.llama import LlamaForCausalLM
@@ -81,6 +85,95 @@ def test_the_same_comes_out(
     monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
     torch.testing.assert_close(got, World(folder, model).steps())
     assert len(whole) == 4
+
+
+class Experts(nn.Module):
+    """Three experts of four, of random weights; what it says of itself is all that the kernel needs."""
+
+    def __init__(self, hidden: int, inner: int, renormalize: bool) -> None:
+        super().__init__()
+        sizes = (4, hidden), (4, 2 * inner, hidden), (4, hidden, inner)
+        self.weights = [torch.randn(size) / size[-1] ** 0.5 for size in sizes]
+        self.renormalize, self.told = renormalize, True
+
+    def routed_experts(self) -> RoutedExperts | None:
+        return RoutedExperts(*self.weights, 3, self.renormalize) if self.told else None
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        router, gate_up, down = self.weights
+        h = norm(x)
+        shares, chosen = (h @ router.T).softmax(dim=1).topk(3)
+        if self.renormalize:
+            shares = shares / shares.sum(dim=1, keepdim=True)
+        gate, up = torch.einsum("th,tcih->tci", h, gate_up[chosen]).chunk(2, dim=2)
+        return x.add_(torch.einsum("tc,tchi,tci->th", shares, down[chosen], F.silu(gate) * up))
+
+
+class OtherExperts(Experts):
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return super().forward(x, norm).mul_(1.01)
+
+
+def routed_world(folder: Path, kind: type[Experts] = Experts, renormalize: bool = True) -> World:
+    torch.manual_seed(0)
+    world = World(folder)
+    for layer in world.layers:
+        layer.mlp = kind(world.config.hidden_size, 24, renormalize)
+        norm = layer.post_attention_layernorm  # was folded into what stood here
+        norm.weight.data.copy_(torch.linspace(0.5, 2, world.config.hidden_size))
+    return world
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_layers_of_experts_say_the_same(
+    folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, renormalize: bool
+) -> None:
+    world = routed_world(folder, renormalize=renormalize)
+    got, c = world.steps(), world.config
+    shape = DecoderShape(c.hidden_size, 24, c.num_heads, c.num_kv_heads, c.head_dim, Routing(4, 3, renormalize))
+    assert whole == [(shape, rows) for rows in (2, 1, 1, 1)]
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
+    torch.testing.assert_close(got, routed_world(folder, renormalize=renormalize).steps())
+
+
+def silent(world: World) -> None:
+    world.layers[1].mlp.told = False
+
+
+def other_share(world: World) -> None:
+    world.layers[1].mlp.renormalize = False
+
+
+def hook_of_experts(world: World) -> None:
+    world.layers[1].mlp.register_forward_hook(lambda module, inputs, output: None)
+
+
+def own_forward(world: World) -> None:
+    for layer in world.layers:
+        layer.mlp.__class__ = OtherExperts
+
+
+def unfolded(world: World) -> None:
+    world.layers[1].self_attn.qkv_proj.folded = False
+
+
+def one_dense(world: World) -> None:
+    world.layers[1].mlp = GatedMLP(world.config, TensorParallel())
+    for parameter in world.layers[1].mlp.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 8
+
+
+@pytest.mark.parametrize("change", [silent, other_share, hook_of_experts, own_forward, unfolded, one_dense])
+def test_experts_of_their_own_are_left_alone(
+    folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
+) -> None:
+    world, apart = routed_world(folder), routed_world(folder)
+    change(world)
+    change(apart)
+    got = world.steps()
+    assert not whole
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
+    torch.testing.assert_close(got, apart.steps())
 
 
 class OwnWrite(TorchBackend):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from minivllm_qwen3_moe.experts.torch import route as route_reference
 from minivllm_qwen3_moe.model import Qwen3MoeForCausalLM
 
 from minivllm import LLM, SamplingParams
@@ -71,6 +74,66 @@ def test_backends_by_name(checkpoint: Path, experts: str) -> None:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         said = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     assert said == [reference_tokens(checkpoint, prompt, 3) for prompt in prompts]
+
+
+def test_what_the_kernel_of_all_layers_is_told_is_what_the_mlp_computes(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    model = build_model(Qwen3MoeForCausalLM, config, ONE, "cpu", torch.float32, iterate_safetensors(checkpoint), 64)
+    mlp = model.get_submodule("model.layers.1.mlp")  # type: ignore[attr-defined]
+    norm = model.get_submodule("model.layers.1.post_attention_layernorm")  # type: ignore[attr-defined]
+    told = mlp.routed_experts()
+    x = torch.randn(5, config.hidden_size)
+    h, expected = norm(x), x.clone()
+    weights, ids = route_reference(h @ told.router.T, told.top_k, told.renormalize)
+    for row, expert, weight in zip(range(5 * told.top_k), ids.flatten(), weights.flatten(), strict=True):
+        gate, up = (told.gate_up[expert] @ h[row // told.top_k]).chunk(2)
+        expected[row // told.top_k] += weight * (told.down[expert] @ (torch.nn.functional.silu(gate) * up))
+    torch.testing.assert_close(mlp(x, norm), expected)
+
+
+def test_whoever_names_a_backend_gets_it_and_ranks_go_apart(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    with torch.device("meta"):
+        named = Qwen3MoeForCausalLM(replace(config, options={"experts": "torch"}), ONE)
+        ranks = Qwen3MoeForCausalLM(config, TensorParallel(0, 2))
+    assert all(m.get_submodule("model.layers.0.mlp").routed_experts() is None for m in (named, ranks))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
+def test_one_kernel_of_all_layers_says_what_the_triton_experts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of the published shape, random weights: where tokens differ, which are nearly as likely, no more is
+    compared."""
+    from minivllm.kernels import nvrtc
+    from minivllm.layers import whole
+
+    if not nvrtc.available(torch.device("cuda")):
+        pytest.skip("no Hopper GPU, or no cuda-bindings")
+    rng, kernel, used = random.Random(0), whole.megakernel, []
+    monkeypatch.setattr(whole, "megakernel", lambda *args: used.append(len(args[0])) or kernel(*args))
+    prompts = [[rng.randrange(1000, 100_000) for _ in range(n)] for n in (1, 15, 16, 60, 300)]
+    together = [*([prompt] for prompt in prompts), prompts[:2], prompts[2:], prompts[:4]]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    told = []
+    for experts in ("auto", "triton"):
+        settings = [f"model.options.experts={experts}", "model.hf_config.num_hidden_layers=2", "cache.num_blocks=256"]
+        settings += ["load_format=dummy", "max_model_len=512", "scheduler.max_num_seqs=8"]
+        with LLM("qwen3-30b-a3b", overrides=settings) as llm:
+            outputs = [out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)]
+        told.append([(out.token_ids, out.logprobs) for out in outputs])
+        if experts == "auto":
+            assert set(used) == {1, 2, 4}, "when their graphs were captured"
+            used.clear()
+    assert not used
+    same = 0
+    for (a, a_probs), (b, b_probs) in zip(*told, strict=True):
+        assert a_probs is not None and b_probs is not None
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x != y:
+                break
+            assert abs(a_probs[i][x].logprob - b_probs[i][x].logprob) < 0.26
+            same += 1
+    assert same > 0.75 * 8 * sum(map(len, together))
 
 
 def test_a_config_as_published_reads_the_same(checkpoint: Path, tmp_path: Path) -> None:
