@@ -1,5 +1,5 @@
 // An MLP of experts of megakernel.cu: each program has as many lines of the router as any other, and of each expert. All
-// leave their logits; who asks for weights chooses each row's experts of them, and asks for those rows' after another.
+// leave their logits; of these the warp that asks for weights chooses a row's experts, and asks for them, row by row.
 
 constexpr int ROUTER_LINES = EXPERTS / PROGRAMS, OF_EXPERT = 2 * INNER / PROGRAMS;  // lines, half of the latter gate's
 constexpr int NONE = 0xFFFF;  // is no expert

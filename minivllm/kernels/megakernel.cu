@@ -1,14 +1,14 @@
 // All layers of a decoder for the next token of ROWS sequences, or fewer, in one kernel; see megakernel.py.
 //
-// Compiled for one shape, behind hopper.cuh and the mega_*.cuh. PROGRAMS of them, one a multiprocessor, all at once.
-// Of each of a layer's four products a program has as many lines of the weight as any other, all of k. One warp asks
-// for weights, which depend on nothing, as far ahead as there is room: from one product, and one layer, to the next;
-// and for the pages of keys and values that its program attends to. WARPS multiply, each a part of k, and attend, each
-// to a page at a time. What programs make for each other are words in memory, two bfloat16 (or a float) and a flag,
-// written at once: a word is there when its flag is this step's and layer's, so that nothing is fenced, counted or
-// cleared. (A flag comes back after 2^32 layers.) Buffers of words are used again in each layer: who writes one has
-// read what all have made from what it held. What everybody reads is there COPIES times, so that fewer wait for one
-// word.
+// Compiled for one shape, behind hopper.cuh and the mega_*.cuh, of which mega_dense.cuh or mega_experts.cuh is its MLP.
+// PROGRAMS of them, one a multiprocessor, all at once. Of each of a layer's four products a program has as many lines of
+// the weight as any other, all of k. One warp asks for weights, which depend on nothing but which experts a row has
+// chosen, as far ahead as there is room: from one product, and one layer, to the next; and for the pages of keys and
+// values that its program attends to. WARPS multiply, each a part of k, and attend, each to a page at a time. What
+// programs make for each other are words in memory, two bfloat16 (or a float) and a flag, written at once: a word is
+// there when its flag is this step's and layer's, so that nothing is fenced, counted or cleared. (A flag comes back
+// after 2^32 layers.) Buffers of words are used again in each layer: who writes one has read what all have made from
+// what it held. What everybody reads is there COPIES times, so that fewer wait for one word.
 
 // maps: of each layer's keys and values. words: see above; count: layers so far, of all launches with these words.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)

@@ -8,6 +8,9 @@ model, and the next product's first in registers), and programs hand each other 
 beside the data, as NCCL's low-latency protocol does: no barrier of the grid, no fence. A layer's critical path is five
 such ways through L2, of about a µs each, and the arithmetic between.
 
+MLPs may be of experts (``mega_experts.cuh``): programs leave the router's logits as they leave all else, a sixth way,
+and no weights come until they are there.
+
 Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
 layer and row of Qwen3-0.6B and 8 KB of each part of attention: more than eight rows would gain little (computed). The
 kernel is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one
@@ -146,7 +149,7 @@ def _under_way(shape: DecoderShape, rows: int) -> int:
 
 
 def _chunk(k: int) -> int:
-    """Elements of so many that a stage takes; 0: no stages are whole."""
+    """Elements of k in a stage; 0: none of the lengths that a stage has divides k."""
     return next((c for c in (1024, 1280, 768, 512) if k % c == 0), 0)
 
 
