@@ -87,6 +87,22 @@ def test_the_same_comes_out(
     assert len(whole) == 4
 
 
+def check_left_alone(
+    make: Callable[[Path], World],
+    folder: Path,
+    whole: Calls,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[World], None],
+) -> None:
+    world, apart = make(folder), make(folder)
+    change(world)
+    change(apart)
+    got = world.steps()
+    assert not whole
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
+    torch.testing.assert_close(got, apart.steps())
+
+
 class Experts(nn.Module):
     """Three experts of four, of random weights; what it says of itself is all that the kernel needs."""
 
@@ -167,13 +183,7 @@ def one_dense(world: World) -> None:
 def test_experts_of_their_own_are_left_alone(
     folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
 ) -> None:
-    world, apart = routed_world(folder), routed_world(folder)
-    change(world)
-    change(apart)
-    got = world.steps()
-    assert not whole
-    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
-    torch.testing.assert_close(got, apart.steps())
+    check_left_alone(routed_world, folder, whole, monkeypatch, change)
 
 
 class OwnWrite(TorchBackend):
@@ -221,13 +231,7 @@ def no_norm(world: World) -> None:
 def test_what_is_of_its_own_is_left_alone(
     folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
 ) -> None:
-    world, apart = World(folder), World(folder)
-    change(world)
-    change(apart)
-    got = world.steps()
-    assert not whole
-    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
-    torch.testing.assert_close(got, apart.steps())
+    check_left_alone(World, folder, whole, monkeypatch, change)
 
 
 def test_too_many_sequences_and_steps_with_prompts_are_left_alone(folder: Path, whole: Calls) -> None:
