@@ -62,7 +62,7 @@ __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* tab
 #pragma unroll 1
     for (int first = some; first < min(some + 32, end); first += PAGES, ring.next()) {
       const int pages = min(end - first, PAGES);
-      const u32 bar = make_room<PAGES * PAGE_BYTES>(ring, pages * PAGE_BYTES, lane);
+      const u32 bar = make_room(ring, pages * PAGE_BYTES, lane);
 #pragma unroll
       for (int i = 0; i < PAGES; i++) {
         const int its_block = __shfl_sync(~0u, block, first - some + i);

@@ -18,7 +18,8 @@ __device__ __forceinline__ void load_line(u32 to, const u16* from, int bytes, u3
 // another take 400 cycles, which is too long for stages of 8 KB; of larger ones it keeps programs at the same pace.
 template <int OF>
 __device__ __forceinline__ void load_lines(const u16* from, int lines, Ring& ring, int lane, u64 policy) {
-  const u32 bar = make_room<8 * OF * 2>(ring, lines * OF * 2, lane);
+  keep_pace<8 * OF * 2>(ring);
+  const u32 bar = make_room(ring, lines * OF * 2, lane);
   if constexpr (OF > 512) {
     if (lane < lines) load_line(ring.at() + lane * line_bytes(OF), from, OF * 2, bar, policy);
   } else {

@@ -106,18 +106,20 @@ struct Ring {
   }
 };
 
-// Waits until a stage is free, and until no more is under way than memory needs to be busy, then says how much of the
-// stage is asked for. WHOLE: bytes of such a stage.
-template <int WHOLE>
+// Waits until a stage is free, then says how much of it is asked for.
 __device__ __forceinline__ u32 make_room(const Ring& ring, int bytes, int lane) {
-  constexpr int AHEAD = UNDER_WAY / WHOLE > 2 ? UNDER_WAY / WHOLE : 2;
   const u32 bar = ring.full + 8 * ring.stage;
   barrier_wait(ring.empty + 8 * ring.stage, ring.round & 1 ^ 1);
+  if (lane == 0) barrier_expect(bar, bytes);
+  __syncwarp();
+  return bar;
+}
+// Waits until no more stages, of so many bytes, are under way than memory needs to be busy.
+template <int BYTES>
+__device__ __forceinline__ void keep_pace(const Ring& ring) {
+  constexpr int AHEAD = UNDER_WAY / BYTES > 2 ? UNDER_WAY / BYTES : 2;
   if (AHEAD < STAGES && (ring.round || ring.stage >= AHEAD)) {
     const int before = ring.stage - AHEAD;
     barrier_wait(ring.full + 8 * (before < 0 ? before + STAGES : before), (before < 0 ? ring.round - 1 : ring.round) & 1);
   }
-  if (lane == 0) barrier_expect(bar, bytes);
-  __syncwarp();
-  return bar;
 }

@@ -86,7 +86,7 @@ class MegakernelConfig:
     stage_bytes: int
     memory_bytes: int  # shared, beside the stages
     pieces: int  # that down's input is taken in
-    under_way: int  # bytes that a program waits for at once, see _under_way
+    under_way: int  # bytes of weights that a program waits for at once, see _under_way
 
     @property
     def shared_bytes(self) -> int:
