@@ -57,7 +57,7 @@ def check(shape, rows, sms):
     assert shape.width % (4 * 256 // config.rows) == 0, "threads that take a row take as much each"
     for k, chunk in zip((shape.hidden, shape.width, shape.inner // config.pieces), config.chunks, strict=True):
         assert k % chunk == 0 and chunk % 256 == 0
-    assert 1 <= config.pieces <= 4
+    assert 1 <= config.pieces <= 4 and config.under_way >= 2 * 16 * max(config.chunks), "two stages under way"
     assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
     assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
     assert config.stage_bytes >= max(8 * (2 * max(config.chunks) + 64), 4 * 16 * shape.head_dim)
