@@ -19,7 +19,7 @@ from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
-from minivllm.kernels.megakernel import DecoderShape
+from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
                 x, layers = self._chained(usual, x, positions, attention), []
             elif goes_whole(usual, whole := dense_shape(usual[0], products), x, attention):
                 x, layers = decode_whole(usual, whole, x, positions, attention), []
-        elif (routed := self._shape_of(layers, x, DecoderLayer.routed_shape)) is not None:
+        elif (routed := self._routed_shape(layers, x)) is not None:
             usual = cast(list[DecoderLayer], layers)
             if goes_whole(usual, routed, x, attention):
                 x, layers = decode_whole(usual, routed, x, positions, attention), []
@@ -277,6 +277,10 @@ class Decoder(nn.Module):
             return None
         all_tokens = all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
         return shape if all_tokens else None
+
+    def _routed_shape(self, layers: list[nn.Module], x: torch.Tensor) -> DecoderShape | None:
+        few = len(x) <= MAX_MEGAKERNEL_ROWS  # the host would ask each layer of a larger step for nothing
+        return self._shape_of(layers, x, DecoderLayer.routed_shape) if few else None
 
     def _chained(
         self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
