@@ -45,7 +45,7 @@ __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, 
   }
   if (threadIdx.x == 0) {
     memory.share = share, memory.length = lengths[row], memory.slot = (int)slots[row];
-    memory.live = live_rows(slots, rows);
+    if (EXPERTS) memory.live = live_rows(slots, rows);
     int first = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) memory.parts[r] = {first, shares.splits[r]}, first += shares.splits[r];

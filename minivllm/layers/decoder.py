@@ -19,7 +19,7 @@ from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape
+from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
@@ -30,7 +30,7 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
 from minivllm.layers.parts import PartedStream, adds_parts, is_plain
 from minivllm.layers.rotary import RotaryTable
-from minivllm.layers.whole import decode_whole, dense_shape, experts_shape, goes_whole, routed_experts
+from minivllm.layers.whole import decode_whole, decoder_shape, goes_whole, routed_experts
 
 _Shape = TypeVar("_Shape", ChainShape, DecoderShape)
 _Pick = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], tuple[torch.Tensor, torch.Tensor]]
@@ -214,7 +214,8 @@ class DecoderLayer(nn.Module):
         assert isinstance(attention, SelfAttention)
         if type(attention.attention) is not Attention or not attention.qkv_proj.folded:
             return None
-        return experts_shape(attention.attention, attention.o_proj.weight.shape[0], experts)
+        routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
+        return decoder_shape(self, experts.down.shape[2], routing)
 
     def chain(
         self,
@@ -250,16 +251,12 @@ class Decoder(nn.Module):
         layers, exchange = list(self.layers), self.tp.exchange
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
-        elif (products := self._shape_of(layers, x, DecoderLayer.chain_shape)) is not None:
-            usual = cast(list[DecoderLayer], layers)
-            if use_chain(len(x), products, x.dtype, x.device):
+        else:
+            usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
+            if products is not None and use_chain(len(x), products, x.dtype, x.device):
                 x, layers = self._chained(usual, x, positions, attention), []
-            elif goes_whole(usual, whole := dense_shape(usual[0], products), x, attention):
+            elif (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
                 x, layers = decode_whole(usual, whole, x, positions, attention), []
-        elif (routed := self._routed_shape(layers, x)) is not None:
-            usual = cast(list[DecoderLayer], layers)
-            if goes_whole(usual, routed, x, attention):
-                x, layers = decode_whole(usual, routed, x, positions, attention), []
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
@@ -278,9 +275,15 @@ class Decoder(nn.Module):
         all_tokens = all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
         return shape if all_tokens else None
 
-    def _routed_shape(self, layers: list[nn.Module], x: torch.Tensor) -> DecoderShape | None:
-        few = len(x) <= MAX_MEGAKERNEL_ROWS  # the host would ask each layer of a larger step for nothing
-        return self._shape_of(layers, x, DecoderLayer.routed_shape) if few else None
+    def _whole_shape(
+        self, layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None
+    ) -> DecoderShape | None:
+        """Of few rows' layers that may go as one kernel: those with such products, or alike with experts."""
+        if len(x) > MAX_MEGAKERNEL_ROWS:  # the host would ask each layer for nothing
+            return None
+        if products is not None:
+            return decoder_shape(cast(DecoderLayer, layers[0]), products.inner)
+        return self._shape_of(layers, x, DecoderLayer.routed_shape)
 
     def _chained(
         self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -22,7 +22,6 @@ class RoutedExperts:
     renormalize: bool
 
 
-@runtime_checkable
 class RoutedMLP(Protocol):
     """What an MLP may have beside ``forward``, in the same class: one with a ``forward`` of its own is called as any
     module is."""

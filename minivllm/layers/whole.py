@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend, overrides_both
-from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.megakernel import (
     MAX_MEGAKERNEL_ROWS,
     PAGE,
@@ -27,28 +26,21 @@ from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.parts import is_plain
 
 if TYPE_CHECKING:
-    from minivllm.layers.attention import Attention
     from minivllm.layers.decoder import DecoderLayer, SelfAttention
 
 
-def dense_shape(layer: DecoderLayer, products: ChainShape) -> DecoderShape:
-    """Of a layer with that ``chain_shape``."""
-    heads = _self_attention(layer).attention
-    return DecoderShape(products.hidden, products.inner, heads.num_heads, heads.num_kv_heads, heads.head_dim)
-
-
-def experts_shape(heads: Attention, hidden: int, experts: RoutedExperts) -> DecoderShape:
-    """Of a layer with such an MLP."""
-    routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
-    inner = experts.down.shape[2]
+def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None) -> DecoderShape:
+    """Of a layer whose attention is usual; ``inner``: of its MLP, or of each expert."""
+    attention = _self_attention(layer)
+    hidden, heads = attention.o_proj.weight.shape[0], attention.attention
     return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing)
 
 
 def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
     """What computes the same as to call that MLP; None: nothing else does."""
-    if not isinstance(mlp, RoutedMLP) or not overrides_both(type(mlp), "forward", "routed_experts"):
+    if not overrides_both(type(mlp), "forward", "routed_experts") or not is_plain(mlp, type(mlp)):
         return None
-    return mlp.routed_experts() if is_plain(mlp, type(mlp)) else None
+    return cast(RoutedMLP, mlp).routed_experts()
 
 
 def goes_whole(layers: list[DecoderLayer], shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend) -> bool:

@@ -18,7 +18,7 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-for _module in ("conformance", "model", "attention", "scheduler", "simulation", "steps"):
+for _module in ("conformance", "model", "attention", "scheduler", "simulation", "steps", "outputs"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")  # their asserts are the message
 
 from minivllm.testing.attention import AttentionConformance

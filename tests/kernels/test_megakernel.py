@@ -299,7 +299,7 @@ def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape
     assert torch.equal(step.run(), got), "in whatever order, with the words of the launch before"
 
 
-def test_what_is_padding_asks_for_no_experts(emulated, agrees, close):
+def test_what_is_padding_asks_for_no_experts(emulated):
     """It stands in page 0, behind the others: what comes out for them is the same."""
     torch.manual_seed(0)
     step = Step(ROUTED, 2, [40, 17, 1], "cpu")

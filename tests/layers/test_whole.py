@@ -155,7 +155,7 @@ def test_layers_of_experts_say_the_same(
 def test_steps_of_many_tokens_do_not_ask_for_experts(folder: Path, whole: Calls) -> None:
     world = routed_world(folder)
     for layer in world.layers:
-        layer.mlp.routed_experts = None  # not called
+        layer.mlp.routed_experts = None  # cannot be called
     run = PagedRun(world.model, world.backend, 48, 2)
     run.step([0, 1], [[7] * (MAX_MEGAKERNEL_ROWS - 1), [3, 4]], 0)
     with pytest.raises(TypeError, match="not callable"):

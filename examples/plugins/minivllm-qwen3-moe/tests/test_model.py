@@ -21,6 +21,7 @@ from minivllm.models.loader import build_model, iterate_safetensors, read_model_
 from minivllm.plugins import default_registry
 from minivllm.testing import ModelConformance
 from minivllm.testing.checkpoints import random_checkpoint, reference_tokens
+from minivllm.testing.outputs import common_tokens
 
 ONE = TensorParallel()
 ARCHITECTURE = "Qwen3MoeForCausalLM"
@@ -120,19 +121,12 @@ def test_one_kernel_of_all_layers_says_what_the_triton_experts_say(monkeypatch: 
         settings += ["load_format=dummy", "max_model_len=512", "scheduler.max_num_seqs=8"]
         with LLM("qwen3-30b-a3b", overrides=settings) as llm:
             outputs = [out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)]
-        told.append([(out.token_ids, out.logprobs) for out in outputs])
+        told.append(outputs)
         if experts == "auto":
             assert set(used) == {1, 2, 4}, "when their graphs were captured"
             used.clear()
     assert not used
-    same = 0
-    for (a, a_probs), (b, b_probs) in zip(*told, strict=True):
-        assert a_probs is not None and b_probs is not None
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            if x != y:
-                break
-            assert abs(a_probs[i][x].logprob - b_probs[i][x].logprob) < 0.26
-            same += 1
+    same = sum(common_tokens(*both) for both in zip(*told, strict=True))
     assert same > 0.75 * 8 * sum(map(len, together))
 
 
