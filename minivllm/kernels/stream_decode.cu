@@ -2,8 +2,8 @@
 //
 // Compiled for one (KV, G, D, QKV, SHARED), behind hopper.cuh: key heads, query heads of each, their dimension, whether
 // q is the packed projection, which is normed and rotated here, and whether rows come with parts of what they attended
-// to together. The pages of all sequences, one after another, are cut
-// into equal shares, one a program. Of its warps
+// to together. The pages of all sequences, one after another, are cut into shares, one a program: equal ones, or nearly,
+// of one sequence each. Of its warps
 // - one asks for pages, keys and values of all heads by TMA, as far ahead as there is room, from one sequence to the
 //   next;
 // - HELPERS make queries in shared memory, a sequence ahead of its pages, and the new key and value, which go to the
@@ -390,7 +390,6 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
 
   for (int i = threadIdx.x; i <= rows; i += 32 * WARPS) starts[i] = starts_of[i];
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");
-  const int all = starts[rows], programs = min((int)gridDim.x, max(all / LEAST, 1));
   const int head = warp / PER_HEAD, part = warp % PER_HEAD, group = lane / 4, pair = lane % 4 * 2;
   const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
   const int front = lane * 2, back = front + D / 2;  // of the new key and value, this lane's dimensions, and the next
@@ -480,7 +479,6 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     state.sum[0] = column_sum(state.sum[0]), state.sum[1] = column_sum(state.sum[1]);
 
     if (begin < first || end > last) {  // a part
-      const int from = ((begin + 1) * programs - 1) / all, to = (end * programs - 1) / all;  // programs that have some
       const bool holds = pair < G;
       float4* mine = parts + ((long long)program * WARPS + warp) * PIECE + lane % 4 * 8 + group;
       if (end > last) {
@@ -489,7 +487,8 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       }
       State coming;  // the next part is on its way while one is added
       coming.clear();
-      for (int p = from; p < to; p++) {  // in this order: when they came makes no difference
+      const int from = its_share[6];  // the program that has its first pages; all up to this one have some
+      for (int p = from; p < program; p++) {  // in this order: when they came makes no difference
         float4* its_part = mine - (long long)(program - p) * WARPS * PIECE;
         if (p == from && holds) coming.look(its_part);
         for (u32 looks = 0; !__all_sync(~0u, !holds || coming.is_whole());) {
@@ -497,7 +496,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
           if (holds) coming.look(its_part);
         }
         State other = coming;
-        if (p + 1 < to && holds) coming.look(its_part + WARPS * PIECE);
+        if (p + 1 < program && holds) coming.look(its_part + WARPS * PIECE);
         if (holds) State::take_away(its_part);
         state.add(other);
       }

@@ -27,7 +27,8 @@ from minivllm.kernels.pdl import use_pdl
 
 _PAGE, _MAX_STAGES = 16, 24
 _WARPS, _HELPERS = 8, 3  # that take pages; that make queries. One more asks for pages
-_LEAST = 2  # pages a program has, where there are programs enough
+_LEAST = 2  # pages that a program has of sequences one after another
+_PART = 0.6  # what it costs to add a part of a sequence, in pages
 _SHARE, _NAMED = 8, 32  # numbers of a program's share; blocks of its first pages
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
 _BESIDE = 68 << 10  # bytes of a multiprocessor's memory that are left to the kernel that makes shared parts
@@ -44,12 +45,14 @@ def _shares_kernel(
     rows,
     PAGE: tl.constexpr,
     LEAST: tl.constexpr,
+    PART: tl.constexpr,
     SHARE: tl.constexpr,
     NAMED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program writes one of the stream's. All of them count the pages; the first writes where they start."""
+    """A program writes one of the stream's. All of them count the pages; the first writes where they start. Shares are
+    of one sequence each if they are hardly longer so: queries of a second one take as long as three pages."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -61,11 +64,30 @@ def _shares_kernel(
     if program == 0:
         tl.store(starts + 1 + row, ends, mask=live)
         tl.store(starts + row, tl.zeros([BLOCK], tl.int32), mask=row == 0)
-    programs = tl.minimum(grid, tl.maximum(all_pages // LEAST, 1))
-    first = tl.minimum(program, programs) * all_pages // programs
-    last = tl.minimum(program + 1, programs) * all_pages // programs
-    first_row = tl.sum((live & (ends <= first)).to(tl.int32))
-    last_row = tl.sum((live & (ends < last)).to(tl.int32))
+    # Of the longest, pages that cost as much as its parts; not more where so few programs would not keep memory busy.
+    fewest = tl.ceil(tl.sqrt(tl.max(pages).to(tl.float32) * PART)).to(tl.int32)
+    fewest = tl.minimum(fewest, tl.maximum(tl.cdiv(4 * all_pages, 3 * grid), 4))
+    each = tl.maximum(tl.cdiv(all_pages, grid), fewest)
+    each += (tl.sum(tl.cdiv(pages, each)) > grid).to(tl.int32)
+    splits = tl.cdiv(pages, each)
+    split_ends, all_splits = tl.cumsum(splits, 0), tl.sum(splits)
+    if all_splits <= grid:
+        first_row = tl.sum((live & (split_ends <= program)).to(tl.int32))
+        last_row = first_row
+        own = row == first_row
+        start, its_pages = tl.sum(tl.where(own, ends - pages, 0)), tl.sum(tl.where(own, pages, 0))
+        its_splits = tl.maximum(tl.sum(tl.where(own, splits, 0)), 1)
+        begins = tl.sum(tl.where(own, split_ends - splits, 0))
+        first = start + tl.cdiv((program - begins) * its_pages, its_splits)
+        last = start + tl.cdiv((program + 1 - begins) * its_pages, its_splits)
+    else:
+        programs = tl.minimum(grid, tl.maximum(all_pages // LEAST, 1))
+        first = tl.minimum(program, programs) * all_pages // programs
+        last = tl.minimum(program + 1, programs) * all_pages // programs
+        first_row = tl.sum((live & (ends <= first)).to(tl.int32))
+        last_row = tl.sum((live & (ends < last)).to(tl.int32))
+        start = tl.sum(tl.where(row == first_row, ends - pages, 0))
+        begins = ((start + 1) * programs - 1) // all_pages
     end = tl.sum(tl.where(row == last_row, ends, 0))
     begin = tl.sum(tl.where(row == last_row, ends - pages, 0))
     page = tl.maximum(begin, first)
@@ -77,6 +99,7 @@ def _shares_kernel(
     tl.store(to + 3, last_row)
     tl.store(to + 4, some)  # of its first sequence's pages, whose blocks follow
     tl.store(to + 5, (page + some == end).to(tl.int32))  # whether the last of them has the new token
+    tl.store(to + 6, begins)  # the program that has its first row's first pages
     name = tl.arange(0, NAMED)
     blocks = tl.load(tables + last_row * table_stride + page - begin + name, mask=name < some, other=0)
     tl.store(to + SHARE + name, blocks)
@@ -101,7 +124,7 @@ def fits_stream(
 @cache
 def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False, shared: bool = False) -> Kernel:
     macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "SHARED": int(shared), "WARPS": _WARPS,
-              "HELPERS": _HELPERS, "MAX_STAGES": _MAX_STAGES, "LEAST": _LEAST, "SHARE": _SHARE,
+              "HELPERS": _HELPERS, "MAX_STAGES": _MAX_STAGES, "SHARE": _SHARE,
               "NAMED": _NAMED}  # fmt: skip
     return Kernel("stream_decode", (), tuple(macros.items()))
 
@@ -197,7 +220,7 @@ def schedule_stream(workspace: StreamWorkspace, block_tables: torch.Tensor, seq_
     """Who has which pages of the first ``rows`` contexts. Once a step (inside the graph): all layers share it."""
     _shares_kernel[(workspace.programs,)](
         seq_lens, block_tables, block_tables.stride(0), workspace.starts, workspace.shares, rows, PAGE=_PAGE,
-        LEAST=_LEAST, SHARE=_SHARE, NAMED=_NAMED, BLOCK=workspace.block, PDL=workspace.pdl,
+        LEAST=_LEAST, PART=_PART, SHARE=_SHARE, NAMED=_NAMED, BLOCK=workspace.block, PDL=workspace.pdl,
         num_warps=4, launch_pdl=workspace.pdl,
     )  # fmt: skip
 

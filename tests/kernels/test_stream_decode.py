@@ -133,10 +133,17 @@ def test_the_driver_is_told_the_launch(told):
         assert kernel == stream._kernel(4, 5, 128, True) and values[-1].x is None and values[2] != qkv.data_ptr()
 
 
-@pytest.mark.parametrize("lens", [[1, 16, 17, 0, 300, 32], [700, 3, 5000], [1], [40] * 8], ids=str)
-def test_pages_are_counted_and_shared_out(where, lens, monkeypatch):
+SHARED_OUT = [  # lengths, programs, and whether each has one sequence
+    ([1, 16, 17, 0, 300, 32], 6, False), ([700, 3, 5000], 6, False), ([40] * 8, 6, False), ([1] * 8, 7, False),
+    ([160] * 4, 7, False), ([1], 6, True), ([1, 16, 17, 0, 300, 32], 40, True), ([700, 3, 5000], 132, True),
+    ([40] * 8, 8, True), ([6000], 132, True), ([190, 170, 20, 300], 10, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lens", "programs", "apart"), SHARED_OUT, ids=str)
+def test_pages_are_counted_and_shared_out(where, lens, programs, apart, monkeypatch):
     device, _ = where
-    monkeypatch.setattr(stream, "num_sms", lambda device: 6)
+    monkeypatch.setattr(stream, "num_sms", lambda device: programs)
     workspace = StreamWorkspace(8, 16, 8, 128, device)
     tables = torch.arange(8 * 400, dtype=torch.int32, device=device).view(8, 400)
     schedule_stream(workspace, tables, torch.tensor(lens, dtype=torch.int32, device=device), len(lens))
@@ -144,17 +151,28 @@ def test_pages_are_counted_and_shared_out(where, lens, monkeypatch):
     starts = [sum(pages[:i]) for i in range(len(pages) + 1)]
     assert workspace.starts[: len(starts)].tolist() == starts
     where_page = [(row, i) for row, n in enumerate(pages) for i in range(n)]
-    programs = min(6, max(len(where_page) // 2, 1))
+    busy = {}  # programs of each sequence, and how many pages of it each has
     for program, told in enumerate(workspace.shares.tolist()):
-        first, last = (min(p, programs) * len(where_page) // programs for p in (program, program + 1))
-        assert told[:2] == [first, last]
+        first, last = told[:2]
         if first == last:
             assert told[4] == 0
             continue
+        assert first == sum(sum(its.values()) for its in busy.values()), "each page once"
+        for row, _ in where_page[first:last]:
+            its = busy.setdefault(row, {})
+            its[program] = its.get(program, 0) + 1
         rows = where_page[first][0], where_page[last - 1][0]
         own = [(row, i) for row, i in where_page[first:last] if row == rows[1]][:32]  # it begins with its last sequence
-        assert told[2:6] == [*rows, len(own), own[-1][1] == pages[rows[1]] - 1]
+        assert told[2:7] == [*rows, len(own), own[-1][1] == pages[rows[1]] - 1, min(busy[rows[0]])]
         assert told[8 : 8 + len(own)] == [row * 400 + i for row, i in own]
+    assert [sum(its.values()) for its in busy.values()] == pages
+    if apart:
+        assert len({program for its in busy.values() for program in its}) == sum(map(len, busy.values()))
+        for its in map(list, map(dict.values, busy.values())):
+            assert max(its) - its[-1] <= 1 and its[-1] == min(its), "who puts parts together has the fewest pages"
+    else:
+        shares = [last - first for first, last, *_ in workspace.shares.tolist() if first < last]
+        assert max(shares) - min(shares) <= 1
 
 
 # --------------------------------------------------------------------------- on Hopper
@@ -371,7 +389,7 @@ def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, captured, close
 # --------------------------------------------------------------------------- emulated
 
 
-EMULATED = [[1], [5, 16, 17, 33], [300, 1, 40, 0, 129, 700]]
+EMULATED = [[1], [400], [5, 16, 17, 33], [300, 1, 40, 0, 129, 700]]
 
 
 def scheduled(case):
