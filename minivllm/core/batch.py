@@ -68,6 +68,16 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptStep:
+    """A step with prompts, as ``core/prompt_graphs.py`` takes it: n sequences, t tokens."""
+
+    num_new: np.ndarray  # (n,) int32
+    num_computed: np.ndarray  # (n,) int32
+    slots: np.ndarray  # (n,) int32
+    tokens: np.ndarray  # (3, t) int64: ids, positions, places in the cache
+
+
+@dataclass(frozen=True, slots=True)
 class Cascade:
     """What decode rows share and read once, see ``core/cascade.py``: int32, device.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, Cascade
+from minivllm.core.batch import AttentionBatch, Batch, Cascade, PromptStep
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Logprobs, Sampler, StepResult, overrides_both
 from minivllm.core.landing import IN_FLIGHT
@@ -56,17 +56,18 @@ class Staging:
         self._ring = PinnedRing()
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Each array as an int32 tensor on the device, (size,)."""
-        words = [np.ascontiguousarray(a).view(np.int32).reshape(-1) if a.dtype.names or a.dtype == np.int32
-                 else a.astype(np.int32).reshape(-1) for a in arrays]  # fmt: skip
-        flat = np.concatenate(words)
-        if self.device.type == "cuda":
-            pinned = self._ring.next(len(flat))
-            pinned.numpy()[:] = flat
-            packet = pinned.to(self.device, non_blocking=True)
-        else:
-            packet = torch.from_numpy(flat)
-        return list(packet.split([len(w) for w in words]))
+        """Each int32 or int64 array on the device, (size,); records as int32, (their words,). Each begins at a multiple
+        of 16 bytes, so that kernels are compiled for one alignment."""
+        words = [np.ascontiguousarray(a).view(np.int32).reshape(-1) for a in arrays]
+        sizes = [size for w in words for size in (len(w), -len(w) % 4)]  # and what is left out behind each
+        total = sum(sizes)
+        packet = self._ring.next(total) if self.device.type == "cuda" else torch.empty(total, dtype=torch.int32)
+        flat, at = packet.numpy(), 0
+        for w in words:
+            flat[at : at + len(w)] = w
+            at += len(w) + -len(w) % 4
+        parts = packet.to(self.device, non_blocking=True).split(sizes)[::2]
+        return [part.view(torch.int64) if a.dtype == np.int64 else part for a, part in zip(arrays, parts, strict=True)]
 
 
 class Layout(NamedTuple):
@@ -212,26 +213,24 @@ class ModelRunner:
         return self._launch_eager(batch)
 
     def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """What is new in the block table, for ``write_table``: (2b,) int32, words of b places, and (b,) int32."""
-        places = batch.block_slots.astype(np.int64) * self.block_table.shape[1] + batch.block_indices
-        return places.view(np.int32), batch.block_ids
+        """What is new in the block table, for ``write_table``: (b,) int64, places, and (b,) int32."""
+        return batch.block_slots.astype(np.int64) * self.block_table.shape[1] + batch.block_indices, batch.block_ids
 
     def write_table(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
         """Write ``table_entries``, on the device and ahead of all else that was sent with them."""
         if len(blocks):
-            self.block_table.view(-1).scatter_(0, places.view(torch.int64), blocks)
+            self.block_table.view(-1).scatter_(0, places, blocks)
 
     def begin(self, batch: Batch, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Let the batch's new blocks and admissions take effect. ``arrays`` go to the device with them, see
         ``Staging.send``."""
+        admitted_slots = batch.admitted_slots.astype(np.int64)
         places, blocks, admitted, params, known, *sent = self.staging.send(
-            *self.table_entries(batch), batch.admitted_slots, batch.admitted_params, batch.known_ids, *arrays
+            *self.table_entries(batch), admitted_slots, batch.admitted_params, batch.known_ids, *arrays
         )
         self.write_table(places, blocks)
         if len(admitted):
-            self.sampler.prepare(
-                batch.admitted_slots, batch.admitted_params, admitted.long(), params.view(len(admitted), -1)
-            )
+            self.sampler.prepare(batch.admitted_slots, batch.admitted_params, admitted, params.view(len(admitted), -1))
         if len(known):
             self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
         return sent
@@ -254,43 +253,41 @@ class ModelRunner:
         slots, d = batch.slots, batch.num_decodes
         seq_lens = batch.num_computed + batch.num_new
         start, position, mapping = self.places(slots, batch.num_computed, batch.num_new)
-        sampled, last = np.nonzero(batch.samples)[0], start[1:] - 1
+        sampled, last = np.nonzero(batch.samples)[0], start[1:].astype(np.int64) - 1
         picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
         if picks and len(last) < _FEW_ROWS:
-            last = np.pad(last, (0, _FEW_ROWS - len(last)))  # with tokens that nobody asks for
+            last = np.concatenate([last, np.zeros(_FEW_ROWS - len(last), dtype=np.int64)])  # and what nobody asks for
+        tokens = np.zeros((3, batch.num_tokens), dtype=np.int64)
+        tokens[0, d:], tokens[1], tokens[2] = batch.token_ids, position, mapping
+        of_rows = slots.astype(np.int64), seq_lens.astype(np.int64), last, sampled
         graphs = self.prompt_graphs
-        size = graphs.size_for(batch) if graphs is not None else None
-        cascade = self.cascade.plan(batch) if self.cascade is not None and d and not size else None
-        numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
-        (
-            slots_, seq_lens_, start_, position_, mapping_, tokens_, last_, sampled_, sample_slots_, next_position_,
-            numbers_,
-        ) = self.begin(
-            batch, slots, seq_lens, start, position, mapping, batch.token_ids, last, sampled, slots[sampled],
-            seq_lens[sampled], numbers,
-        )  # fmt: skip
-        slots64 = slots_.long()
-        input_ids = torch.cat([self.last_token[slots64[:d]], tokens_.long()]) if d else tokens_.long()
-        positions, slot_mapping, last_tokens = position_.long(), mapping_.long(), last_.long()
-        if graphs is not None and size is not None:
-            hidden = graphs.launch(size, batch, input_ids, positions, slot_mapping, start_, seq_lens_, slots64)
+        if graphs is not None and (key := graphs.key_for(batch)) is not None:
+            step = PromptStep(batch.num_new, batch.num_computed, slots, tokens)
+            slots_, after, last_, sampled_, *sent = self.begin(batch, *of_rows, *graphs.numbers(key, step))
+            hidden = graphs.launch(key, step, sent, slots_[:d])
         else:
-            plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, slots64, last_tokens if picks else None)
+            cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
+            numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
+            slots_, after, last_, sampled_, ids, positions, slot_mapping, start_, seq_lens_, numbers_ = self.begin(
+                batch, *of_rows, *tokens, start, seq_lens, numbers
+            )
+            if d:
+                ids[:d] = self.last_token.index_select(0, slots_[:d])
+            plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, slots_, last_ if picks else None)
             plan.cascade = None if cascade is None else Cascade.of(numbers_, d, cascade.beside)
-            hidden = self._forward(input_ids, positions, plan)
-        self.num_computed[slots64] = seq_lens_.long()
+            hidden = self._forward(ids, positions, plan)
+        self.num_computed.scatter_(0, slots_, after)
         if not len(sampled):
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
             return self.land(len(slots), sampled, Packed.of(nothing, None))
         if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
-            hidden = hidden[last_tokens]
+            hidden = hidden.index_select(0, last_)
         hidden = hidden[: len(slots)]
         if len(sampled) < len(slots):
-            hidden = hidden[sampled_.long()]
-        sample_slots = sample_slots_.long()
-        tokens, logprobs = self._sample(hidden, sample_slots, next_position_.long(), slots[sampled])
-        self.last_token[sample_slots] = tokens
-        return self.land(len(slots), sampled, Packed.of(tokens, logprobs))
+            hidden, slots_, after = (x.index_select(0, sampled_) for x in (hidden, slots_, after))
+        found, logprobs = self._sample(hidden, slots_, after, slots[sampled])
+        self.last_token.scatter_(0, slots_, found)
+        return self.land(len(slots), sampled, Packed.of(found, logprobs))
 
     def _plan(
         self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,

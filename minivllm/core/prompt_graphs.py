@@ -17,14 +17,13 @@ context is one key long, so that they see nothing; they write into block 0, whic
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.batch import AttentionBatch, Batch, PromptStep
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
 from minivllm.kernels.capture import rehearsal
 
@@ -54,20 +53,6 @@ def prompt_sizes(most: int, full: int = 0) -> list[int]:
     return [*sizes, full] if full else sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What a graph is launched for: n sequences, t tokens."""
-
-    num_new: np.ndarray  # (n,) int32
-    num_computed: np.ndarray  # (n,) int32
-    input_ids: torch.Tensor  # (t,), and so on, as an eager step has them on the device
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    query_start: torch.Tensor  # (n + 1,)
-    seq_lens: torch.Tensor  # (n,)
-    slots: torch.Tensor  # (n,) int64
-
-
 class PromptGraphs:
     """Captures the layers of steps with prompts, and replays them."""
 
@@ -92,7 +77,8 @@ class PromptGraphs:
         self.waste = int(_WASTE * _FLOP / flop)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
-        self.input_ids, self.positions, self.slot_mapping = torch.zeros((3, top), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((3, top), dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.slot_mapping = self.tokens
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
@@ -188,49 +174,53 @@ class PromptGraphs:
             return False
         return self._size_for(len(batch.token_ids)) is not None
 
-    def launch(
-        self, size: int, batch: Batch, input_ids: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
-        query_start: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Arguments as the eager step has them, on the device; returns hidden states, of all tokens (t, hidden_size) or
-        of each row's last (n, hidden_size)."""
-        key = size, _ANY
+    def key_for(self, batch: Batch) -> _Key | None:
+        """Which graph it is; None as for ``size_for``."""
+        size = self.size_for(batch)
+        if size is None:
+            return None
         if (size, _WHOLE) in self._graphs and not batch.num_decodes and not batch.num_computed.any():
-            key = size, _WHOLE
-        elif (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS:
-            key = size, _FEW
-        step = _Step(
-            batch.num_new, batch.num_computed, input_ids, positions, slot_mapping, query_start, seq_lens, slots
-        )
-        self._load(key, step)
+            return size, _WHOLE
+        return size, _FEW if (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS else _ANY
+
+    def numbers(self, key: _Key, step: PromptStep) -> list[np.ndarray]:
+        """What the device is told of a step, padded, for ``launch``: tokens (3 * size,) int64, query_start and seq_lens
+        of all the graph's sequences int32, and slots (n + 1,) int64, the last of which has no blocks."""
+        size, rows, n, t = key[0], self._plans[key].num_seqs, len(step.slots), step.tokens.shape[1]
+        tokens = np.zeros((3, size), dtype=np.int64)
+        tokens[:, :t] = step.tokens
+        query_start, seq_lens = np.full(rows + 1, size, dtype=np.int32), np.ones(rows, dtype=np.int32)
+        query_start[0], seq_lens[:n] = 0, step.num_computed + step.num_new
+        np.cumsum(step.num_new, out=query_start[1 : n + 1])
+        slots = np.append(step.slots.astype(np.int64), self.runner.num_slots)
+        return [tokens.reshape(-1), query_start, seq_lens, slots]
+
+    def launch(self, key: _Key, step: PromptStep, sent: list[torch.Tensor], decodes: torch.Tensor) -> torch.Tensor:
+        """``sent``: the step's ``numbers``. decodes (d,) int64: slots of the first sequences, whose tokens the device
+        has. Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size)."""
+        self._load(key, step, sent)
+        if len(decodes):
+            self.input_ids[: len(decodes)] = self.runner.last_token.index_select(0, decodes)
         return self._replay(key, step)
 
-    def _load(self, key: _Key, step: _Step) -> None:
+    def _load(self, key: _Key, step: PromptStep, sent: list[torch.Tensor]) -> None:
         """Put the step where the graph finds it, with its padding, and plan it."""
-        size, t, n = key[0], len(step.input_ids), len(step.slots)
-        self.input_ids[:t], self.positions[:t], self.slot_mapping[:t] = (
-            step.input_ids, step.positions, step.slot_mapping
-        )  # fmt: skip
-        self.query_start[: n + 1], self.seq_lens[:n] = step.query_start, step.seq_lens
-        torch.index_select(self.runner.block_table, 0, step.slots, out=self.block_tables[:n])
-        query_lens, lens = np.zeros((2, self._plans[key].num_seqs), dtype=np.int32)
+        size, rows, n = key[0], self._plans[key].num_seqs, len(step.slots)
+        tokens, query_start, seq_lens, slots = sent
+        self.tokens[:, :size] = tokens.view(3, size)
+        self.query_start[: rows + 1], self.seq_lens[:rows] = query_start, seq_lens
+        torch.index_select(self.runner.block_table, 0, slots, out=self.block_tables[: n + 1])
+        query_lens, lens = np.zeros((2, rows), dtype=np.int32)
         query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
-        query_lens[n], lens[n] = size - t, 1
-        self.query_start[n + 1 :] = size
-        self.seq_lens[n:] = 1
-        self.block_tables[n] = 0
-        if size > t:
-            self.input_ids[t:size] = 0
-            self.positions[t:size] = 0
-            self.slot_mapping[t:size] = 0
+        query_lens[n], lens[n] = size - step.tokens.shape[1], 1
         self._hand_over(key, query_lens, lens)
 
-    def _replay(self, key: _Key, step: _Step) -> torch.Tensor:
+    def _replay(self, key: _Key, step: PromptStep) -> torch.Tensor:
         self._graphs[key].replay()
         return self._without_padding(self._hidden[key], key, step)
 
-    def _without_padding(self, hidden: torch.Tensor, key: _Key, step: _Step) -> torch.Tensor:
-        return hidden[: len(step.input_ids)] if len(hidden) == key[0] else hidden[: len(step.slots)]
+    def _without_padding(self, hidden: torch.Tensor, key: _Key, step: PromptStep) -> torch.Tensor:
+        return hidden[: step.tokens.shape[1]] if len(hidden) == key[0] else hidden[: len(step.slots)]
 
     # ------------------------------------------------------------------ proving
 
@@ -259,35 +249,38 @@ class PromptGraphs:
         values = torch.randn_like(contexts)
         rng = np.random.default_rng(0)
         steps = {key: self._random_step(key, blocks, longest, vocab_size, rng) for key in self._plans}
+        sent = {
+            key: [torch.from_numpy(a).to(run.device) for a in self.numbers(key, step)] for key, step in steps.items()
+        }
 
-        def hidden(key: _Key, launch: Callable[[_Key, _Step], torch.Tensor]) -> torch.Tensor:
+        def hidden(key: _Key, launch: Callable[[_Key, PromptStep], torch.Tensor]) -> torch.Tensor:
             contexts.copy_(values)
             states = launch(key, steps[key])
             return states[:: -(-len(states) // _COMPARED)]
 
-        def eager(key: _Key, step: _Step) -> torch.Tensor:
+        def eager(key: _Key, step: PromptStep) -> torch.Tensor:
             with rehearsal():
                 return self._without_padding(self._forward(key), key, step)
 
         expected, differences = {}, {}
         for key in reversed(self._plans):
-            self._load(key, steps[key])
+            self._load(key, steps[key], sent[key])
             if key[1] == _WHOLE and not run.attention.fresh_prompts:
                 continue  # such steps are like any other to this backend
             expected[key] = hidden(key, eager).clone()
             capture(key)
         for key in reversed(expected):
-            self._load(key, steps[key])
+            self._load(key, steps[key], sent[key])
             what = f"{key[0]} tokens of prompts" + {_ANY: "", _WHOLE: " from their start", _FEW: ", few"}[key[1]]
             differences[what] = difference(expected[key], hidden(key, self._replay))
         check_differences(differences, run.attention)
         cache[:, :, 1 : 1 + rows * per_row] = 0
-        for used in (run.block_table, self.block_tables, self.input_ids, self.positions, self.slot_mapping):
+        for used in (run.block_table, self.block_tables, self.tokens):
             used.zero_()
 
     def _random_step(
         self, key: _Key, blocks: np.ndarray, longest: int, vocab_size: int, rng: np.random.Generator
-    ) -> _Step:
+    ) -> PromptStep:
         """A step that fills the graph as far as ``blocks``, (rows, blocks of each) do: one new token in the first
         sequence, as a decode has, and equally many in the others."""
         (size, kind), block_size = key, self.runner.block_size
@@ -301,7 +294,5 @@ class PromptGraphs:
         row = np.repeat(np.arange(n), new)
         position = np.arange(start[-1]) + (computed - start[:-1])[row]
         mapping = blocks[row, position // block_size] * block_size + position % block_size
-        arrays = (rng.integers(0, vocab_size, start[-1]), position, mapping, start, computed + new, np.arange(n))
-        packet = torch.from_numpy(np.concatenate(arrays)).to(self.runner.device)
-        tensors = packet.split([len(a) for a in arrays])
-        return _Step(new.astype(np.int32), computed.astype(np.int32), *tensors)
+        tokens = np.stack([rng.integers(0, vocab_size, start[-1]), position, mapping])
+        return PromptStep(new.astype(np.int32), computed.astype(np.int32), np.arange(n, dtype=np.int32), tokens)

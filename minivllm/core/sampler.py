@@ -122,8 +122,8 @@ class DefaultSampler(Sampler):
         self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * (rows["logprobs"] >= 0)
         self._anyone = bool(self._asks.any())
         words = device_rows
-        self._words[:, device_slots] = words[:, :5].T
-        self.seed.view(torch.int32).view(-1, 2)[device_slots] = words[:, 6:8]
+        self._words.index_copy_(1, device_slots, words[:, :5].T)
+        self.seed.view(torch.int32).view(-1, 2).index_copy_(0, device_slots, words[:, 6:8])
         if adjusted:
             for column, of_slots in enumerate(self.adjustments[:3], 8):
                 of_slots[device_slots] = words[:, column].view(torch.float32)

@@ -429,7 +429,9 @@ class SlotScheduler(Scheduler):
             del self._by_id[seq.request_id]
             finished.append((seq, FinishReason.STOP if row in stops else FinishReason.LENGTH))
         if finished:
-            self.running = self.running[~np.isin(self.running, [seq.slot for seq, _ in finished])]
+            ended = np.zeros(len(self.sequences), dtype=bool)
+            ended[[seq.slot for seq, _ in finished]] = True
+            self.running = self.running[~ended[self.running]]
         return finished
 
     # ------------------------------------------------------------------ proving

@@ -116,3 +116,16 @@ def test_whose_refine_is_captured() -> None:
 
     kinds = (DefaultSampler, Both, OnlyResample, Alone, WithResample, AgreedSampler)
     assert [captures_refine(kind) for kind in kinds] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 3, 2), (5, 4, 7)])
+def test_what_is_sent_together_comes_apart_at_aligned_places(sizes: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(0)
+    whole, long = rng.integers(0, 1 << 30, sizes[0], dtype=np.int32), rng.integers(1 << 40, size=2 * sizes[1])[::2]
+    records = np.zeros(sizes[2], dtype=[("a", "<f4"), ("b", "<i8")])
+    records["a"], records["b"] = rng.random(sizes[2]), rng.integers(1 << 40, size=sizes[2])
+    sent = model_runner.Staging(torch.device("cpu")).send(whole, long, records, whole)
+    assert [part.dtype for part in sent] == [torch.int32, torch.int64, torch.int32, torch.int32]
+    for array, part in zip((whole, long, records.view(np.int32), whole), sent, strict=True):
+        np.testing.assert_array_equal(part.numpy(), array)
+        assert part.data_ptr() % 16 == 0 or not len(part)

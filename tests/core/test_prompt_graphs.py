@@ -15,7 +15,7 @@ from helpers import pass_over_empty_rows, step_batch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import prompt_graphs
-from minivllm.core.batch import Batch
+from minivllm.core.batch import Batch, PromptStep
 from minivllm.core.model_runner import ModelRunner, PendingStep, StepApart
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
@@ -269,9 +269,9 @@ def test_steps_of_few_sequences_are_graphs_of_their_own(
     replayed: list[tuple[int, str, int]] = []
     launch = PromptGraphs.launch
 
-    def noted(self: PromptGraphs, size: int, batch: Batch, *step: torch.Tensor) -> torch.Tensor:
-        hidden = launch(self, size, batch, *step)
-        replayed.append((size, log[-1][2], len(batch.slots)))
+    def noted(self: PromptGraphs, key: tuple[int, str], step: PromptStep, *sent: Any) -> torch.Tensor:
+        hidden = launch(self, key, step, *sent)
+        replayed.append((key[0], log[-1][2], len(step.slots)))
         return hidden
 
     monkeypatch.setattr(PromptGraphs, "launch", noted)
@@ -368,10 +368,10 @@ def test_proofs_are_full_steps_of_several_sequences_behind_contexts(runner: Mode
     for (size, kind), step in {
         key: graphs._random_step(key, blocks, 2033, VOCAB, np.random.default_rng(0)) for key in graphs._plans
     }.items():
-        assert size - 3 < len(step.input_ids) == step.num_new.sum() <= size
+        assert size - 3 < step.tokens.shape[1] == step.num_new.sum() <= size
         assert len(step.num_new) == 4 and step.num_new[0] == 1
         assert (step.num_computed == 0).all() if kind == "whole" else (step.num_computed > 0).all()
-        assert step.slot_mapping.unique().numel() == len(step.input_ids)
+        assert len(np.unique(step.tokens[2])) == step.tokens.shape[1]
 
 
 @pytest.mark.parametrize(
