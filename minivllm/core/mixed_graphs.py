@@ -152,7 +152,8 @@ class MixedGraphs:
         prompt_lens[:m], prompt_lens[m:] = lens[d:], 1
         query_start[:rows], query_start[rows : rows + m + 1] = np.arange(rows), rows + start
         query_start[rows + m + 1 :] = rows + size
-        (packet,) = run.begin(batch, numbers)
+        admission, (packet,) = run.begin(batch, numbers)
+        run.admit(batch, admission)
         self.packet[: len(packet)] = packet
         _, _, _, self.seq_lens[rows : rows + _PROMPTS], start_ = _parts(packet, rows, size)
         self.query_start[: len(start_)] = start_

@@ -56,9 +56,9 @@ class Staging:
         self._ring = PinnedRing()
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Each int32 or int64 array on the device, (size,); records as int32, (their words,). Each begins at a multiple
+        """Each int32 or int64 array (size,) on the device; records as int32, (their words,). Each begins at a multiple
         of 16 bytes, so that kernels are compiled for one alignment."""
-        words = [np.ascontiguousarray(a).view(np.int32).reshape(-1) for a in arrays]
+        words = [np.ascontiguousarray(a).view(np.int32) for a in arrays]
         sizes = [size for w in words for size in (len(w), -len(w) % 4)]  # and what is left out behind each
         total = sum(sizes)
         packet = self._ring.next(total) if self.device.type == "cuda" else torch.empty(total, dtype=torch.int32)
@@ -68,6 +68,14 @@ class Staging:
             at += len(w) + -len(w) % 4
         parts = packet.to(self.device, non_blocking=True).split(sizes)[::2]
         return [part.view(torch.int64) if a.dtype == np.int64 else part for a, part in zip(arrays, parts, strict=True)]
+
+
+class Admission(NamedTuple):
+    """Of new sequences, on the device: slots (a,) int64; int32, their rows' words and tokens that samplers ask for."""
+
+    slots: torch.Tensor
+    params: torch.Tensor
+    known: torch.Tensor
 
 
 class Layout(NamedTuple):
@@ -221,19 +229,22 @@ class ModelRunner:
         if len(blocks):
             self.block_table.view(-1).scatter_(0, places, blocks)
 
-    def begin(self, batch: Batch, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Let the batch's new blocks and admissions take effect. ``arrays`` go to the device with them, see
-        ``Staging.send``."""
+    def begin(self, batch: Batch, *arrays: np.ndarray) -> tuple[Admission, list[torch.Tensor]]:
+        """Let the batch's new blocks take effect. ``arrays`` go to the device with them, see ``Staging.send``, and what
+        ``admit`` needs before the step samples."""
         admitted_slots = batch.admitted_slots.astype(np.int64)
-        places, blocks, admitted, params, known, *sent = self.staging.send(
+        places, blocks, slots, params, known, *sent = self.staging.send(
             *self.table_entries(batch), admitted_slots, batch.admitted_params, batch.known_ids, *arrays
         )
         self.write_table(places, blocks)
-        if len(admitted):
-            self.sampler.prepare(batch.admitted_slots, batch.admitted_params, admitted, params.view(len(admitted), -1))
-        if len(known):
-            self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, known)
-        return sent
+        return Admission(slots, params, known), sent
+
+    def admit(self, batch: Batch, its: Admission) -> None:
+        """Tell the sampler of the batch's new sequences."""
+        if rows := len(its.slots):
+            self.sampler.prepare(batch.admitted_slots, batch.admitted_params, its.slots, its.params.view(rows, -1))
+        if len(its.known):
+            self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, its.known)
 
     def places(
         self, slots: np.ndarray, computed: np.ndarray, new: np.ndarray
@@ -263,19 +274,20 @@ class ModelRunner:
         graphs = self.prompt_graphs
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             step = PromptStep(batch.num_new, batch.num_computed, slots, tokens)
-            slots_, after, last_, sampled_, *sent = self.begin(batch, *of_rows, *graphs.numbers(key, step))
+            admission, sent = self.begin(batch, *of_rows, *graphs.numbers(key, step))
+            slots_, after, last_, sampled_, *sent = sent
             hidden = graphs.launch(key, step, sent, slots_[:d])
         else:
             cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
             numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
-            slots_, after, last_, sampled_, ids, positions, slot_mapping, start_, seq_lens_, numbers_ = self.begin(
-                batch, *of_rows, *tokens, start, seq_lens, numbers
-            )
+            admission, sent = self.begin(batch, *of_rows, *tokens, start, seq_lens, numbers)
+            slots_, after, last_, sampled_, ids, positions, slot_mapping, start_, seq_lens_, numbers_ = sent
             if d:
                 ids[:d] = self.last_token.index_select(0, slots_[:d])
             plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, slots_, last_ if picks else None)
             plan.cascade = None if cascade is None else Cascade.of(numbers_, d, cascade.beside)
             hidden = self._forward(ids, positions, plan)
+        self.admit(batch, admission)  # the device has the layers to go through meanwhile
         self.num_computed.scatter_(0, slots_, after)
         if not len(sampled):
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)

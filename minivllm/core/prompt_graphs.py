@@ -7,7 +7,7 @@ for prompts that all start in it, where the backend has a faster way for those, 
 attention launches grows with those that there may be.
 
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
-# input_ids, positions, slot_mapping (T,) int64
+# tokens (3, T) int64: input_ids, positions, slot_mapping
 # query_start (R + 1,) int32   seq_lens (R,) int32   block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
 All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
 weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
