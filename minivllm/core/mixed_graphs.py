@@ -3,7 +3,7 @@
 Launched as two (``ModelRunner.launch``), such a step reads the weights twice, and what is around the prompts' layers is
 launched kernel by kernel. Most requests of a busy engine begin in such a step. A graph has D decode rows, padded,
 P = ``_PROMPTS`` prompt rows and T tokens of prompts, padded; it samples D rows, those of the batch in its order. None
-is captured before it has been wanted a few times: a hundred could be, of which a run needs ten.
+is captured before it has been wanted a few times: a hundred could be, of which a run needs ten. All ranks choose alike.
 
 What a step is told crosses as one packet, int32:
 # | of decode rows: slots (D) | of sampled rows: slots, positions sampled for, positions computed, hidden rows (4 D) |
@@ -61,7 +61,7 @@ def _parts(packet: _Array, rows: int, size: int) -> tuple[_Array, _Array, _Array
 
 
 class MixedGraphs:
-    """Captures and replays steps of decodes and prompts for one runner, alone (``tp=1``)."""
+    """Captures and replays steps of decodes and prompts for one runner."""
 
     def __init__(self, runner: ModelRunner, decodes: DecodeGraphs, prompts: PromptGraphs, max_tokens: int) -> None:
         self.runner, self._decodes, self._prompts, self.landing = runner, decodes, prompts, decodes.landing

@@ -169,8 +169,8 @@ class Worker:
         if not self.choice.prompt_graphs():
             return decodes, None, None
         prompts = PromptGraphs(runner, most, self.tp)
-        alone = self.tp.size == 1 and not runner.attention.plans_on_host
-        return decodes, prompts, MixedGraphs(runner, decodes, prompts, most) if alone else None
+        mixed = None if runner.attention.plans_on_host else MixedGraphs(runner, decodes, prompts, most)
+        return decodes, prompts, mixed
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"
