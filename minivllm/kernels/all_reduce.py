@@ -36,6 +36,7 @@ import torch
 from minivllm.kernels import two_shots as twice
 from minivllm.kernels._triton import cdiv, tl, triton
 from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.peer_memory import take_peer_memory
 
 # Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. A zero is sent in its place: sums begin with 0.0, so for
 # 16 bits the result is the same.
@@ -188,20 +189,11 @@ class PeerAllReduce:
         Raises:
             RuntimeError: the GPUs cannot reach each other's memory.
         """
-        import torch.distributed as dist
-        import torch.distributed._symmetric_memory as symmetric
-
-        capacity = cdiv(capacity, 1024) * 1024
-        ranks = dist.get_world_size(group)
-        memory = symmetric.empty(cls.nbytes(ranks, capacity), dtype=torch.uint8, device=device)
-        cls.clear(memory, ranks, capacity)
-        handle = symmetric.rendezvous(memory, group)
-        torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])  # cleared everywhere before anybody's first word
-        offset = memory.data_ptr() - int(handle.buffer_ptrs[handle.rank])  # in its allocation, the same on all ranks
-        return cls(
-            handle.rank, [int(base) + offset for base in handle.buffer_ptrs], capacity, device, keep=(memory, handle)
+        capacity, ranks = cdiv(capacity, 1024) * 1024, group.size()
+        memory = take_peer_memory(
+            group, cls.nbytes(ranks, capacity), device, lambda mine: cls.clear(mine, ranks, capacity)
         )
+        return cls(memory.rank, memory.addresses, capacity, device, keep=memory)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether ``x`` fits, in size and kind."""

@@ -40,6 +40,7 @@ import torch
 
 from minivllm.kernels._triton import cdiv, compiling
 from minivllm.kernels.capture import captured
+from minivllm.kernels.peer_memory import take_peer_memory
 from minivllm.kernels.rms_norm import add_rows_factors
 
 MIN_PART = 2048  # rows, of two ranks: a product of fewer takes longer a row
@@ -92,17 +93,9 @@ class PeerExchange:
         Raises:
             RuntimeError: the GPUs cannot reach each other's memory.
         """
-        import torch.distributed as dist
-        import torch.distributed._symmetric_memory as symmetric
-
-        size = cls.nbytes(dist.get_world_size(group), rows, width, dtype)
-        mine = symmetric.empty(size, dtype=torch.uint8, device=device)
-        mine.zero_()
-        handle = symmetric.rendezvous(mine, group)
-        torch.cuda.synchronize(device)
-        dist.barrier(group, device_ids=[device.index])  # zeros everywhere before anybody's first number
-        memory = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(handle.world_size)]
-        return cls(handle.rank, memory, rows, width, dtype, keep=(mine, handle))
+        memory = take_peer_memory(group, cls.nbytes(group.size(), rows, width, dtype), device)
+        everywhere = [memory.of(rank) for rank in range(group.size())]
+        return cls(memory.rank, everywhere, rows, width, dtype, keep=memory)
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether to sum products of a step of x, (t, width), here."""

@@ -1,0 +1,44 @@
+"""Memory of each GPU of a group that the others' kernels reach (NVLink peer access, by torch's symmetric memory)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """One rank's, and where the others' is; whoever uses it keeps it."""
+
+    rank: int
+    mine: torch.Tensor  # (nbytes,) uint8
+    addresses: list[int]  # of each rank's, as this rank's device reaches it
+    handle: Any
+
+    def of(self, rank: int) -> torch.Tensor:
+        """(nbytes,) uint8, that rank's."""
+        theirs: torch.Tensor = self.handle.get_buffer(rank, (len(self.mine),), torch.uint8)
+        return theirs
+
+
+def take_peer_memory(
+    group: Any, nbytes: int, device: torch.device, clear: Callable[[torch.Tensor], Any] = torch.Tensor.zero_
+) -> PeerMemory:
+    """``nbytes`` on each rank; every rank of the group calls this, and finds everybody's ``clear``.
+
+    Raises:
+        RuntimeError: the GPUs cannot reach each other's memory.
+    """
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    mine = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    clear(mine)
+    handle = symmetric.rendezvous(mine, group)
+    torch.cuda.synchronize(device)
+    dist.barrier(group, device_ids=[device.index])  # cleared everywhere before anybody's first word
+    offset = mine.data_ptr() - int(handle.buffer_ptrs[handle.rank])  # in its allocation, the same on all ranks
+    return PeerMemory(handle.rank, mine, [int(base) + offset for base in handle.buffer_ptrs], handle)
