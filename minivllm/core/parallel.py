@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from minivllm.kernels.all_reduce import PeerAllReduce
     from minivllm.kernels.exchange import PeerExchange
+    from minivllm.kernels.peer_words import PeerWords
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class TensorParallel:
 
     ``group`` is a ``torch.distributed`` process group, or None on one rank. ``peer`` sums what is small enough for it
     (``takes``) faster than the group does (``kernels/all_reduce.py``); ``exchange`` what is so large that products go
-    on beside it (``kernels/exchange.py``).
+    on beside it (``kernels/exchange.py``); ``words`` are for a kernel of all layers (``kernels/peer_words.py``).
     """
 
     rank: int = 0
@@ -26,6 +27,7 @@ class TensorParallel:
     group: Any = None
     peer: PeerAllReduce | None = None
     exchange: PeerExchange | None = None
+    words: PeerWords | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum ``x`` over the ranks, in place; returns ``x``. All ranks get the same bytes."""

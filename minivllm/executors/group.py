@@ -15,8 +15,10 @@ import torch.distributed as dist
 from minivllm.core.cuda_graphs import capture_graph
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
+from minivllm.kernels import nvrtc
 from minivllm.kernels.all_reduce import PeerAllReduce
 from minivllm.kernels.exchange import PeerExchange, least_rows
+from minivllm.kernels.peer_words import PeerWords
 from minivllm.kernels.rms_norm import row_factors_reference
 
 if TYPE_CHECKING:
@@ -119,6 +121,15 @@ def with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int, 
         logger.info("large sums by copy engines do not work here, NCCL is used %s", why)
         return tp
     return replace(tp, exchange=exchange)
+
+
+def with_peer_words(tp: TensorParallel, device_index: int, width: int) -> TensorParallel:
+    """Few sequences' layers in one kernel, where peer memory works and all ranks have that kernel. Every rank calls
+    this."""
+    device = torch.device("cuda", device_index)
+    if tp.peer is None or not tp.minimum(int(nvrtc.available(device)), device):
+        return tp
+    return replace(tp, words=PeerWords.create(tp.group, width, device))
 
 
 def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> int:

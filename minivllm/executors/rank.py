@@ -114,7 +114,7 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
         open_device(hello.device_index)  # while torch is imported
     import torch
 
-    from minivllm.executors.group import join, with_exchange, with_peer_memory
+    from minivllm.executors.group import join, with_exchange, with_peer_memory, with_peer_words
     from minivllm.executors.worker import Worker, resolve_device, resolve_dtype
 
     device = resolve_device(hello.config.device)
@@ -122,6 +122,7 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
     if device == "cuda":
         config, model = hello.config, hello.model_config
         tp = with_peer_memory(tp, hello.device_index, config.executor.options)
+        tp = with_peer_words(tp, hello.device_index, model.hidden_size)
         dtype = getattr(torch, resolve_dtype(config.dtype, device, model.dtype))
         tp = with_exchange(tp, hello.device_index, config.scheduler.max_num_batched_tokens, model.hidden_size, dtype)
     worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)

@@ -272,8 +272,9 @@ __device__ constexpr int even_share(int times, int most) {
 // Attention's output where o reads it: the parts of a sequence put together, MOST at a time.
 template <int MOST>
 __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
-  constexpr int TWOS = WIDTH / 4, SOME = even_share(TWOS / TEAM, 8 / MOST);
-  static_assert(TWOS % TEAM == 0, "no thread is left out");
+  constexpr int TWOS = WIDTH / 4, SOME = even_share((TWOS + TEAM - 1) / TEAM, 8 / MOST);
+  static_assert(TWOS >= TEAM, "megakernel.py");
+  const auto is_one = [](int at) { return TWOS % TEAM == 0 || at < TWOS; };
   u32 looks = 0;
 #pragma unroll 1
   for (int start = threadIdx.x % TEAM; start < TWOS; start += SOME * TEAM) {
@@ -292,6 +293,7 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
 #pragma unroll
             for (int i = 0; i < SOME; i++) {
               const int at = start + i * TEAM;
+              if (!is_one(at)) continue;
               look_at_two(parts + (first + s) * (WIDTH / 2) + 2 * at, two[i][s]);
               sum[i][s] = look(sums + (first + s) * HEADS + at / (D / 4));
             }
@@ -299,7 +301,8 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
         for (int s = 0; s < MOST; s++)
 #pragma unroll
           for (int i = 0; i < SOME; i++)
-            there &= first + s >= splits || (both(two[i][s], flag) && has(sum[i][s], flag));
+            there &= first + s >= splits || !is_one(start + i * TEAM) ||
+                     (both(two[i][s], flag) && has(sum[i][s], flag));
         be_patient(looks);
       } while (!there);
 #pragma unroll
@@ -329,6 +332,7 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
     }
 #pragma unroll
     for (int i = 0; i < SOME; i++) {
+      if (!is_one(start + i * TEAM)) break;
       const float one = ROWS > 1 && splits == 0 ? 0.f : __fdividef(1.f, all[i]);
       put_four(memory, start + i * TEAM, pack(y[i][0] * one, y[i][1] * one), pack(y[i][2] * one, y[i][3] * one));
     }

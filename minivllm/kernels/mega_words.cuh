@@ -45,6 +45,15 @@ __device__ __forceinline__ u64 look(const u64* from) {
 __device__ __forceinline__ void look_at_two(const u64* from, u64 (&words)[2]) {
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(words[0]), "=l"(words[1]) : "l"(from) : "memory");
 }
+// The same between GPUs, whose memory NVLink reaches.
+__device__ __forceinline__ void leave_there(u64* to, u32 data, u32 flag) {
+  asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(word_of(data, flag)) : "memory");
+}
+__device__ __forceinline__ u64 look_for_theirs(const u64* from) {
+  u64 word;
+  asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
 __device__ __forceinline__ bool has(u64 word, u32 flag) { return (u32)(word >> 32) == flag; }
 __device__ __forceinline__ bool both(const u64 (&words)[2], u32 flag) {
   return has(words[0], flag) && has(words[1], flag);
@@ -52,6 +61,34 @@ __device__ __forceinline__ bool both(const u64 (&words)[2], u32 flag) {
 __device__ __forceinline__ void be_patient(u32& looks) {
   if (++looks == PATIENCE) asm volatile("trap;");
 }
+
+// Sums over RANKS GPUs, of which each has a part of heads and of the MLP, see peer_words.py.
+constexpr int BEHIND_ATTENTION = 0, BEHIND_MLP = 1;
+struct Ranks {
+  u64* const* everywhere;  // (RANKS,) each one's words
+  int rank;
+
+  // Of one element of the stream, of which each rank has a part: of all of them, in their order, so that it is the same
+  // everywhere.
+  __device__ __forceinline__ float sum(float mine, int where, int row, int line, u32 flag) const {
+    if (RANKS == 1) return mine;
+    const int at = (2 * RANKS * (ROWS - 1) + where * RANKS * ROWS + row) * HIDDEN + line;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++)
+      if (r != rank) leave_there(everywhere[r] + at + rank * ROWS * HIDDEN, __float_as_uint(mine), flag);
+    const u64* here = everywhere[rank] + at;
+    float total = 0.f;
+#pragma unroll
+    for (int r = 0; r < RANKS; r++) {
+      u64 word = word_of(__float_as_uint(mine), flag);
+      u32 looks = 0;
+      if (r != rank)
+        while (!has(word = look_for_theirs(here + r * ROWS * HIDDEN), flag)) be_patient(looks);
+      total += __uint_as_float((u32)word);
+    }
+    return total;
+  }
+};
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 __device__ __forceinline__ uint2 read8(u32 from) {

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, const float* angles,
            const long long* positions, const long long* slots, const int* lengths, const int* tables, u64* words,
            u32* count, long long angles_stride, long long tables_stride, int rows, int num_layers, u32 zero, float eps,
-           float heads_eps, float scale) {
+           float heads_eps, float scale, u64* const* everywhere, int rank) {
   extern __shared__ unsigned char dynamic[];
   const u32 base = (shared_address(dynamic) + 1023) & ~1023u;
   Memory& memory = *(Memory*)(dynamic + (base - shared_address(dynamic)));
@@ -51,13 +51,15 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
   // loaded has a part in. The part is zero, which the compiler does not know.
   const u32 nothing = zero;
   const int own_row = threadIdx.x / ADD_LINES, own_line = threadIdx.x % ADD_LINES;  // of the residual stream
+  const int at = program * ADD_LINES + own_line;
   const bool adds = own_row < ROWS;
+  const Ranks ranks{everywhere, rank};
   u64* copies = words + ROWS * QKV_WORDS;
   const u64* its_copy = copies + program % COPIES * COPY_WORDS;
   asm volatile("griddepcontrol.wait;" ::: "memory");
   make_plan(memory, Shares(lengths, rows), angles, angles_stride, positions, slots, lengths, rows);
   const u32 first_flag = *count + 1;
-  float own = adds && own_row < rows ? low(x[own_row * HIDDEN + program * ADD_LINES + own_line]) : 0.f;
+  float own = adds && own_row < rows ? low(x[own_row * HIDDEN + at]) : 0.f;
   float square = take_first(memory, x, rows);
 #pragma unroll 1
   for (int l = 0; l < num_layers; l++) {
@@ -85,19 +87,19 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     multiply_lines(memory, ring, o, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
-      own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;
+      if (adds) own = rounded(own + ranks.sum(sum_of(memory, own_line, own_row), BEHIND_ATTENTION, own_row, at, flag));
       leave_pair(copies + MIDDLE + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
 
     run_mlp(memory, ring, its, copies, its_copy, eps, flag, nothing);
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
-      own = adds ? rounded(own + sum_of(memory, own_line, own_row)) : 0.f;
+      if (adds) own = rounded(own + ranks.sum(sum_of(memory, own_line, own_row), BEHIND_MLP, own_row, at, flag));
       if (l + 1 < num_layers)
         leave_pair(copies + STREAM + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
   }
   if (adds && own_row < rows)
-    y[own_row * HIDDEN + program * ADD_LINES + own_line] = (u16)(__float_as_uint(own) >> 16);
+    y[own_row * HIDDEN + at] = (u16)(__float_as_uint(own) >> 16);
   if (program == 0 && threadIdx.x == 0) *count += num_layers;  // by now all have read it
   asm volatile("griddepcontrol.launch_dependents;");
 }

@@ -11,6 +11,9 @@ such ways through L2, of about a µs each, and the arithmetic between.
 MLPs may be of experts (``mega_experts.cuh``): programs leave the router's logits as they leave all else, a sixth way,
 and no weights come until they are there.
 
+Several GPUs (``ranks``), each with a part of heads and MLP, add up theirs twice a layer by words in each other's memory
+(``peer_words.py``), one way of about 1.5 µs, while their next weights arrive.
+
 Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
 layer and row of Qwen3-0.6B and 8 KB of each part of attention: more than eight rows would gain little (computed). The
 kernel is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one
@@ -30,11 +33,12 @@ from minivllm.kernels._triton import compiling, next_power_of_2, num_sms
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
+from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
 
 PAGE = 16  # keys
 _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that may share a key head's attention
 _MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
-MAX_MEGAKERNEL_ROWS = 8
+MAX_MEGAKERNEL_ROWS = MOST_ROWS
 _MOST_ROUTED_ROWS = 4  # more share experts, which the kernel reads for each row
 _LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages have not been tried in an engine
 _MOST_PIECES = 4  # each is waited for
@@ -53,7 +57,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Of all layers of a decoder."""
+    """Of all layers of a decoder, or of one rank's part of them: ``hidden`` is whole, all else its own."""
 
     hidden: int
     inner: int
@@ -61,6 +65,7 @@ class DecoderShape:
     num_kv_heads: int
     head_dim: int
     routing: Routing | None = None  # then ``inner`` is an expert's
+    ranks: int = 1  # whose sums are added up
 
     @property
     def chosen(self) -> int:
@@ -109,9 +114,11 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
     programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # they leave pairs
     if programs is None or programs < shape.num_kv_heads * _LEAST_SPLITS:
         return None
-    if routing and (routing.experts % programs or routing.experts % 32 or chosen > min(32, routing.experts)):
+    if routing and (
+        shape.ranks > 1 or routing.experts % programs or routing.experts % 32 or chosen > min(32, routing.experts)
+    ):
         return None
-    if rows * shape.hidden // programs > 32 * _WARPS or shape.width % (4 * 32 * _WARPS // rows):
+    if rows * shape.hidden // programs > 32 * _WARPS or rows * shape.width < 4 * 32 * _WARPS:
         return None
     chunks = _chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner)
     if not all(chunks):
@@ -159,7 +166,8 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "KV": shape.num_kv_heads, "G": shape.num_heads // shape.num_kv_heads, "D": shape.head_dim,
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
-              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way}  # fmt: skip
+              "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way,
+              "RANKS": shape.ranks}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
@@ -219,7 +227,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class Layers:
     """All that a step does not change. cos_sin (positions, head_dim) float32; ``eps`` is of the norms in front of
-    products, ``heads_eps`` of those of heads."""
+    products, ``heads_eps`` of those of heads. ``peers``: where other ranks, if there are any, leave their parts."""
 
     shape: DecoderShape
     weights: list[LayerWeights]
@@ -227,6 +235,7 @@ class Layers:
     scale: float
     eps: float
     heads_eps: float
+    peers: PeerWords | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +268,9 @@ def _map_bytes(made: nvrtc.TensorMap) -> bytes:
 
 
 @cache
-def _words(device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number,) int64: what programs leave for each other, zeros before the first launch; (1,) int32, layers so far."""
+def _words(device: torch.device, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number,) int64: what programs of a rank leave for each other, zeros before the first launch; (1,) int32, layers
+    so far."""
     return (
         torch.zeros(number, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
@@ -269,7 +279,8 @@ def _words(device: torch.device, number: int) -> tuple[torch.Tensor, torch.Tenso
 
 def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tensor:
     """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; bfloat16, rounded behind
-    each product and each addition. The new keys and values of each layer go to its cache."""
+    each product and each addition. The new keys and values of each layer go to its cache. All ranks of a ``shape`` of
+    several launch it, in the same order; each gets the same bytes."""
     y = torch.empty_like(x)
     if compiling():
         return y
@@ -286,18 +297,27 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tens
     maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim)
     parts = config.splits * (shape.width // 2 + shape.num_heads)
     streams = shape.hidden + shape.chosen * shape.inner // 2 + (shape.routing.experts if shape.routing else 0)
-    words, count = _words(device, config.rows * shape.qkv // 2 + _COPIES * (parts + config.rows * streams))
+    peers = layers.peers
+    assert shape.ranks == (1 if peers is None else peers.ranks)
+    number = config.rows * shape.qkv // 2 + _COPIES * (parts + config.rows * streams)
+    words, count = _words(device, number, 0 if peers is None else peers.rank)
+    if peers is not None:
+        count = peers.layers
     step = (tokens.positions, tokens.slots, tokens.seq_lens, tokens.block_tables)
     tensors = (table, maps, x, y, cos_sin, *step, words, count)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     strides = (ctypes.c_longlong * 2)(cos_sin.stride(0), tokens.block_tables.stride(0))
     numbers = (ctypes.c_int * 3)(len(x), len(layers.weights), 0)
     factors = (ctypes.c_float * 3)(layers.eps, layers.heads_eps, layers.scale * LOG2E)
+    everywhere = ctypes.c_void_p(0 if peers is None else peers.addresses.data_ptr())
+    rank = ctypes.c_int(0 if peers is None else peers.rank)
     addresses = [
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
         *(ctypes.addressof(strides) + 8 * i for i in range(2)),
         *(ctypes.addressof(numbers) + 4 * i for i in range(3)),
         *(ctypes.addressof(factors) + 4 * i for i in range(3)),
+        ctypes.addressof(everywhere),
+        ctypes.addressof(rank),
     ]
     kernel = load(megakernel_of(shape, config), device)
     nvrtc.launch(kernel, _launch_shape(config, use_pdl(device)), addresses)

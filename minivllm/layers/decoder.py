@@ -194,7 +194,8 @@ class DecoderLayer(nn.Module):
         self.mlp.in_parts(stream, behind, eps)
 
     def chain_shape(self) -> ChainShape | None:
-        """Of a layer whose products ``chain_linear`` may compute, on one rank: its norms are folded into them."""
+        """Of a layer, or a rank's part of it, whose products ``chain_linear`` may compute: its norms are folded into
+        them."""
         attention, mlp = self.self_attn, self.mlp
         if not self.is_usual():
             return None
@@ -253,10 +254,11 @@ class Decoder(nn.Module):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
         else:
             usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
-            if products is not None and use_chain(len(x), products, x.dtype, x.device):
+            alone = self.tp.size == 1
+            if products is not None and alone and use_chain(len(x), products, x.dtype, x.device):
                 x, layers = self._chained(usual, x, positions, attention), []
             elif (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
-                x, layers = decode_whole(usual, whole, x, positions, attention), []
+                x, layers = decode_whole(usual, whole, x, positions, attention, self.tp), []
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
@@ -264,9 +266,10 @@ class Decoder(nn.Module):
     def _shape_of(
         self, layers: list[nn.Module], x: torch.Tensor, of: Callable[[DecoderLayer], _Shape | None]
     ) -> _Shape | None:
-        """Of layers that all have one, on one rank, and the same; the last one may pick tokens. None: they have not, or
-        there are more rows than such layers go any other way with."""
-        if len(x) > MAX_CHAIN_ROWS or self.tp.size > 1:
+        """Of layers that all have one, and the same; the last one may pick tokens. None: they have not, or there are
+        more rows than such layers go any other way with, of which several ranks have but that of few."""
+        alone = self.tp.size == 1
+        if len(x) > (MAX_CHAIN_ROWS if alone else MAX_MEGAKERNEL_ROWS) or not (alone or self.tp.words):
             return None
         shapes = (of(layer) if isinstance(layer, DecoderLayer) else None for layer in layers)
         shape = next(shapes, None)
@@ -282,8 +285,8 @@ class Decoder(nn.Module):
         if len(x) > MAX_MEGAKERNEL_ROWS:  # the host would ask each layer for nothing
             return None
         if products is not None:
-            return decoder_shape(cast(DecoderLayer, layers[0]), products.inner)
-        return self._shape_of(layers, x, DecoderLayer.routed_shape)
+            return decoder_shape(cast(DecoderLayer, layers[0]), products.inner, ranks=self.tp.size)
+        return self._shape_of(layers, x, DecoderLayer.routed_shape) if self.tp.size == 1 else None
 
     def _chained(
         self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend

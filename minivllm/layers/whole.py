@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend, overrides_both
+from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.megakernel import (
     MAX_MEGAKERNEL_ROWS,
     PAGE,
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from minivllm.layers.decoder import DecoderLayer, SelfAttention
 
 
-def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None) -> DecoderShape:
+def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None, ranks: int = 1) -> DecoderShape:
     """Of a layer whose attention is usual; ``inner``: of its MLP, or of each expert."""
     attention = _self_attention(layer)
     hidden, heads = attention.o_proj.weight.shape[0], attention.attention
-    return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing)
+    return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing, ranks)
 
 
 def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
@@ -68,13 +69,14 @@ def decode_whole(
     x: torch.Tensor,
     positions: torch.Tensor,
     backend: AttentionBackend,
+    tp: TensorParallel,
 ) -> torch.Tensor:
     """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; they ``goes_whole``."""
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])
     weights = [_weights_of(layer, backend) for layer in layers]
-    fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps)
+    fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps, tp.words)
     return megakernel(x, fixed, NewTokens(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
 
 

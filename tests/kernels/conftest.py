@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import threading
 from shutil import which
 from types import SimpleNamespace
 
@@ -127,7 +128,7 @@ def told(monkeypatch):
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
-        "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3]),
+        "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3, pointer, number]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
     }
 
@@ -161,16 +162,32 @@ def told(monkeypatch):
 @pytest.fixture
 def emulated(monkeypatch, tmp_path_factory):
     """The megakernel on the CPU, of 16 programs, and ``stream_decode``, of 4. ``seed`` draws the order in which they go
-    on; ``changes``, pairs of texts, are made in the source."""
+    on; ``changes``, pairs of texts, are made in the source. Of ``gpus``, each launches in a thread of its own."""
     if sys.platform != "linux" or which("g++") is None:
         pytest.skip("no g++, or not on Linux")
     import emulator
 
     from minivllm.kernels import megakernel, nvrtc, stream_decode
 
-    asked = SimpleNamespace(seed=1, changes=())
+    asked = SimpleNamespace(seed=1, changes=(), gpus=1)
+    there, met = {}, threading.Condition()
 
     def launched(kernel, shape, addresses):
+        """The last GPU to come launches all; the others wait until that is over."""
+        with met:
+            rank = ctypes.c_int.from_address(addresses[-1]).value if asked.gpus > 1 else 0
+            there[rank] = addresses
+            if len(there) < asked.gpus:
+                met.wait_for(lambda: not there, 300)
+                return
+            given = [address for rank in sorted(there) for address in there[rank]]
+            try:
+                run(kernel, shape, given)
+            finally:
+                there.clear()
+                met.notify_all()
+
+    def run(kernel, shape, addresses):
         source = kernel.source
         for old, new in asked.changes:
             assert source.count(old) == 1
@@ -178,7 +195,7 @@ def emulated(monkeypatch, tmp_path_factory):
         if source not in _EMULATED:
             _EMULATED[source] = emulator.build(source, tmp_path_factory.mktemp("emulated"))
         given = (ctypes.c_void_p * len(addresses))(*addresses)
-        wrong = _EMULATED[source](shape.grid[0], shape.threads, asked.seed, given)
+        wrong = _EMULATED[source](asked.gpus, shape.grid[0], shape.threads, asked.seed, given)
         if wrong:
             raise RuntimeError(wrong.decode())
 

@@ -1,7 +1,7 @@
 // Runs a kernel in CUDA C++ on the CPU, for emulator.py: each of its threads is a coroutine, all of one thread here.
 // Programs go on in another order each time, and some sleep a while. What a warp does together waits for its 32 lanes;
 // copies by TMA land some time later; a run that comes to a standstill says who waits for what. Memory is in order, as
-// it is not on a GPU: a fence that is missing is not found.
+// it is not on a GPU: a fence that is missing is not found. Kernels of several GPUs run beside each other.
 #include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -65,6 +65,7 @@ struct Thread {
   jmp_buf place;
   bool begun = false;
   Dim thread, block;
+  unsigned rank, program;  // of which GPU, and which of all GPUs' programs
   bool done = false;
   const char* waits = "";
 };
@@ -74,10 +75,11 @@ inline std::vector<Copy> copies;
 inline jmp_buf scheduler;
 inline Thread* now;
 inline std::mt19937 random;
+inline unsigned gpus = 1;
 inline unsigned long progress;  // of anybody
 inline std::string wrong;       // what ends the run
 
-inline Program& program() { return programs[now->block.x]; }
+inline Program& program() { return programs[now->program]; }
 inline Warp& warp() { return program().warps[now->thread.x / 32]; }
 inline unsigned lane() { return now->thread.x % 32; }
 inline void yield(const char* waits) {
@@ -88,7 +90,8 @@ inline void come_late() {  // with what others see, so that it comes in any orde
   while (random() % 2) yield("its turn");
 }
 inline std::string name_of(const Thread& its) {
-  return "program " + std::to_string(its.block.x) + ", warp " + std::to_string(its.thread.x / 32);
+  const std::string gpu = gpus > 1 ? "GPU " + std::to_string(its.rank) + ", " : "";
+  return gpu + "program " + std::to_string(its.block.x) + ", warp " + std::to_string(its.thread.x / 32);
 }
 [[noreturn]] inline void fail(const std::string& why) {
   wrong = name_of(*now) + ": " + why;
@@ -131,7 +134,7 @@ template <class T> T& fixed(int which) {  // of a program's variables in shared 
 // A copy to this program's shared memory, for ``land`` some time later.
 inline void send(unsigned to, unsigned bar, std::vector<unsigned char> bytes) {
   if (to % 16 || to + bytes.size() > SHARED) fail("a copy to where shared memory is not, or not aligned");
-  copies.push_back({(int)now->block.x, to, bar, std::move(bytes)});
+  copies.push_back({(int)now->program, to, bar, std::move(bytes)});
 }
 inline void land(size_t which) {
   Copy copy = std::move(copies[which]);
@@ -149,8 +152,10 @@ inline void resume(Thread& its) {
   its.begun = true;
   setcontext(&its.entry);
 }
-// One launch. Returns what went wrong, or nothing.
-template <class F> const char* run(unsigned number, unsigned block, unsigned seed, F kernel) {
+// One launch on each of so many GPUs, of ``each`` programs. Returns what went wrong, or nothing.
+template <class F> const char* run(unsigned many, unsigned each, unsigned block, unsigned seed, F kernel) {
+  const unsigned number = many * each;
+  gpus = many;
   static F* body;
   body = &kernel;
   random.seed(seed);
@@ -163,10 +168,11 @@ template <class F> const char* run(unsigned number, unsigned block, unsigned see
   for (unsigned p = 0; p < number; p++) programs[p].shared = memory + p * SHARED, programs[p].warps.resize(block / 32);
   for (size_t i = 0; i < threads.size(); i++) {
     Thread& its = threads[i];
-    its.block.x = i / block, its.thread.x = i % block;
+    its.program = i / block, its.rank = its.program / each;
+    its.block.x = its.program % each, its.thread.x = i % block;
     getcontext(&its.entry);
     its.entry.uc_stack.ss_sp = stacks + i * STACK, its.entry.uc_stack.ss_size = STACK;
-    makecontext(&its.entry, (void (*)()) + [] { (*body)(), now->done = true, progress++, _longjmp(scheduler, 1); }, 0);
+    makecontext(&its.entry, (void (*)()) + [] { (*body)(now->rank), now->done = true, progress++, _longjmp(scheduler, 1); }, 0);
   }
   std::vector<unsigned> order(number), asleep(number);
   std::iota(order.begin(), order.end(), 0);
@@ -199,7 +205,7 @@ template <class F> const char* run(unsigned number, unsigned block, unsigned see
 
 #define threadIdx (emulated::now->thread)
 #define blockIdx (emulated::now->block)
-#define gridDim (emulated::Dim{(unsigned)emulated::programs.size()})
+#define gridDim (emulated::Dim{(unsigned)emulated::programs.size() / emulated::gpus})
 inline void __syncthreads() { emulated::meet(0, 32 * emulated::program().warps.size()); }
 inline void __syncwarp() { emulated::exchange({}); }
 inline bool __all_sync(unsigned, bool yes) {

@@ -36,6 +36,8 @@ _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
     "bar.sync 1": "bar_sync",
     "st.relaxed.gpu.global.b64": "st_relaxed",
     "ld.relaxed.gpu.global.b64": "ld_relaxed",
+    "st.relaxed.sys.global.b64": "st_relaxed",
+    "ld.relaxed.sys.global.b64": "ld_relaxed",
     "ld.relaxed.gpu.global.v2.b64": "ld_relaxed",
     "ld.shared.v2.u32": "ld_shared",
     "ld.shared.v4.u32": "ld_shared",
@@ -89,8 +91,8 @@ def _without_assembly(source):
 
 
 def build(source, folder):
-    """A function of (programs, threads each, seed, addresses of the arguments), which runs the only kernel of
-    ``source`` to its end; what went wrong, or b""."""
+    """A function of (GPUs, programs of each, threads of each, seed, addresses of the arguments, one GPU's behind the
+    other's), which runs the only kernel of ``source`` to its end; what went wrong, or b""."""
     kernel = re.search(
         r'extern "C" __global__ void (?:(?:__launch_bounds__\(.*\)|BOUNDS)\s*)?(\w+)\(([^{]*)\) \{', source
     )
@@ -109,8 +111,11 @@ def build(source, folder):
     )
     text = f"""#include "{HEADER}"
 {text}
-extern "C" const char* run(unsigned programs, unsigned threads, unsigned seed, void** given) {{
-  return emulated::run(programs, threads, seed, [&] {{ {kernel[1]}({arguments}); }});
+extern "C" const char* run(unsigned gpus, unsigned programs, unsigned threads, unsigned seed, void** all) {{
+  return emulated::run(gpus, programs, threads, seed, [&](unsigned gpu) {{
+    void** given = all + gpu * {len(types)};
+    {kernel[1]}({arguments});
+  }});
 }}
 """
     file, library = folder / "kernel.cpp", folder / "kernel.so"

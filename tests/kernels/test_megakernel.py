@@ -1,6 +1,8 @@
 """All layers in one kernel: how they are cut, and what the driver is told, without a GPU; on Hopper, the results
 against float32, with NaN wherever nothing was stored."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from minivllm.kernels.megakernel import (
     megakernel_reference,
     use_megakernel,
 )
+from minivllm.kernels.peer_words import PeerWords
 
 BF16, EPS, HEADS_EPS = torch.bfloat16, 1e-6, 1e-2
 SHAPES = {  # of published models
@@ -54,7 +57,7 @@ def check(shape, rows, sms):
     for lines in (shape.hidden, shape.inner, shape.qkv):
         assert lines % (2 * config.programs) == 0, "as many lines each, and pairs of them"
     assert config.rows * shape.hidden // config.programs <= 256, "a thread each"
-    assert shape.width % (4 * 256 // config.rows) == 0, "threads that take a row take as much each"
+    assert shape.width >= 4 * 256 // config.rows, "no thread that takes a row takes nothing"
     for k, chunk in zip((shape.hidden, shape.width, shape.inner // config.pieces), config.chunks, strict=True):
         assert k % chunk == 0 and chunk % 256 == 0
     assert 1 <= config.pieces <= 4 and config.under_way >= 2 * 16 * max(config.chunks), "two stages under way"
@@ -147,8 +150,7 @@ class Step:
     where no key was stored."""
 
     def __init__(self, shape, layers, lengths, device, normed=True):
-        self.shape = shape
-
+        self.shape, self.peers = shape, None
         routing = shape.routing
         each = (routing.experts,) if routing else ()
 
@@ -200,7 +202,7 @@ class Step:
         return self.cache.flatten(2, 3)
 
     def run(self, x=None, kernel=megakernel):
-        layers = Layers(self.shape, self.layers, self.cos_sin, 0.1, EPS, HEADS_EPS)
+        layers = Layers(self.shape, self.layers, self.cos_sin, 0.1, EPS, HEADS_EPS, self.peers)
         tokens = NewTokens(self.positions, self.slots, self.lens, self.tables)
         return kernel(self.x if x is None else x, layers, tokens)
 
@@ -267,11 +269,12 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1]), 0, 0]
     blocks, width = step.cache.shape[2], step.tables.shape[1]
     assert told.maps == [(cache.data_ptr(), blocks, 16, 1024, 128) for layer in step.cache for cache in layer]
-    words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536) * rows))
+    words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536) * rows), 0)
     tensors = (step.x, y, step.cos_sin, step.positions, step.slots, step.lens, step.tables, words, count)
     assert values[0] == table.data_ptr() and values[2:11] == [tensor.data_ptr() for tensor in tensors]
     assert values[11:16] == [128, width, len(lengths), 3, 0]
-    assert values[16:] == [pytest.approx(EPS), pytest.approx(HEADS_EPS), pytest.approx(0.1 * 1.4426950408889634)]
+    assert values[16:19] == [pytest.approx(EPS), pytest.approx(HEADS_EPS), pytest.approx(0.1 * 1.4426950408889634)]
+    assert values[19:] == [None, 0], "no other rank"
     assert (config.gridDimX, config.blockDimX, int(config.hStream)) == (128, 288, 77)
     assert config.sharedMemBytes == cut.shared_bytes and not words.any() and not count.any()
 
@@ -357,6 +360,77 @@ def test_the_emulator_notices(emulated, close, mistake):
         close(step.run(), x)
 
 
+# --------------------------------------------------------------------------- several GPUs
+
+
+def part_of(step, rank, ranks, peers):
+    """What one rank has of a step: some heads and their cache, and some of the MLP."""
+    own, shape = copy.copy(step), step.shape
+    heads, kv_heads, dim, inner = shape.num_heads // ranks, shape.num_kv_heads // ranks, shape.head_dim, shape.inner
+    own.shape, own.peers = (
+        replace(shape, num_heads=heads, num_kv_heads=kv_heads, inner=inner // ranks, ranks=ranks),
+        peers,
+    )
+    own.cache = step.cache.chunk(ranks, dim=4)[rank].contiguous()
+
+    def cut(layer, cache):
+        q, k, v = layer.qkv.split((shape.width, shape.num_kv_heads * dim, shape.num_kv_heads * dim))
+        gate, up = layer.gate_up.chunk(2)
+        stacked = (torch.cat([each.chunk(ranks)[rank] for each in some]) for some in ((q, k, v), (gate, up)))
+        along = (weight.chunk(ranks, dim=1)[rank].contiguous() for weight in (layer.o, layer.down))
+        (qkv, gate_up), (o, down) = stacked, along
+        return LayerWeights(qkv, o, gate_up, down, layer.q_norm, layer.k_norm, *cache)
+
+    own.layers = [cut(layer, cache) for layer, cache in zip(step.layers, own.cache, strict=True)]
+    return own
+
+
+class Ranks:
+    """All ranks' parts of a step, each with words in memory that the others reach, as they are on one device."""
+
+    def __init__(self, step, ranks, memory=None):
+        shape, device = step.shape, step.x.device
+        nbytes = PeerWords.nbytes(ranks, shape.hidden)
+        self.memory = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device) if memory is None else memory
+        addresses = [each.data_ptr() for each in self.memory]
+        self.whole = step
+        self.parts = [part_of(step, rank, ranks, PeerWords(rank, addresses, device)) for rank in range(ranks)]
+
+    def check(self, run, close):
+        """All ranks say the same, what the layers say, and leave the keys and values that they leave."""
+        expected = self.whole.run(kernel=megakernel_reference)
+        new = self.whole.take_new()
+        first, *others = run(self.parts)
+        close(first, expected)
+        assert all(torch.equal(first, other) for other in others)
+        close(torch.cat([part.take_new() for part in self.parts], dim=3), new)
+        return first
+
+
+def side_by_side(parts):
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return list(pool.map(Step.run, parts))
+
+
+OF_RANKS = [
+    (DecoderShape(512, 1024, 16, 2, 128), 2, [300]),
+    (DecoderShape(512, 1024, 12, 2, 128), 2, [129, 1]),  # a width that the threads of a row do not divide
+    (DecoderShape(256 * 3, 2048, 32, 4, 64), 4, [40, 7]),
+]
+
+
+@pytest.mark.parametrize(("shape", "ranks", "lengths"), OF_RANKS, ids=str)
+def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ranks, lengths):
+    torch.manual_seed(0)
+    whole = Ranks(Step(shape, 2, lengths, "cpu", normed=len(lengths) != 2), ranks)
+    emulated.gpus = ranks
+    monkeypatch.setattr(mega, "num_sms", lambda device: 8)
+    got = whole.check(side_by_side, close)
+    emulated.seed = 2
+    again = side_by_side(whole.parts)
+    assert all(torch.equal(got, other) for other in again), "in whatever order, with the words of the launch before"
+
+
 # --------------------------------------------------------------------------- on Hopper
 
 
@@ -417,3 +491,36 @@ def test_launches_behind_each_other_wait_for_what_the_one_before_wrote(gpu, capt
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(ends[i], expected[i]) for i in range(2)) and ends[0].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "lengths"), [("Qwen3-0.6B", [300, 17]), ("Qwen3-14B", [40]), ("Llama-3.2-1B", [1000])]
+)
+def test_ranks_say_what_one_says_beside_each_other_on_one_gpu(gpu, close, monkeypatch, model, lengths):
+    """Each on half of the multiprocessors; many launches with nothing between, one rank late by turns."""
+    half = torch.cuda.get_device_properties(gpu).multi_processor_count // 2
+    monkeypatch.setattr(mega, "num_sms", lambda device: half)
+    streams = [torch.cuda.Stream(gpu) for _ in range(2)]
+    whole = Ranks(Step(SHAPES[model], 2, lengths, gpu, normed=model.startswith("Qwen")), 2)
+
+    def run(parts):
+        torch.cuda.synchronize()
+        ys = []
+        for part, stream in zip(parts, streams, strict=True):
+            with torch.cuda.stream(stream):
+                ys.append(part.run())
+        torch.cuda.synchronize()
+        return ys
+
+    expected = whole.check(run, close)
+    for turn in range(20):
+        ends = []
+        for rank in (turn % 2, 1 - turn % 2):
+            with torch.cuda.stream(streams[rank]):
+                y = whole.whole.x
+                for _ in range(5):
+                    y = whole.parts[rank].run(y)
+                ends += [y, whole.parts[rank].run()]
+        torch.cuda.synchronize()
+        assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], expected) and torch.equal(ends[3], expected)
