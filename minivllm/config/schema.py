@@ -69,7 +69,7 @@ class AttentionSchema:
     prefill: str | None = key(None, "another backend for prompt chunks")
     decode: str | None = key(None, "another backend for decode rows")
     cascade: bool = key(
-        True, "on one GPU, read prefixes that decodes share once, where the backend can (triton) and it is faster"
+        True, "read prefixes that decodes share once, where the backend can (triton) and it is faster"
     )
     options: dict[str, Any] = key(dict, "the backend's own settings")
 

@@ -443,6 +443,17 @@ class Sampler(ABC):
         be padding, whose slot asks for nothing. Not called of a class that overrides ``refine`` alone."""
         return self.resample(logits, slots, positions), None
 
+    def captures_refine(self) -> bool:
+        """Whether ``refine_captured`` stands for ``refine``, be it as what ``resample`` makes of it: whoever overrides
+        one overrides both."""
+        own = type(self).refine_captured is not Sampler.refine_captured
+        return overrides_both(type(self), "refine", "refine_captured" if own else "resample")
+
+    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Whatever ``refine`` may launch for such rows, so that its kernels are found at the start."""
+        if type(self).resample is not Sampler.resample:
+            self.resample(logits, slots, positions)
+
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,

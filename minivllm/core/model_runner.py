@@ -17,7 +17,6 @@ from minivllm.core.batch import AttentionBatch, Batch, Cascade, PromptStep
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Logprobs, Sampler, StepResult, overrides_both
 from minivllm.core.landing import IN_FLIGHT
-from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
@@ -168,12 +167,6 @@ def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:
     )
 
 
-def captures_refine(sampler: type[Sampler]) -> bool:
-    """Whether its ``refine_captured`` stands for its ``refine``, be it as what ``resample`` makes of it."""
-    own = sampler.refine_captured is not Sampler.refine_captured
-    return overrides_both(sampler, "refine", "refine_captured" if own else "resample")
-
-
 class ModelRunner:
     """Owns the device's slot state and turns batches into launched work.
 
@@ -191,7 +184,7 @@ class ModelRunner:
         self._sharded = sampler.samples_shards() and overrides_both(
             type(model), "compute_logits", "compute_logits_shard"
         )
-        self.captures_refine = captures_refine(type(sampler))
+        self.captures_refine = sampler.captures_refine()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.num_computed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((num_slots + 1, max_blocks), dtype=torch.int32, device=device)
@@ -388,9 +381,7 @@ class ModelRunner:
         """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
         for rows in (1, _SHARED_ROWS):
             slots, logits = torch.zeros(rows, dtype=torch.int64, device=self.device), self._some_logits(rows)
-            logprobs(logits, slots, 1, slots, slots.int())
-            if self.captures_refine and type(self.sampler).resample is not Sampler.resample:
-                self.sampler.resample(logits, slots, slots)
+            self.sampler.launch_all_kinds(logits, slots, slots)
 
     def _some_logits(self, rows: int) -> torch.Tensor:
         """Of so many hidden states of zeros."""

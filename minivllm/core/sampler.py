@@ -36,6 +36,7 @@ def _penalizes(rows: np.ndarray) -> np.ndarray:
 class Refinement(NamedTuple):
     """What ``DefaultSampler.refine_captured`` does for a batch."""
 
+    draws: bool  # again, of whole rows: filters had no part in what shards were sampled from
     adjusts: bool  # penalties, ``min_tokens``
     best: int  # log-probabilities of so many of the best tokens, and of the sampled one; 0: none
 
@@ -84,7 +85,7 @@ class DefaultSampler(Sampler):
         suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
         self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
-        self._asks, self._anyone = np.zeros(num_slots, dtype=np.uint8), False
+        self._asks, self._anyone, self._shards = np.zeros(num_slots, dtype=np.uint8), False, False
 
     @classmethod
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
@@ -149,6 +150,7 @@ class DefaultSampler(Sampler):
     def sample_shard(
         self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
+        self._shards = True
         return sample_tokens(logits, self.temperature, self.seed, slots, positions, shard)
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -167,7 +169,8 @@ class DefaultSampler(Sampler):
         asked, best = self._asked(host_slots), 0
         if asked & _LOGPROBS:  # rounded up, so that few numbers come
             best = min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
-        return Refinement(bool(asked & _ADJUSTS), best)
+        adjusts = bool(asked & _ADJUSTS)
+        return Refinement(self._shards and not adjusts and bool(asked & _FILTERS), adjusts, best)
 
     def refine_captured(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
@@ -175,6 +178,8 @@ class DefaultSampler(Sampler):
         assert isinstance(kind, Refinement)
         if kind.adjusts:
             tokens = self.resample(logits, slots, positions)
+        elif kind.draws:
+            tokens = self._draw(logits, slots, positions)
         if not kind.best:
             return tokens, None
         sampled, rank, top, top_ids = logprobs(logits, tokens, kind.best, slots, self.best)
@@ -184,10 +189,11 @@ class DefaultSampler(Sampler):
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        kind = self.refinement(host_slots)
-        if not kind.adjusts and self._asked(host_slots) & _FILTERS:  # shards may be what was sampled from
-            tokens = self._draw(logits, slots, positions)
-        return self.refine_captured(logits, slots, positions, tokens, kind)
+        return self.refine_captured(logits, slots, positions, tokens, self.refinement(host_slots))
+
+    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        super().launch_all_kinds(logits, slots, positions)
+        logprobs(logits, slots, 1, slots, slots.int())
 
     def _asked(self, host_slots: np.ndarray) -> int:
         return int(np.bitwise_or.reduce(self._asks[host_slots])) if self._anyone else 0

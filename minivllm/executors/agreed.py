@@ -2,12 +2,14 @@
 
 The all-gather behind the LM head gives every rank the same bytes of logits, and ``Sampler.sample`` is a function of
 logits, seed and position: every rank gets the same token, and ``last_token`` stays in step with no broadcast in the
-graph. ``sample_shard`` ends in a sum over the ranks, which is the same on all. ``refine`` may sum in an order that
-changes from run to run (a cumulative sum of one long row does, on a GPU), and a token at the border of top-p would
-differ between ranks; so there rank 0's choice counts.
+graph. ``sample_shard`` ends in a sum over the ranks, which is the same on all. Who chooses again in ``refine`` may sum
+in an order that changes from run to run (a cumulative sum of one long row does, on a GPU), and a token at the border of
+top-p would differ between ranks; so there rank 0's choice counts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import numpy as np
 import torch
@@ -58,5 +60,23 @@ class AgreedSampler(Sampler):
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        tokens, logprobs = self.inner.refine(logits, slots, positions, tokens, host_slots)
-        return self.tp.broadcast(tokens), logprobs
+        chosen, logprobs = self.inner.refine(logits, slots, positions, tokens, host_slots)
+        return self._agreed(tokens, chosen), logprobs
+
+    def captures_refine(self) -> bool:
+        return self.inner.captures_refine()
+
+    def refinement(self, host_slots: np.ndarray) -> Hashable | None:
+        return self.inner.refinement(host_slots)
+
+    def refine_captured(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
+        chosen, logprobs = self.inner.refine_captured(logits, slots, positions, tokens, kind)
+        return self._agreed(tokens, chosen), logprobs
+
+    def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        self.inner.launch_all_kinds(logits, slots, positions)
+
+    def _agreed(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return chosen if chosen is tokens else self.tp.broadcast(chosen)

@@ -86,7 +86,7 @@ class Worker:
             if model_config.hf_config.get("use_sliding_window", True)
             else None,
             needs_graphs=self.device_type == "cuda" and config.enforce_eager is False,
-            cascade=config.attention.cascade and config.cache.enable_prefix_caching and tp.size == 1,
+            cascade=config.attention.cascade and config.cache.enable_prefix_caching,
         )
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minivllm.core.interfaces import DeviceLogprobs
+from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
@@ -376,3 +377,20 @@ def test_whoever_overrides_sample_alone_samples_whole_rows() -> None:
 
     made = [kind(2, 8, torch.device("cpu")) for kind in (DefaultSampler, Own, Both)]
     assert [sampler.samples_shards() for sampler in made] == [True, False, True]
+
+
+def test_filters_have_a_part_in_what_shards_were_sampled_from() -> None:
+    """By drawing again, also where that is captured; not of rows that were sampled whole."""
+    logits = torch.tensor([[0.0, 4.0, 1.0, 3.9]]).repeat(200, 1)
+    rows = Rows(4, [encode(i, temperature=1.0, top_k=1, logprobs=2) for i in range(200)])
+    host, slots, at = np.arange(200, dtype=np.int32), torch.arange(200), torch.full((200,), 7)
+    assert not rows.sampler.refinement(host).draws  # type: ignore[union-attr]
+    sharded = rows.sampler.sample_shard(logits, Shard(0, 4, TensorParallel()), slots, at)
+    assert set(sharded.tolist()) > {1}
+    kind = rows.sampler.refinement(host)
+    for refined, logprobs in (
+        rows.sampler.refine(logits, slots, at, sharded, host),
+        rows.sampler.refine_captured(logits, slots, at, sharded, kind),
+    ):
+        assert set(refined.tolist()) == {1}
+        assert logprobs is not None and (logprobs.rank == 1).all()
