@@ -26,6 +26,7 @@ import torch
 from minivllm.core.batch import AttentionBatch, Batch, PromptStep
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
 from minivllm.kernels.capture import rehearsal
+from minivllm.kernels.exchange import least_rows
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -37,6 +38,7 @@ _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
 _SMALLEST = 32
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
 _FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
+_RANKS_FLOP = 2.5e13  # of one rank of several, which take the host 40 ms to launch
 FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
 _WASTE = 0.25  # of _FLOP: padding allowed
 _FULL_WASTE = 1 / 16  # of a full step's tokens
@@ -72,9 +74,12 @@ class PromptGraphs:
         self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
         step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)
+        self.waste = int(_WASTE * _FLOP / flop)
+        if tp.size > 1:  # unless their sums go beside products, see kernels/exchange.py
+            most = min(int(_RANKS_FLOP / flop), least_rows(tp.size) // 2)
+            limit, self.waste = max(limit, most), max(self.waste, most)
         self.full = step if limit < step and step * flop <= FULL_FLOP else 0
         self.sizes = prompt_sizes(min(limit, step), self.full)
-        self.waste = int(_WASTE * _FLOP / flop)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
         self.tokens = torch.zeros((3, top), dtype=torch.int64, device=device)

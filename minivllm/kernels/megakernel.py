@@ -157,7 +157,7 @@ def _under_way(shape: DecoderShape, rows: int) -> int:
 
 def _chunk(k: int) -> int:
     """Elements of k in a stage; 0: none of the lengths that a stage has divides k."""
-    return next((c for c in (1024, 1280, 768, 512) if k % c == 0), 0)
+    return next((c for c in (1024, 1280, 768, 512, 256) if k % c == 0), 0)
 
 
 @cache

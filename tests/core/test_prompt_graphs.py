@@ -98,7 +98,7 @@ def test_the_parts_of_a_batch_make_it_up() -> None:
     assert len(decodes.block_slots) == len(prompts.admitted_slots) == 2 and len(prompts.known_ids) == 9
 
 
-def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int]) -> PromptGraphs:
+def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int], ranks: int = 1) -> PromptGraphs:
     """Of a rank with weights of these shapes, where another has so many for products, and so many bytes."""
     tensors = [(name, torch.nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in weights.items()]
     runner = SimpleNamespace(
@@ -106,7 +106,7 @@ def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int]) -> Pr
         model=SimpleNamespace(named_parameters=lambda: tensors),
     )  # fmt: skip
     their = iter(others)
-    tp = SimpleNamespace(minimum=lambda number, device: min(number, -next(their)))
+    tp = SimpleNamespace(size=ranks, minimum=lambda number, device: min(number, -next(their)))
     return PromptGraphs(runner, 8192, tp)  # type: ignore[arg-type]
 
 
@@ -119,6 +119,22 @@ def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
     few = 10**9
     assert sizes(few, others) == sizes(others, few)
     assert sizes(few, few) != sizes(10**10, 10**10) != sizes(10**12, 10**12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "one", "several"),
+    [
+        (10**8, [8192], [8192]),  # captured anyhow
+        (3 * 10**9, [512], [2048]),  # until sums go beside products
+        (10**10, [256], [1024]),
+        (10**11, [], [64]),
+    ],
+)
+def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, one: list[int], several: list[int]) -> None:
+    graphs = [made_for({"layer.weight": (weights, 1)}, (0, 0), ranks) for ranks in (1, 2)]
+    assert [made.sizes[-1:] for made in graphs] == [one, several]
+    largest = graphs[1].sizes[-1]
+    assert graphs[1]._size_for(largest // 2 + 1) == largest, "rather than launch it"
 
 
 @pytest.mark.parametrize(("experts", "apart"), [(0, True), (40, True), (80, False)])

@@ -40,6 +40,15 @@ SHAPES = {  # of published models
     "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
     "Qwen3-30B-A3B": DecoderShape(2048, 768, 32, 4, 128, Routing(128, 8, True)),
 }
+PARTS = {  # of one rank of several
+    "Qwen3-0.6B, 2": DecoderShape(1024, 1536, 8, 4, 128, ranks=2),
+    "Qwen3-4B, 2": DecoderShape(2560, 4864, 16, 4, 128, ranks=2),
+    "Llama-3.1-8B, 2": DecoderShape(4096, 7168, 16, 4, 128, ranks=2),
+    "Qwen3-14B, 2": DecoderShape(5120, 8704, 20, 4, 128, ranks=2),
+    "Qwen3-14B, 4": DecoderShape(5120, 4352, 10, 2, 128, ranks=4),
+    "Qwen3-32B, 4": DecoderShape(5120, 6400, 16, 2, 128, ranks=4),
+    "Llama-3.1-70B, 8": DecoderShape(8192, 3584, 8, 1, 128, ranks=8),
+}
 ROWS = dict.fromkeys(SHAPES, (1, 2, 4, 8)) | dict.fromkeys(["Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B"], (1, 2, 4))
 ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2)) | {"Qwen3-30B-A3B": (1, 2, 4)}
 
@@ -92,6 +101,12 @@ def test_published_models_are_cut(model):
     assert megakernel_config(SHAPES[model], 9) is None
 
 
+@pytest.mark.parametrize("model", PARTS)
+def test_published_models_are_cut_for_several_ranks(model):
+    for rows in (1, 2) if model.startswith(("Llama-3.1-70B", "Qwen3-32B")) else (1, 2, 4):
+        assert check(PARTS[model], rows, 132) and megakernel_config(PARTS[model], rows).programs == 128
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -100,7 +115,7 @@ def test_published_models_are_cut(model):
         DecoderShape(1024, 3072, 16, 8, 96),
         DecoderShape(1024, 3072 + 64, 16, 8, 128),
         DecoderShape(1024, 3072, 64, 32, 128),  # more splits than programs
-        DecoderShape(1024, 3072 + 256, 16, 8, 128),  # k of no whole stages
+        DecoderShape(1024, 3072, 18, 3, 64),  # k of no whole stages
         DecoderShape(512, 1536, 4, 2, 64),  # an input of fewer words than threads that take it
     ],
     ids=str,
@@ -140,6 +155,11 @@ def test_published_models_compile(compiled, reads_in_time, model):
         cubin = nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows)).source)
         assert b"megakernel" in cubin
         reads_in_time(cubin)
+
+
+@pytest.mark.parametrize("model", ["Qwen3-4B, 2", "Qwen3-14B, 4"])
+def test_parts_of_published_models_compile(compiled, reads_in_time, model):
+    reads_in_time(nvrtc.compile_cubin(mega.megakernel_of(PARTS[model], megakernel_config(PARTS[model], 1)).source))
 
 
 # --------------------------------------------------------------------------- one step
@@ -429,6 +449,16 @@ def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ran
     emulated.seed = 2
     again = side_by_side(whole.parts)
     assert all(torch.equal(got, other) for other in again), "in whatever order, with the words of the launch before"
+
+
+def test_one_buffer_of_words_would_not_do(emulated, close, monkeypatch):
+    torch.manual_seed(0)
+    shape, ranks, lengths = OF_RANKS[0]
+    whole = Ranks(Step(shape, 2, lengths, "cpu"), ranks)
+    monkeypatch.setattr(mega, "num_sms", lambda device: 8)
+    emulated.gpus, emulated.changes = ranks, (("BEHIND_MLP = 1", "BEHIND_MLP = 0"),)
+    with pytest.raises((AssertionError, RuntimeError), match="waits for a word|relative error"):
+        whole.check(side_by_side, close)
 
 
 # --------------------------------------------------------------------------- on Hopper
