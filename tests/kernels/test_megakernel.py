@@ -457,7 +457,7 @@ def test_one_buffer_of_words_would_not_do(emulated, close, monkeypatch):
     whole = Ranks(Step(shape, 2, lengths, "cpu"), ranks)
     monkeypatch.setattr(mega, "num_sms", lambda device: 8)
     emulated.gpus, emulated.changes = ranks, (("BEHIND_MLP = 1", "BEHIND_MLP = 0"),)
-    with pytest.raises((AssertionError, RuntimeError), match="waits for a word|relative error"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"waits for a word|relative error"):
         whole.check(side_by_side, close)
 
 

@@ -1,0 +1,91 @@
+"""Stands in for CUDA graphs in ranks on a CPU: imported by a plugin, it makes each rank's runner capture and replay,
+and write down what. A replay runs its step again; a capture runs nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm.backends.torch import TorchBackend
+from minivllm.core import cuda_graphs, mixed_graphs
+from minivllm.core.cuda_graphs import DecodeGraphs, Kept
+from minivllm.core.mixed_graphs import MixedGraphs
+from minivllm.core.model_runner import _NONE, Layout, ModelRunner, Packed
+from minivllm.executors.worker import Worker
+
+PROMPT_TOKENS = 64  # of a graph of decodes and prompts, at most
+
+
+class Recorded:
+    def __init__(self, run: Callable[[], Any], result: Any, say: Callable[[], None]) -> None:
+        self.run, self.result, self.say = run, result, say
+
+    def replay(self) -> None:
+        self.say()
+        for kept, its in zip(self.result, self.run(), strict=True):
+            if isinstance(kept, torch.Tensor):
+                kept.copy_(its)
+
+
+def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> None:
+    def say(what: str) -> None:
+        with open(f"{os.environ['RECORDED']}.{rank}", "a") as file:
+            file.write(what + "\n")
+
+    def capture_graph(run: partial[Any], pool: Any) -> tuple[Recorded, Any]:
+        result: Kept | Packed
+        if isinstance(run.args[0], Kept):
+            _, rows, kind, _ = run.args
+            name, best = f"refine {rows} {tuple(kind)}", kind.best
+            words = torch.full((rows * (2 + 2 * (best > 0) + 2 * best),), -1, dtype=torch.int32)
+            result = Packed(words, Layout(rows, np.arange(rows) if best else _NONE, best))
+        else:
+            key = run.args[0]
+            name, rows = f"step {key}", key if isinstance(key, int) else key[0]
+            logits = None if rows >= 16 or not isinstance(key, int) else torch.empty(rows, vocab)
+            result = Kept(torch.empty(rows, runner.hidden_size), torch.full((rows,), -1), logits)
+        say(f"capture {name}")
+        return Recorded(run, result, lambda: say(f"replay {name}")), result
+
+    gather = cuda_graphs.decode_inputs
+
+    def gather_and_plan(*args: Any) -> None:  # the torch backend wants lengths and block tables
+        gather(*args)
+        batch = runner.attention.batch
+        assert batch is not None
+        batch.host_seq_lens[: len(batch.seq_lens)] = batch.seq_lens
+        runner.attention.plan(batch)
+
+    plan_chunk = TorchBackend._plan_chunk
+    TorchBackend._plan_chunk = lambda self, batch, i, start, count: (  # type: ignore[method-assign,assignment]
+        plan_chunk(self, batch, i, start, count) if count else []
+    )
+    torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment,return-value]
+    runner.attention.plans_on_host = True
+    for module in (cuda_graphs, mixed_graphs):
+        module.capture_graph, module.decode_inputs = capture_graph, gather_and_plan  # type: ignore[assignment]
+    mixed_graphs._ROWS, mixed_graphs._OFTEN, mixed_graphs._TOKENS = 8, 2, (16, PROMPT_TOKENS)
+    runner.graphs = DecodeGraphs(runner, runner.num_slots)
+    runner.graphs.capture(num_blocks, vocab)
+    prompts: Any = SimpleNamespace(flop=1, waste=1000, size_for=lambda batch: None, takes_apart=lambda batch: False)
+    runner.mixed_graphs = MixedGraphs(runner, runner.graphs, prompts, PROMPT_TOKENS)
+
+
+if sys.argv[0] == "rank":
+    start = Worker.start
+
+    def start_and_take_graphs(self: Worker) -> int:
+        num_blocks = start(self)
+        assert self.runner is not None
+        with torch.inference_mode():
+            take_graphs(self.runner, self.tp.rank, num_blocks, self.model_config.vocab_size)
+        return num_blocks
+
+    Worker.start = start_and_take_graphs  # type: ignore[method-assign]
