@@ -335,8 +335,8 @@ _ROWS = 4, 16, 192  # up to so many rows the first configuration is taken, the s
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
     """What measured best on an H200 (docs/performance-log.md): tiles of 32 KiB of keys and as much of values; of a
-    quarter of that for many rows, whose contexts may be short. Few rows are cut into little more than two a multiprocessor:
-    a long context's parts wait for room otherwise, and there are more to merge.
+    quarter of that for many rows, whose contexts may be short. Few rows are cut into little more than two a
+    multiprocessor: a long context's parts wait for room otherwise, and there are more to merge.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
     if rows > _ROWS[2]:
