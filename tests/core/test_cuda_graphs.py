@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
@@ -23,21 +24,6 @@ from minivllm.errors import MinivllmError
 BLOCKS, VOCAB = 40, 1000
 PENALTIES = {"frequency_penalty": 0.7, "repetition_penalty": 1.3}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
-
-
-class Recorded:
-    """Replays by running the step; like a capture, making one runs nothing."""
-
-    def __init__(self, run: Callable[[], Any], result: Any, line: str, log: list[str]) -> None:
-        self.run, self.result, self.line, self.log = run, result, line, log
-
-    def replay(self) -> None:
-        self.log.append(self.line)
-        for kept, its in zip(self.result, self.run(), strict=True):
-            if isinstance(kept, torch.Tensor):
-                kept.copy_(its)
-            else:
-                assert str(kept) == str(its)
 
 
 @pytest.fixture
@@ -73,12 +59,13 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             _, size, kind, _ = run.args
             words = torch.full((size * (2 + 2 * (kind.best > 0) + 2 * kind.best),), -1, dtype=torch.int32)
             packed = Packed(words, Layout(size, np.arange(size) if kind.best else _NONE, kind.best))
-            return Recorded(run, packed, f"refine {size} adjusts={kind.adjusts} best={kind.best}", said), packed
+            line = f"refine {size} adjusts={kind.adjusts} best={kind.best}"
+            return Recorded(run, packed, partial(said.append, line)), packed
         (size,) = run.args
         said.append(f"capture {size}")
         hidden, logits = (torch.full((size, n), float("nan")) for n in (runner.hidden_size, vocab))
         result = Kept(hidden, torch.full((size,), -1), logits)
-        return Recorded(run, result, f"replay {size}", said), result
+        return Recorded(run, result, partial(said.append, f"replay {size}")), result
 
     def logged(self: DecodeGraphs, size: int) -> Kept:
         said.append(f"step {size}")

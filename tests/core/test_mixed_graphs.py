@@ -4,7 +4,7 @@ GPU: ``tests/gpu``."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import pass_over_empty_rows, step_batch
+from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs, mixed_graphs
@@ -24,19 +25,6 @@ from minivllm.layers.decoder import _all_tokens
 
 _Key = tuple[int, int, bool]
 Log = list[tuple[str, _Key]]
-
-
-class Recorded:
-    """Replays by running the step; like a capture, making one runs nothing."""
-
-    def __init__(self, run: Callable[[], Any], result: Any, log: Callable[[], None]) -> None:
-        self.run, self.result, self.log = run, result, log
-
-    def replay(self) -> None:
-        self.log()
-        for kept, its in zip(self.result, self.run(), strict=True):
-            if kept is not None:
-                kept.copy_(its)
 
 
 @pytest.fixture

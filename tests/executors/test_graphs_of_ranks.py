@@ -46,7 +46,7 @@ def test_ranks_take_the_same_graphs_and_say_what_one_says(
 ) -> None:  # fmt: skip
     folder = tiny_checkpoint("qwen3", vocab_size=2048)  # of which each rank has whole groups
     expected = say(folder, 1, seqs)
-    fake_plugin("minivllm-recorded", "import recorded")
+    fake_plugin("minivllm-recorded", "import recorded_ranks")
     monkeypatch.setenv("RECORDED", str(tmp_path / "graphs"))
     assert say(folder, 2, seqs) == expected
     first, second = (Path(f"{tmp_path}/graphs.{rank}").read_text() for rank in range(2))

@@ -1,17 +1,17 @@
-"""Stands in for CUDA graphs in ranks on a CPU: imported by a plugin, it makes each rank's runner capture and replay,
-and write down what. A replay runs its step again; a capture runs nothing."""
+"""CUDA graphs of ranks on a CPU: imported by a plugin, it makes each rank's runner capture and replay stand-ins, and
+write down what."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from recorded import Recorded
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core import cuda_graphs, mixed_graphs
@@ -21,17 +21,6 @@ from minivllm.core.model_runner import _NONE, Layout, ModelRunner, Packed
 from minivllm.executors.worker import Worker
 
 PROMPT_TOKENS = 64  # of a graph of decodes and prompts, at most
-
-
-class Recorded:
-    def __init__(self, run: Callable[[], Any], result: Any, say: Callable[[], None]) -> None:
-        self.run, self.result, self.say = run, result, say
-
-    def replay(self) -> None:
-        self.say()
-        for kept, its in zip(self.result, self.run(), strict=True):
-            if isinstance(kept, torch.Tensor):
-                kept.copy_(its)
 
 
 def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> None:
