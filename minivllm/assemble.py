@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.errors import ConfigError
+from minivllm.executors.processes import Child, start_children
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.plugins.naming import did_you_mean, listing
@@ -40,13 +42,22 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
         from minivllm.kernels._triton import open_device
 
         open_device(0)  # while torch is imported
-    executor_class = registry.resolve("executor", executor_name)
-    sampler_class = registry.resolve("sampler", config.sampler.name)
-    scheduler_class = registry.resolve("scheduler", config.scheduler.name)
-    with registry.building("sampler", config.sampler.name):
-        row = sampler_class.row
-    with registry.building("executor", executor_name):
-        executor = executor_class(config, model_config, max_model_len, registry)
+    with ExitStack() as undo:
+        children: list[Child] = []
+        if executor_name == "multiproc":  # they import torch while this process does
+            children = start_children(config.tp, config.device != "cpu" and "devices" not in config.executor.options)
+            for child in children:
+                undo.callback(child.kill)
+        executor_class = registry.resolve("executor", executor_name)
+        sampler_class = registry.resolve("sampler", config.sampler.name)
+        scheduler_class = registry.resolve("scheduler", config.scheduler.name)
+        with registry.building("sampler", config.sampler.name):
+            row = sampler_class.row
+        with registry.building("executor", executor_name):
+            executor = executor_class(config, model_config, max_model_len, registry)
+        if children:
+            executor.take(children)
+        undo.pop_all()
     try:
         tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)  # while the device is opened
         with registry.building("executor", executor_name):

@@ -6,11 +6,13 @@ That the socket ends tells either side that the other is gone.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.plugins.ranks import ParentView
 
 _LENGTH = struct.Struct("<I")
+_MOST_FDS = 64
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -41,8 +44,20 @@ class Hello(msgspec.Struct, tag=True):
     plugins: ParentView
     bell_fds: tuple[int, int]  # of the rank's own bell
     results_bell_fds: tuple[int, int]  # of the parent's
+    fds: list[int] = []  # all of these, as they were handed over
     parent_pid: int = 0
     die_with_parent: bool = False
+
+    def rename_fds(self, taken: Sequence[int]) -> None:
+        """By their numbers in this process, which has taken ``fds`` over in their order; closes what is another's."""
+        here = dict(zip(self.fds, taken, strict=True))
+        self.steps_fd, self.results_fd = here[self.steps_fd], here[self.results_fd]
+        self.bell_fds = here[self.bell_fds[0]], here[self.bell_fds[1]]
+        self.results_bell_fds = here[self.results_bell_fds[0]], here[self.results_bell_fds[1]]
+        kept = {self.steps_fd, self.results_fd, *self.bell_fds, *self.results_bell_fds}
+        for fd in set(taken) - kept:
+            os.close(fd)
+        self.fds = list(kept)
 
 
 class Build(msgspec.Struct, tag=True):
@@ -134,6 +149,18 @@ class Link:
         data = encode(message)
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def hand_over(self, fds: Sequence[int]) -> None:
+        """Descriptors, ahead of the first message, for ``take_over``."""
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.socket, [b"\0"], list(fds))
+
+    def take_over(self) -> list[int]:
+        """What was handed over, by its numbers here; none: the other side is gone."""
+        try:
+            return list(socket.recv_fds(self.socket, 1, _MOST_FDS)[1])
+        except ConnectionError:
+            return []
 
     def receive(self) -> Message | None:
         """Wait for the next message; None: the other side is gone."""

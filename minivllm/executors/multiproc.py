@@ -7,9 +7,9 @@ reaches them as msgpack.
 
 from __future__ import annotations
 
-import os
 import select
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.group import check_all_reduce, open_store
 from minivllm.executors.messages import Hello
-from minivllm.executors.processes import RankProcesses
+from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.wire import pack_batch, unpack_result
@@ -55,8 +55,15 @@ class MultiprocExecutor(Executor):
         self._about: dict[str, Any] = {}
         self._dead: MinivllmError | None = None
         self._sent = self._received = 0
+        self._children: Sequence[Child] = ()
         self._resources = ExitStack()
         self._release = weakref.finalize(self, self._resources.close)  # for an engine that nobody shut down
+
+    def take(self, children: Sequence[Child]) -> None:
+        """Processes for the ranks, which ``start`` starts otherwise; they are this executor's now."""
+        self._children = children
+        for child in children:
+            self._resources.callback(child.kill)
 
     def start(self) -> int:
         size, held = self.config.tp, self._resources
@@ -88,13 +95,14 @@ class MultiprocExecutor(Executor):
         ]
         fds = [steps.fd, results.fd, *(fd for bell in bells for fd in (bell.read_fd, bell.write_fd))]
         held.callback(stores.clear)
-        threads = max((os.cpu_count() or 1) // size, 1)
-        self._ranks = RankProcesses(fds, steps.beats, threads, self._start_timeout)
+        if not self._children:
+            self.take(start_children(size, gpus=False))
+        self._ranks = RankProcesses(fds, steps.beats, self._start_timeout)
         held.callback(self._ranks.kill)
         self._steps, self._results = Writer(steps, bells[:size]), Reader(results, 0, bells[size])
         self._ranks.poller.register(bells[size].read_fd, select.POLLIN)
         try:
-            self._ranks.spawn(hellos)
+            self._ranks.spawn(hellos, self._children)
             ready = self._ranks.wait_ready()
         except MinivllmError as error:
             self._dead = error

@@ -1,5 +1,8 @@
 """The parent's side of rank processes: starting them, noticing that one is gone or silent, ending them all.
 
+They are started before the parent imports torch, and import it at the same time (``start_children``); what they are to
+be they are told when the parent knows (``RankProcesses.spawn``).
+
 A rank is watched in three ways: its socket ends when it dies, however it dies; it reports its own errors there; and
 its heartbeats stop if it is stopped or stuck where not even its threads run. At its start the last may be right (an
 import or a driver can hold up all its threads), so there a rank counts as lost when the system says that it is stopped,
@@ -17,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from minivllm.errors import EngineDeadError, MinivllmError
@@ -67,50 +71,81 @@ class Rank:
         return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
-class RankProcesses:
-    """All ranks of one engine. ``beats(rank)`` reads a rank's heartbeat counter; ``start_timeout`` is in seconds."""
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that waits to be told which rank it is."""
 
-    def __init__(
-        self, fds: Sequence[int], beats: Callable[[int], int], threads: int, start_timeout: float = START_TIMEOUT
-    ) -> None:
+    process: subprocess.Popen[bytes]
+    link: Link
+    dies_with_parent: bool
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.link.socket.close()
+
+
+def start_children(size: int, gpus: bool) -> list[Child]:
+    """A process for each of ``size`` ranks. ``gpus``: rank i may open GPU i while it imports torch."""
+    with ExitStack() as undo:
+        children = []
+        for number in range(size):
+            children.append(_start_child(size, [str(number)] if gpus else []))
+            undo.callback(children[-1].kill)
+        undo.pop_all()
+    return children
+
+
+def _start_child(size: int, gpu: list[str]) -> Child:
+    ours, theirs = socket.socketpair()
+    threads = max((os.cpu_count() or 1) // size, 1)
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),  # what we import, they can
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    command = [sys.executable, "-P", "-m", "minivllm.executors.rank", *gpu, str(theirs.fileno())]
+    # Blocked here, SIGINT is blocked in the child from its first moment: Ctrl-C is the parent's to handle.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+    # What the parent dies of may end the thread that made the rank first; only the main thread lives as long as it.
+    return Child(process, Link(ours), threading.current_thread() is threading.main_thread())
+
+
+class RankProcesses:
+    """All ranks of one engine. ``fds``: descriptors that each is handed, named by their numbers here in its ``Hello``;
+    ``beats(rank)`` reads a rank's heartbeat counter; ``start_timeout`` is in seconds."""
+
+    def __init__(self, fds: Sequence[int], beats: Callable[[int], int], start_timeout: float = START_TIMEOUT) -> None:
         self.ranks: list[Rank] = []
-        self.fds, self.beats, self.threads, self.start_timeout = fds, beats, threads, start_timeout
+        self.fds, self.beats, self.start_timeout = fds, beats, start_timeout
         self.poller = select.poll()  # for a blocking wait: the caller adds what else should end it
         self._health = select.poll()
         self._by_fd: dict[int, Rank] = {}
         self._listened = time.monotonic()
         self._starting = True
 
-    def spawn(self, hellos: Sequence[Hello]) -> None:
-        """Start a process for each and tell it who it is."""
-        for hello in hellos:
-            self._spawn(hello)
+    def spawn(self, hellos: Sequence[Hello], children: Sequence[Child]) -> None:
+        """Tell each child who it is; from here on they are ``ranks``."""
+        for hello, child in zip(hellos, children, strict=True):
+            rank = Rank(hello.rank, child.process, child.link)
+            self.ranks.append(rank)
+            self._by_fd[child.link.socket.fileno()] = rank
+            for poller in (self.poller, self._health):
+                poller.register(child.link.socket.fileno(), select.POLLIN)
+        for hello, child in zip(hellos, children, strict=True):
+            self._tell(hello, child)
 
-    def _spawn(self, hello: Hello) -> None:
-        ours, theirs = socket.socketpair()
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),  # what we import, they can
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
-        }
-        command = [sys.executable, "-P", "-m", "minivllm.executors.rank", str(theirs.fileno())]
-        # Blocked here, SIGINT is blocked in the child from its first moment: Ctrl-C is the parent's to handle.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *self.fds]
-            )  # fmt: skip
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
-        rank = Rank(hello.rank, process, Link(ours))
-        self.ranks.append(rank)
-        self._by_fd[ours.fileno()] = rank
-        for poller in (self.poller, self._health):
-            poller.register(ours.fileno(), select.POLLIN)
-        # What the parent dies of may end the thread that made the rank first; only the main thread lives as long as it.
-        hello.parent_pid = os.getpid()
-        hello.die_with_parent = threading.current_thread() is threading.main_thread()
-        rank.link.send(hello)
+    def _tell(self, hello: Hello, child: Child) -> None:
+        hello.fds, hello.parent_pid, hello.die_with_parent = list(self.fds), os.getpid(), child.dies_with_parent
+        child.link.hand_over(self.fds)
+        child.link.send(hello)
 
     # ------------------------------------------------------------------ watching
 

@@ -1,10 +1,12 @@
-"""One rank's process: ``python -m minivllm.executors.rank FD`` is told on that socket who it is, then runs steps.
+"""One rank's process: ``python -m minivllm.executors.rank [GPU] FD`` imports torch, opening that GPU meanwhile, is told
+on that socket who it is, then runs steps.
 
 It ends when its parent does, however that ends; Ctrl-C is the parent's to handle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -106,12 +108,23 @@ class RankProcess:
         leave(1)
 
 
+def import_ahead(gpu: int | None) -> None:
+    """What every rank needs, while the parent does the same. What is missing is met again by who needs it."""
+    with contextlib.suppress(Exception):
+        from minivllm.kernels._triton import open_device
+
+        if gpu is not None:
+            open_device(gpu)  # while torch is imported
+        import minivllm.executors.group
+        import minivllm.executors.worker  # noqa: F401
+
+
 def start_worker(hello: Hello, registry: Registry) -> Worker:
     """Join the other ranks, then load this one's part."""
     from minivllm.kernels._triton import open_device
 
     if hello.config.device != "cpu":
-        open_device(hello.device_index)  # while torch is imported
+        open_device(hello.device_index)  # if it is not the one that was opened ahead
     import torch
 
     from minivllm.executors.group import join, with_exchange, with_peer_memory, with_peer_words
@@ -147,13 +160,16 @@ def leave(code: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
-    hello = link.receive()
+    *gpu, fd = map(int, sys.argv[1:])
+    import_ahead(gpu[0] if gpu else None)
+    link = Link(socket.socket(fileno=fd))
+    taken, hello = link.take_over(), link.receive()
     if not isinstance(hello, Hello):
         return
+    hello.rename_fds(taken)
     if hello.die_with_parent:
         die_with_parent(hello.parent_pid)
-    for fd in (link.socket.fileno(), hello.steps_fd, hello.results_fd, *hello.bell_fds, *hello.results_bell_fds):
+    for fd in (link.socket.fileno(), *hello.fds):
         os.set_inheritable(fd, False)  # a process that the model starts must not keep them open
     rank = RankProcess(link, hello)
     try:

@@ -19,11 +19,11 @@ import pytest
 from faults import FAULTY, fault_on
 from zygote import Zygote
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, assemble
 from minivllm.errors import CheckpointError, ConfigError, EngineDeadError
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Failed, Hello, Still
-from minivllm.executors.processes import RankProcesses
+from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import Progress, nobody_moves
 from minivllm.plugins.manager import default_registry
 
@@ -220,14 +220,14 @@ def test_a_rank_that_stopped_while_it_starts_is_named_within_ten_seconds(
 ) -> None:  # fmt: skip
     """Rank 0 in its first moment, rank 1 while it loads."""
     if not rank:
-        spawn = RankProcesses._spawn
+        tell = RankProcesses._tell
 
-        def spawn_and_stop(self: RankProcesses, hello: Hello) -> None:
-            spawn(self, hello)
+        def tell_and_stop(self: RankProcesses, hello: Hello, child: Child) -> None:
+            tell(self, hello, child)
             if hello.rank == rank:
-                os.kill(self.ranks[rank].process.pid, signal.SIGSTOP)
+                os.kill(child.process.pid, signal.SIGSTOP)
 
-        monkeypatch.setattr(RankProcesses, "_spawn", spawn_and_stop)
+        monkeypatch.setattr(RankProcesses, "_tell", tell_and_stop)
     folder, began = tiny_checkpoint("qwen3"), time.monotonic()
     with pytest.raises(EngineDeadError, match=rf"rank {rank} .* has not answered for 6 s \(it is stopped\)"):
         make(folder, *(fault_on(rank, "stopped start") if rank else []))
@@ -263,6 +263,31 @@ def test_who_moves_is_waited_for() -> None:
     threading.Thread(target=look).start()
     *_, last = samples.get(), samples.get(), samples.get(), samples.get()  # four
     assert last.seconds < 0.25
+
+
+def test_ranks_are_started_before_the_executor_is_known_and_end_with_whoever_refuses_it(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Child] = []
+
+    def noted(size: int, gpus: bool) -> list[Child]:
+        started.extend(start_children(size, gpus))
+        return started[-size:]
+
+    monkeypatch.setattr(assemble, "start_children", noted)
+    with pytest.raises(ConfigError, match="tp=3"):
+        make(tiny_checkpoint("qwen3"), tp=3)
+    assert len(started) == 3 and all(child.process.returncode is not None for child in started)
+    with make(tiny_checkpoint("qwen3")) as llm:
+        assert pids_of(llm) == [child.process.pid for child in started[3:]]
+
+
+def test_an_executor_that_is_handed_no_processes_starts_its_own(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "start_children", lambda size, gpus: [])
+    with make(tiny_checkpoint("qwen3")) as llm:
+        assert len(pids_of(llm)) == 2 and llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
 def test_shutdown_is_quick_and_can_be_left_out(tiny_checkpoint: Checkpoints, forked_ranks: Zygote) -> None:
