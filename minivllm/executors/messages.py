@@ -24,7 +24,7 @@ from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.plugins.ranks import ParentView
 
 _LENGTH = struct.Struct("<I")
-_MOST_FDS = 64
+_MOST_FDS = 253  # that Linux takes in one message: of 125 ranks
 
 
 class Hello(msgspec.Struct, tag=True):
