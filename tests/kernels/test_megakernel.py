@@ -387,10 +387,8 @@ def part_of(step, rank, ranks, peers):
     """What one rank has of a step: some heads and their cache, and some of the MLP."""
     own, shape = copy.copy(step), step.shape
     heads, kv_heads, dim, inner = shape.num_heads // ranks, shape.num_kv_heads // ranks, shape.head_dim, shape.inner
-    own.shape, own.peers = (
-        replace(shape, num_heads=heads, num_kv_heads=kv_heads, inner=inner // ranks, ranks=ranks),
-        peers,
-    )
+    own.shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads, inner=inner // ranks, ranks=ranks)
+    own.peers = peers
     own.cache = step.cache.chunk(ranks, dim=4)[rank].contiguous()
 
     def cut(layer, cache):
@@ -408,10 +406,9 @@ def part_of(step, rank, ranks, peers):
 class Ranks:
     """All ranks' parts of a step, each with words in memory that the others reach, as they are on one device."""
 
-    def __init__(self, step, ranks, memory=None):
+    def __init__(self, step, ranks):
         shape, device = step.shape, step.x.device
-        nbytes = PeerWords.nbytes(ranks, shape.hidden)
-        self.memory = torch.zeros(ranks, nbytes, dtype=torch.uint8, device=device) if memory is None else memory
+        self.memory = torch.zeros(ranks, PeerWords.nbytes(ranks, shape.hidden), dtype=torch.uint8, device=device)
         addresses = [each.data_ptr() for each in self.memory]
         self.whole = step
         self.parts = [part_of(step, rank, ranks, PeerWords(rank, addresses, device)) for rank in range(ranks)]
