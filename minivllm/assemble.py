@@ -10,7 +10,6 @@ from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.errors import ConfigError
-from minivllm.executors.processes import Child, start_children
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.plugins.naming import did_you_mean, listing
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from minivllm.config.engine_config import EngineConfig
+    from minivllm.executors.processes import Child
     from minivllm.plugins.registry import Registry
 
 
@@ -45,6 +45,8 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
     with ExitStack() as undo:
         children: list[Child] = []
         if executor_name == "multiproc":  # they import torch while this process does
+            from minivllm.executors.processes import start_children
+
             children = start_children(config.tp, config.device != "cpu" and "devices" not in config.executor.options)
             for child in children:
                 undo.callback(child.kill)

@@ -19,8 +19,9 @@ import pytest
 from faults import FAULTY, fault_on
 from zygote import Zygote
 
-from minivllm import LLM, SamplingParams, assemble
+from minivllm import LLM, SamplingParams
 from minivllm.errors import CheckpointError, ConfigError, EngineDeadError
+from minivllm.executors import multiproc, processes
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Failed, Hello, Still
 from minivllm.executors.processes import Child, RankProcesses, start_children
@@ -274,7 +275,7 @@ def test_ranks_are_started_before_the_executor_is_known_and_end_with_whoever_ref
         started.extend(start_children(size, gpus))
         return started[-size:]
 
-    monkeypatch.setattr(assemble, "start_children", noted)
+    monkeypatch.setattr(processes, "start_children", noted)
     with pytest.raises(ConfigError, match="tp=3"):
         make(tiny_checkpoint("qwen3"), tp=3)
     assert len(started) == 3 and all(child.process.returncode is not None for child in started)
@@ -285,7 +286,8 @@ def test_ranks_are_started_before_the_executor_is_known_and_end_with_whoever_ref
 def test_an_executor_that_is_handed_no_processes_starts_its_own(
     tiny_checkpoint: Checkpoints, forked_ranks: Zygote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assemble, "start_children", lambda size, gpus: [])
+    monkeypatch.setattr(processes, "start_children", lambda size, gpus: [])
+    assert multiproc.start_children is start_children, "whose own is another name"
     with make(tiny_checkpoint("qwen3")) as llm:
         assert len(pids_of(llm)) == 2 and llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
 
