@@ -181,7 +181,7 @@ def test_an_error_of_somebody_else_names_its_rank() -> None:
     assert type(error) is EngineDeadError and str(error) == "rank 1 failed at its start: KeyError: 'where?'"
 
 
-def test_what_cannot_be_split_is_refused_before_anything_starts(tiny_checkpoint: Checkpoints) -> None:
+def test_what_cannot_be_split_is_refused_before_ranks_are_told_anything(tiny_checkpoint: Checkpoints) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"tp=3 does not divide the model's attention heads \(4\); use tp=1 or 2"):
         make(tiny_checkpoint("qwen3"), tp=3)
