@@ -1,10 +1,11 @@
 """Steps with prompts as CUDA graphs: the model's layers for 32, 64, 128, … tokens, padded, and for a full step.
 
-Launching a step of prompts kernel by kernel takes the host 10 to 20 ms, however few tokens there are; the GPU needs a
-tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Only the layers are
-captured: what varies in shape, from the rows that sample on, runs eagerly behind. The full step is captured once more
-for prompts that all start in it, where the backend has a faster way for those, and small ones for few sequences: what
-attention launches grows with those that there may be.
+Launching a step of prompts kernel by kernel takes the host 10 to 30 ms, however few tokens there are; the GPU needs a
+tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Sizes double while
+padding takes little, and lie equally far apart from there on. Only the layers are captured: what varies in shape, from
+the rows that sample on, runs eagerly behind. The full step is captured once more for prompts that all start in it,
+where the backend has a faster way for those, and small ones for few sequences: what attention launches grows with those
+that there may be.
 
 Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
 # tokens (3, T) int64: input_ids, positions, slot_mapping
@@ -16,6 +17,7 @@ context is one key long, so that they see nothing; they write into block 0, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,13 +37,12 @@ if TYPE_CHECKING:
 _Key = tuple[int, str]  # a graph's tokens, and for which steps of so many it is: one of these
 _ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: whose prompts all start in it, _FEW: of few sequences
 _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
-_SMALLEST = 32
+_SMALLEST, _TILE_ROWS = 32, 128  # tokens
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
-_FLOP = 6e12  # of the layers' products: about 8 ms of a fast GPU. Larger steps hide most of their launches
-_RANKS_FLOP = 2.5e13  # of one rank of several, which take the host 40 ms to launch
+_FLOP = 1e13  # of the layers' products: about 13 ms of a fast GPU. Larger steps hide most of their launches
+_BETWEEN_FLOP = 2e12  # 3 ms: about what lies between two sizes, at most; that much padding is allowed
+_RANKS_FLOP, _RANKS_BETWEEN_FLOP = 2.5e13, 5e12  # of one rank of several, which take the host 40 ms to launch
 FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
-_WASTE = 0.25  # of _FLOP: padding allowed
-_FULL_WASTE = 1 / 16  # of a full step's tokens
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
 _APART_BYTES = 8e9  # of the layers' weights, experts and all: read in 2 ms, where launching a step eagerly takes 10
 _PICKED_FROM = 256  # tokens: up to here a product takes as long as reading its weights, however few rows it has
@@ -49,10 +50,17 @@ _PROOF_ROWS = 4  # sequences of a step that proves a graph, or as many as its to
 _COMPARED = 256  # hidden states of it, spread evenly: an eager step's are kept until all graphs are captured
 
 
-def prompt_sizes(most: int, full: int = 0) -> list[int]:
-    """Powers of two from 32 to ``most``, then ``full`` unless it is 0."""
-    sizes = [1 << n for n in range(_SMALLEST.bit_length() - 1, most.bit_length())]
-    return [*sizes, full] if full else sizes
+def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
+    """Powers of two from 32 to ``between``, which is one, and then its multiples, up to ``most``; ``full`` behind those
+    that are smaller, unless it is 0."""
+    doubling = [1 << n for n in range(_SMALLEST.bit_length() - 1, between.bit_length())]
+    sizes = [n for n in (*doubling, *range(2 * between, most + 1, between)) if n <= most]
+    return [*(n for n in sizes if n < full), full] if full else sizes
+
+
+def _nearest_power_of_2(tokens: float) -> int:
+    """At least a tile's rows: for some numbers between, libraries' products take twice the time of a few rows more."""
+    return 1 << max(round(math.log2(tokens)), _TILE_ROWS.bit_length() - 1)
 
 
 class PromptGraphs:
@@ -73,13 +81,14 @@ class PromptGraphs:
 
         self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
         self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
-        step, limit = min(max_tokens, runner.num_slots * self._longest), int(_FLOP / flop)
-        self.waste = int(_WASTE * _FLOP / flop)
+        step = min(max_tokens, runner.num_slots * self._longest)
+        between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
+        most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
         if tp.size > 1:  # unless their sums go beside products, see kernels/exchange.py
-            most = min(int(_RANKS_FLOP / flop), least_rows(tp.size) // 2)
-            limit, self.waste = max(limit, most), max(self.waste, most)
-        self.full = step if limit < step and step * flop <= FULL_FLOP else 0
-        self.sizes = prompt_sizes(min(limit, step), self.full)
+            most = max(most, min(int(_RANKS_FLOP / flop), least_rows(tp.size) // 2))
+            self.waste = max(between, most)
+        self.full = step if step * flop <= FULL_FLOP else 0
+        self.sizes = prompt_sizes(min(most, step), between, self.full)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
         self.tokens = torch.zeros((3, top), dtype=torch.int64, device=device)
@@ -170,8 +179,7 @@ class PromptGraphs:
         if not self.sizes or tokens > self.sizes[-1]:
             return None
         size = next(size for size in self.sizes if size >= tokens)
-        waste = min(self.waste, int(_FULL_WASTE * size)) if size == self.full else self.waste
-        return size if size - tokens <= waste else None
+        return size if size - tokens <= self.waste else None
 
     def takes_apart(self, batch: Batch) -> bool:
         """Whether this step of decodes and prompts had better be two, each a graph."""

@@ -29,14 +29,16 @@ Replayed = tuple[int, int, str]  # a graph's tokens, rows of its result, and for
 @pytest.fixture
 def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
-    made.sizes, made.full, made.waste, made.apart = prompt_sizes(1024, 1600), 1600, 300, True
+    made.sizes, made.full, made.waste, made.apart = prompt_sizes(1024, 1024, 1600), 1600, 300, True
     return made
 
 
-def test_sizes_are_powers_of_two_up_to_the_most_and_a_full_step() -> None:
-    assert prompt_sizes(1024) == [32, 64, 128, 256, 512, 1024]
-    assert prompt_sizes(300, 8000) == [32, 64, 128, 256, 8000]
-    assert prompt_sizes(31) == []
+def test_sizes_double_and_are_then_equally_far_apart_up_to_the_most_and_a_full_step() -> None:
+    assert prompt_sizes(1024, 8192) == [32, 64, 128, 256, 512, 1024]
+    assert prompt_sizes(700, 128) == [32, 64, 128, 256, 384, 512, 640]
+    assert prompt_sizes(300, 256, 8000) == [32, 64, 128, 256, 8000]
+    assert prompt_sizes(128, 32, 100) == [32, 64, 96, 100]
+    assert prompt_sizes(31, 32) == []
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,8 @@ def test_sizes_are_powers_of_two_up_to_the_most_and_a_full_step() -> None:
         ([10, 20], [100, 26], 128),
         ([10, 20], [100, 27], 256),
         ([], [1024], 1024),
-        ([], [1025], None),  # too far from the full step
-        ([], [1499], None),
-        ([], [1500], 1600),
+        ([], [1299], None),  # too far from the full step
+        ([], [1300], 1600),
         ([10, 20], [1000, 598], 1600),
         ([], [1601], None),  # larger than any
         ([], [600], None),  # too much padding
@@ -125,16 +126,15 @@ def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
     ("weights", "one", "several"),
     [
         (10**8, [8192], [8192]),  # captured anyhow
-        (3 * 10**9, [512], [2048]),  # until sums go beside products
-        (10**10, [256], [1024]),
-        (10**11, [], [64]),
+        (3 * 10**9, [1792], [2048]),  # until sums go beside products
+        (10**10, [512], [1024]),
+        (10**11, [32], [64]),
     ],
 )
 def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, one: list[int], several: list[int]) -> None:
     graphs = [made_for({"layer.weight": (weights, 1)}, (0, 0), ranks) for ranks in (1, 2)]
     assert [made.sizes[-1:] for made in graphs] == [one, several]
-    largest = graphs[1].sizes[-1]
-    assert graphs[1]._size_for(largest // 2 + 1) == largest, "rather than launch it"
+    assert all(graphs[1]._size_for(tokens) for tokens in range(1, several[0] + 1)), "rather than launch it"
 
 
 @pytest.mark.parametrize(("experts", "apart"), [(0, True), (40, True), (80, False)])
@@ -203,10 +203,10 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
 @pytest.mark.parametrize(
     ("weights", "most", "launched"),
     [
-        (10**9, 8192, [(32, False), (512, False), (1024, False), (2048, False), (8192, False), (8192, True)]),
-        (10**9, 512, [(32, False), (512, False)]),
-        (10**9, 31, []),
-        (10**11, 60, [(60, False), (60, True)]),  # too large a model for more than a full step
+        (10**9, 8192, [*((n, False) for n in (32, 512, 1024, 2048, 3072, 4096, 5120, 8192)), (8192, True)]),
+        (10**9, 512, [(32, False), (512, False), (512, True)]),
+        (10**10, 8192, [(32, False), (512, False)]),  # too large a model for a full step
+        (10**11, 60, [(32, False), (60, False), (60, True)]),
     ],
 )
 def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, launched: list[tuple[int, bool]]) -> None:
@@ -279,7 +279,7 @@ def test_steps_of_few_sequences_are_graphs_of_their_own(
     eager = say()
     graphs = runner.prompt_graphs = PromptGraphs(runner, 512, TensorParallel())
     assert {key: len(plan.seq_lens) for key, plan in graphs._plans.items() if key[0] in (256, 512)} == {
-        (256, "any"): 5, (256, "few"): 3, (512, "any"): 5,
+        (256, "any"): 5, (256, "few"): 3, (512, "any"): 5, (512, "whole"): 5,
     }  # fmt: skip
     graphs.capture(llm.engine.num_blocks, VOCAB)
     replayed: list[tuple[int, str, int]] = []
