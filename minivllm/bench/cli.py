@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -9,7 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.record import append, check_writable, environment, mark, peak_memory, process_seconds
+from minivllm.bench.record import (
+    append,
+    check_writable,
+    environment,
+    mark,
+    peak_memory,
+    process_seconds,
+    without_bytecode,
+)
 from minivllm.bench.table import show
 from minivllm.config.modes import BenchOptions
 from minivllm.errors import ConfigError
@@ -106,6 +115,8 @@ def _requests(
         # making the requests is the bench's work, not the engine's
         record["time_to_ready_s"] = None if started is None else started + imported - clock + ready - made
         record["ready_phases_s"] = phases
+        compiled_from = without_bytecode("torch")
+        record["torch_bytecode"] = compiled_from is None
         bench = Bench(engine, requests, options.workload, detokenize=options.detokenize)
         _say("warming up")
         bench.warm_up()
@@ -118,6 +129,11 @@ def _requests(
         record["step_ms_quantiles"] = step_quantiles(bench.step_ms)
         record |= peak_memory(record["device"])
         _show_runs(record, options)
+        if compiled_from is not None:
+            print(
+                "Each start compiles torch anew, for seconds: Python has no bytecode of it. To keep it, once: "
+                f"python -m compileall -q -j 0 {shlex.quote(str(compiled_from))}"
+            )
         if _profiles(options, record):
             from minivllm.bench.profile import profile_steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from test_workloads import options
 
 from minivllm.bench.measure import Bench, Run, summarize
 from minivllm.bench.profile import busy_share, kernels_of, largest
-from minivllm.bench.record import environment, process_seconds
+from minivllm.bench.record import environment, process_seconds, without_bytecode
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
 from minivllm.config.compose import compose
@@ -26,7 +27,7 @@ FIELDS = {
     "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "num_blocks", "block_size",
     "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs", "max_num_batched_tokens",
     "async_scheduling", "workload", "detokenize", "repeat", "time_to_ready_s", "ready_phases_s",
-    "peak_gpu_bytes", "peak_host_bytes",
+    "torch_bytecode", "peak_gpu_bytes", "peak_host_bytes",
     "seconds", "tokens_in", "tokens_out", "output_tokens_per_s", "total_tokens_per_s", "steps", "preemptions",
     "ms_per_step_mean", "ms_per_step_p50", "ms_per_step_p99", "host_us_per_step", "host_us_per_step_p99",
     "launch_us_per_step", "spread", "runs", "requests", "step_ms_quantiles",
@@ -145,6 +146,18 @@ def test_the_process_knows_its_age():
     time.sleep(0.05)
     second = process_seconds()
     assert first is not None and second is not None and 0.03 < second - first < 5
+
+
+def test_a_package_whose_bytecode_python_does_not_keep_is_found(tmp_path, monkeypatch):
+    source = tmp_path / "compiled_each_time" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    __import__("compiled_each_time")
+    assert without_bytecode("compiled_each_time") == tmp_path
+    py_compile.compile(str(source))
+    assert without_bytecode("compiled_each_time") is None
 
 
 def test_a_copy_without_its_git_folder_can_say_its_commit(monkeypatch):
