@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -44,7 +45,8 @@ def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLME
         open_device(0)  # while torch is imported
     with ExitStack() as undo:
         children: list[Child] = []
-        if executor_name == "multiproc":  # they import torch while this process does
+        plausible = model_config.num_heads % config.tp == 0 and config.tp <= (os.cpu_count() or 1)
+        if executor_name == "multiproc" and plausible:  # they import torch while this process does
             from minivllm.executors.processes import start_children
 
             children = start_children(config.tp, config.device != "cpu" and "devices" not in config.executor.options)

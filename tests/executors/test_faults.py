@@ -6,6 +6,7 @@ import gc
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from faults import FAULTY, fault_on
+from helpers import edit_json
 from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
@@ -181,6 +183,19 @@ def test_an_error_of_somebody_else_names_its_rank() -> None:
     assert type(error) is EngineDeadError and str(error) == "rank 1 failed at its start: KeyError: 'where?'"
 
 
+@pytest.mark.parametrize("tp", [3, 1000])
+def test_more_ranks_than_there_can_be_are_not_started_ahead(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many heads, or few."""
+    folder, count = tmp_path / "model", 4 if tp == 3 else 1000
+    shutil.copytree(tiny_checkpoint("qwen3"), folder)
+    edit_json(folder / "config.json", num_attention_heads=count, num_key_value_heads=2, intermediate_size=1)
+    monkeypatch.setattr(processes, "start_children", lambda *args: pytest.fail("started"))
+    with pytest.raises(ConfigError, match=f"tp={tp} does not divide"):
+        make(folder, tp=tp)
+
+
 def test_what_cannot_be_split_is_refused_before_ranks_are_told_anything(tiny_checkpoint: Checkpoints) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"tp=3 does not divide the model's attention heads \(4\); use tp=1 or 2"):
@@ -276,11 +291,11 @@ def test_ranks_are_started_before_the_executor_is_known_and_end_with_whoever_ref
         return started[-size:]
 
     monkeypatch.setattr(processes, "start_children", noted)
-    with pytest.raises(ConfigError, match="tp=3"):
-        make(tiny_checkpoint("qwen3"), tp=3)
-    assert len(started) == 3 and all(child.process.returncode is not None for child in started)
+    with pytest.raises(ConfigError, match="step_timeout=0"):
+        make(tiny_checkpoint("qwen3"), "executor=multiproc", "executor.options.step_timeout=0")
+    assert len(started) == 2 and all(child.process.returncode is not None for child in started)
     with make(tiny_checkpoint("qwen3")) as llm:
-        assert pids_of(llm) == [child.process.pid for child in started[3:]]
+        assert pids_of(llm) == [child.process.pid for child in started[2:]]
 
 
 def test_an_executor_that_is_handed_no_processes_starts_its_own(
