@@ -49,12 +49,14 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
     @abstractmethod
-    def render_chat(self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(
+        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """A conversation as text, special tokens written out, for ``encode(…, add_special_tokens=False)``;
         ``variables`` go to the template. Raises RequestError if there is none."""
 
     def apply_chat_template(
-        self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
         """A conversation as token ids: ``render_chat``, encoded."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
@@ -113,7 +115,9 @@ class CheckpointTokenizer(Tokenizer):
             return ByteDetokenizer(self._bytes[skip_special_tokens], prompt_ids)
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_ids)
 
-    def render_chat(self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(
+        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         if not self.has_chat_template:
             raise RequestError(
                 f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
@@ -210,7 +214,9 @@ class ByteTokenizer(Tokenizer):
         special = self.eos_token_ids if skip_special_tokens else ()
         return ByteDetokenizer(_Bytes(special), prompt_ids)
 
-    def render_chat(self, messages: Iterable[Message], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render_chat(
+        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 

@@ -110,10 +110,7 @@ class Server:
         self, kind: type[Reply], body: GenerationBody, prompts: list[dict[str, Any]], request: Request, **more: Any
     ) -> Response:
         params = body.sampling_params()
-        there, most = self.engine.num_requests, self.engine.engine.config.scheduler.max_num_seqs
-        if self.options.max_waiting is not None and there >= most + self.options.max_waiting:
-            said = f"{there} requests run or wait: {most} may run, and max_waiting={self.options.max_waiting}"
-            raise ClientError(f"{said}; try again later", status=503, code="overloaded")
+        self._check_room(len(prompts) * params.n)
         reply_id = f"{kind.name}-{uuid.uuid4().hex}"
         names = [f"{reply_id}-{i}" for i in range(len(prompts))]
         reply = kind(reply_id, self.options.model_name, names, params.n, body.include_usage, **more)
@@ -129,6 +126,18 @@ class Server:
             watcher.cancel()
             generation.abort()
         return Response(answer.json_bytes(), media_type="application/json")
+
+    def _check_room(self, sequences: int) -> None:
+        """For so many more, if ``max_waiting`` says how many there may be."""
+        there, most = self.engine.num_requests, self.engine.engine.config.scheduler.max_num_seqs
+        waiting = self.options.max_waiting
+        if waiting is None or there + sequences <= most + waiting:
+            return
+        if sequences > most + waiting:
+            said = f"{sequences} completions are more than this server takes at once: {most} and max_waiting={waiting}"
+            raise ClientError(f"{said}; send several requests")
+        said = f"{there} requests run or wait: {most} may run, and max_waiting={waiting}"
+        raise ClientError(f"{said}; try again later", status=503, code="overloaded")
 
     # ------------------------------------------------------------------ tokens
 
@@ -154,7 +163,7 @@ class Server:
         variables = body.chat_template_kwargs or {}
         template = self.tokenizer.apply_chat_template
         own = inspect.signature(self.tokenizer.hf_tokenizer.apply_chat_template).parameters
-        if taken := variables.keys() & own.keys():
+        if taken := variables.keys() & {*own, "messages"}:
             said = (
                 f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there; only a template's variables can"
             )
@@ -164,10 +173,12 @@ class Server:
             return await self._encode(
                 template, messages, add_generation_prompt=body.add_generation_prompt, **variables
             )  # fmt: skip
+        except RecursionError:
+            raise ClientError("chat_template_kwargs: nested too deeply", param="chat_template_kwargs") from None
         except (TemplateError, TypeError) as error:
             raise ClientError(f"the chat template refuses this: {error}", param="messages") from error
 
-    async def _encode(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
 
     # ------------------------------------------------------------------ about the server
@@ -249,13 +260,14 @@ class KeyCheck:
     """401 for what comes without ``Authorization: Bearer KEY``, before its body is read."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._wanted = app, b"Bearer " + api_key.encode()
+        self._app, self._wanted = app, api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and scope["path"] not in _OPEN:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._wanted):
+            scheme, _, key = given.partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(key, self._wanted):
                 said = "the key is wrong" if given else "this server wants the header Authorization: Bearer KEY"
                 app = error_response(ClientError(said, status=401, code="invalid_api_key"))
         await app(scope, receive, send)

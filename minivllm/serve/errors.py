@@ -29,7 +29,14 @@ class ClientError(Exception):
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
+    message = _printable(message)
+    param = None if param is None else _printable(param)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _printable(text: str) -> str:
+    """Halves of characters, which a client can send and no answer can hold, spelled out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse:
@@ -64,7 +71,7 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
         kind = request.headers.get("content-type", "nothing")
-        if not kind.startswith("application/json"):
+        if kind.partition(";")[0].strip().lower() != "application/json":
             said = f"the body's Content-Type is {kind}; send JSON, and the header Content-Type: application/json"
             return error_response(ClientError(said, status=415))
         return error_response(_as_client_error(error.errors()[0]))

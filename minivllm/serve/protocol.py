@@ -19,6 +19,7 @@ _PASSED_OVER = frozenset(
 )
 # Fields that are known and not supported, each with the values that ask for what happens anyway.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),  # of a message
     "add_special_tokens": (False,),  # of a conversation: the template writes them
     "audio": (),
     "chat_template": (),
@@ -39,6 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
+    "tool_calls": ([],),  # of a message
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "use_beam_search": (False,),
@@ -48,6 +50,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 TokenIds = list[int]
+MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
 
 
 def _unicode(text: str) -> str:
@@ -81,7 +84,7 @@ class Body(BaseModel):
             elif name in _NEUTRAL:
                 cls._refuse_unless_neutral(name, value)
             elif name == "best_of":
-                if value not in (1, data.get("n")):
+                if type(value) is not int or value != (data.get("n") or 1):
                     raise ClientError(f"best_of={value!r} is not supported: only n itself is", param=name)
             else:
                 raise ClientError(f"there is no field {name!r}.{did_you_mean(name, cls.model_fields)}", param=name)
@@ -130,12 +133,18 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = 0
-    cache_salt: str | None = None
+    cache_salt: Unicode | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ClientError("stream_options belongs to stream=true", param="stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _few_completions(self) -> Self:
+        if self.n is not None and self.n > MAX_COMPLETIONS:
+            raise ClientError(f"n={self.n} is more than {MAX_COMPLETIONS}", param="n")
         return self
 
     def sampling_params(self) -> SamplingParams:
@@ -167,6 +176,10 @@ class CompletionBody(GenerationBody):
             raise ClientError(
                 "prompt is a string, a list of token ids, or a list of strings or of lists of token ids; none is empty",
                 param="prompt",
+            )
+        if len(many) > MAX_PROMPTS:
+            raise ClientError(
+                f"prompt: {len(many)} prompts are more than {MAX_PROMPTS}; send several requests", param="prompt"
             )
         try:
             return [_unicode(prompt) if isinstance(prompt, str) else prompt for prompt in many]

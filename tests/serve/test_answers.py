@@ -230,6 +230,8 @@ def test_text_parts_are_joined(server: Running) -> None:
 
 
 def test_what_cannot_change_the_answer_is_passed_over(server: Running) -> None:
+    asked = [{**message, "tool_calls": [], "annotations": []} for message in HELLO]
+    assert server.post("/tokenize", messages=asked).json() == server.post("/tokenize", messages=HELLO).json()
     plain = {"messages": HELLO, "max_tokens": 6, "temperature": 0}
     more = {
         "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": None,

@@ -46,6 +46,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "there is no field 'name'", "name"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not", "messages"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "cannot be set there", "chat_template_kwargs"),
+    (CHAT, {"chat_template_kwargs": {"messages": 1}}, "messages cannot be set there", "chat_template_kwargs"),
     (CHAT, {"prompt": "a"}, "there is no field 'prompt'", "prompt"),
     (COMPLETIONS, {"echo": True}, "echo: True is not supported, other than False", "echo"),
     (COMPLETIONS, {"suffix": "the end"}, "suffix", "suffix"),
@@ -55,6 +56,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"temperature": "hot"}, "temperature: Input should be a valid number", "temperature"),
     (COMPLETIONS, {"top_p": 0}, "top_p=0", "top_p"),
     (COMPLETIONS, {"n": 0}, "n=0 is less than 1", "n"),
+    (COMPLETIONS, {"n": 129}, "n=129 is more than 128", "n"),
+    (COMPLETIONS, {"n": 2, "best_of": 1}, "best_of=1", "best_of"),
+    (COMPLETIONS, {"best_of": True}, "best_of=True", "best_of"),
+    (COMPLETIONS, {"prompt": ["a"] * 2049}, "2049 prompts are more than 2048", "prompt"),
+    (COMPLETIONS, {"prompt": [10**30]}, f"token id {10**30} is outside the vocabulary: 0 to 511", None),
     (COMPLETIONS, {"n": 1.5}, "n: ", "n"),
     (COMPLETIONS, {"max_tokens": True}, "max_tokens: ", "max_tokens"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
@@ -114,6 +120,9 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     half = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
     told(send(half, path=CHAT), 400, "this is not Unicode text", "messages")
     told(send('{"prompt": "a", "temperature": NaN}'), 400, "temperature=nan", "temperature")
+    told(send('{"prompt": "a", "cache_salt": "\\ud800"}'), 400, "this is not Unicode text", "cache_salt")
+    told(send('{"prompt": "a", "\\ud800": 1}'), 400, "there is no field", "\\ud800")
+    told(send('{"prompt": "a"}', "application/jsonx"), 415, "Content-Type: application/json")
     told(send("[1]"), 400, "the body is not a JSON object")
     told(send('{"prompt": "a"}', "application/x-www-form-urlencoded"), 415, "Content-Type: application/json")
 
@@ -127,6 +136,7 @@ def test_a_key_is_asked_for(make_llm: Callable[..., LLM]) -> None:
                 assert error["code"] == "invalid_api_key"
         for path in ("/health", "/version", "/metrics"):
             assert server.get(path).status_code == 200
+        assert server.client.get("/v1/models", headers={"Authorization": "bearer s3cret"}).status_code == 200
         server.client.headers["Authorization"] = "Bearer s3cret"
         assert server.get("/v1/models").status_code == 200
         assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
@@ -142,8 +152,15 @@ def test_a_full_queue_is_told_to_come_again(make_llm: Callable[..., LLM]) -> Non
         refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
         assert told(refused, 503, "2 requests run or wait: 1 may run, and max_waiting=1")["code"] == "overloaded"
         assert refused.headers["retry-after"] == "1"
+        told(
+            server.post(COMPLETIONS, prompt="a", n=3, max_tokens=1),
+            400,
+            "3 completions are more than this server takes",
+        )
         for client in clients:
             client.join()
+        refused = server.post(COMPLETIONS, prompt=["a", "b"], n=1, max_tokens=1)
+        assert refused.status_code == 200, refused.text
         assert len(streamed(server.client, COMPLETIONS, {"prompt": "a", "max_tokens": 3, "ignore_eos": True})) <= 3
         server.settled()
 
