@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("\nminivllm: interrupted")
         return 130
-    except BrokenPipeError:  # `minivllm ... | head`
+    except OSError as e:
+        if e.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        if e.errno != errno.EPIPE:  # `minivllm ... | head` needs no word
+            _say(f"minivllm: results could not be written: {e.strerror}")
         # What is still buffered has nowhere to go; a later flush must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -153,7 +159,11 @@ def _run_mode(args: Arguments) -> int:
     if args.has("--cfg"):
         print(composed.to_yaml(), end="")
         return 0
-    return _load(composed.mode, MODES[composed.mode].target)(composed)
+    run = _load(composed.mode, MODES[composed.mode].target)
+    if composed.speaks:
+        return run(composed)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        return run(composed)
 
 
 def _sweep(args: Arguments) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import select
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     from minivllm.core.outputs import RequestOutput
 
 SAMPLES = ("Once upon a time", "The engine", "In a small village")
+_STDOUT = "-"
 _PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
+_LINE_KEYS = (*_PROMPT_KEYS, "priority")
 _TYPED_ONCE = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed",
 )  # fmt: skip
-_REFUSED_KEYS = (*_TYPED_ONCE, "messages", "sampling_params")
+_OTHERS = "n", "best_of", "max_completion_tokens", "max_new_tokens", "messages", "sampling_params"
 
 Prompt = str | list[int]
 
@@ -42,8 +45,9 @@ def run(composed: Composed) -> int:
     assert isinstance(options, GenerateOptions)
     params = options.sampling_params(logprobs=options.logprobs)  # refused before anything is loaded
     asked = read_prompts(options, sys.stdin)
-    if options.output is not None:
-        _check_writable(options.output)
+    to = options.output if composed.speaks or options.output is None else os.devnull
+    if to not in (None, _STDOUT):
+        _check_writable(to)
     from minivllm.llm import LLM
 
     with LLM.from_config(composed.engine) as llm:
@@ -53,12 +57,16 @@ def run(composed: Composed) -> int:
         prompts, priority = [a.prompt for a in asked], [a.priority for a in asked]
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), priority=priority)
         seconds = time.perf_counter() - started
-    if options.output is None:
+    if to is None:
         for output in outputs:
             print(_shown(output, sys.stdout.isatty()), end="\n\n")
+    elif to == _STDOUT:
+        _write(sys.stdout, outputs)
     else:
-        _write(options.output, outputs)
-    print(_summary(outputs, seconds, min(len(outputs), composed.engine.scheduler.max_num_seqs), about))
+        with Path(to).expanduser().open("w", encoding="utf-8") as file:
+            _write(file, outputs)
+    batch = min(len(outputs), composed.engine.scheduler.max_num_seqs)
+    print(_summary(outputs, seconds, batch, about), file=sys.stderr if to == _STDOUT else sys.stdout)
     return 0
 
 
@@ -85,9 +93,10 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
 
 
 def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Asked]:
-    """One prompt a line, blank lines left out. JSONL (by default if every line looks like an object): objects with
-    ``prompt`` or ``prompt_token_ids``, and perhaps ``priority``; or plain strings."""
-    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+    """One prompt a line, without the spaces around it; blank lines left out. JSONL (by default if every line looks like
+    an object): objects with ``prompt`` or ``prompt_token_ids``, and perhaps ``priority``; or plain strings. What else
+    an object has is the user's, unless it looks like a parameter."""
+    lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if jsonl is None:
         jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
     return [_json_prompt(line, f"{where}, line {n}") if jsonl else Asked(line) for n, line in lines]
@@ -102,12 +111,13 @@ def _json_prompt(line: str, where: str) -> Asked:
         return Asked(item)
     if not isinstance(item, dict):
         raise ConfigError(f"{where} is neither a string nor an object with prompt or prompt_token_ids")
-    if refused := [k for k in _REFUSED_KEYS if k in item]:
-        typed = refused[0] if refused[0] in _TYPED_ONCE else _TYPED_ONCE[0]
+    if refused := [k for k in item if k not in _LINE_KEYS and (k in _OTHERS or _parameters_like(k))]:
+        typed = next(iter(_parameters_like(refused[0])), _TYPED_ONCE[0])
         raise ConfigError(f"{where} has {', '.join(refused)}, which a prompts file cannot set; type {typed}=... once")
     key = next((k for k in _PROMPT_KEYS if item.get(k) is not None), None)
     if key is None:
-        raise ConfigError(f"{where} has neither prompt nor prompt_token_ids, only {', '.join(item) or 'nothing'}")
+        only = f", only {', '.join(item)}" if item else ""
+        raise ConfigError(f"{where} has neither prompt nor prompt_token_ids{only}")
     value, priority = item[key], item.get("priority", 0)
     if type(priority) is not int:
         raise ConfigError(f"{where}: priority={json.dumps(priority)} is not a whole number")
@@ -116,6 +126,11 @@ def _json_prompt(line: str, where: str) -> Asked:
     if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
         return Asked(value, priority)
     raise ConfigError(f"{where}: {key}={value!r} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
+
+
+def _parameters_like(key: str) -> list[str]:
+    """What ``key`` is, or is a slip of the pen for; other people's keys (``topic``) are like none."""
+    return difflib.get_close_matches(key, _TYPED_ONCE, n=1, cutoff=0.85)
 
 
 def _found(prompts: list[Asked], where: str) -> list[Asked]:
@@ -178,11 +193,10 @@ def _check_writable(name: str) -> None:
         raise ConfigError(f"output={name} cannot be written: {e.strerror}") from e
 
 
-def _write(name: str, outputs: Sequence[RequestOutput]) -> None:
+def _write(file: TextIO, outputs: Sequence[RequestOutput]) -> None:
     """One object a request, in the order of the prompts."""
-    with Path(name).expanduser().open("w", encoding="utf-8") as file:
-        for output in outputs:
-            file.write(json.dumps(_record(output), ensure_ascii=False) + "\n")
+    for output in outputs:
+        file.write(json.dumps(_record(output), ensure_ascii=False) + "\n")
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -17,10 +18,18 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _ENCODED_AT_ONCE = 64  # prompts
+# vLLM's arguments that are not supported, each with the value that asks for what happens anyway.
+_GENERATE_NEUTRAL: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {}}
+_CHAT_NEUTRAL: dict[str, Any] = _GENERATE_NEUTRAL | {
+    "chat_template": None, "chat_template_content_format": "auto", "continue_final_message": False, "tools": [],
+    "mm_processor_kwargs": {},
+}  # fmt: skip
 
 
 class LLM:
     """Load a model, then ``generate`` or ``chat``; ``with LLM(...) as llm`` gives everything back at the end.
+
+    Calls from several threads take turns; ``engine`` beneath is for one thread.
 
     Args:
         model: an option of conf/model (demo, qwen3, llama …), a checkpoint's folder, or a Hub repository.
@@ -51,16 +60,17 @@ class LLM:
         config = compose_engine_config(
             model=model, attention=attention, tp=tp, device=device, dtype=dtype, overrides=overrides, **options
         )
-        self.engine = LLMEngine.from_config(config)
-        self._number = 0
+        self._begin(LLMEngine.from_config(config))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
         """An LLM from a composed configuration."""
         llm = cls.__new__(cls)
-        llm.engine = LLMEngine.from_config(config)
-        llm._number = 0
+        llm._begin(LLMEngine.from_config(config))
         return llm
+
+    def _begin(self, engine: LLMEngine) -> None:
+        self.engine, self._number, self._turn = engine, 0, threading.RLock()
 
     def generate(
         self,
@@ -69,16 +79,18 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all, or one a prompt. ``priority``: one a prompt, smaller ones are served
-        earlier; for schedulers that have priorities.
+        earlier; for schedulers that have priorities. vLLM's other arguments are taken where they ask for nothing.
 
         Raises:
             RequestError: a prompt that can never run; the others are dropped, and the engine goes on.
         """
+        _refuse(others, _GENERATE_NEUTRAL)
         return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def _generate(
@@ -90,6 +102,17 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
+        with self._turn:
+            return self._in_turn(prompts, sampling_params, use_tqdm, priority, add_special_tokens)
+
+    def _in_turn(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
         many = len(prompts)
         params = self._params(sampling_params, many)
         if priority is not None and len(priority) != many:
@@ -99,8 +122,7 @@ class LLM:
         ids: list[str] = []
         try:
             for number, (prompt, one, urgency) in enumerate(zip(encoded, params, priorities, strict=True)):
-                name = str(self._number)
-                self._number += 1
+                name = self._free_id()
                 ids.append(name)  # before: Ctrl-C may find it added
                 try:
                     self.engine.add_request(name, prompt, one, priority=urgency)
@@ -120,15 +142,20 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of ``{"role", "content"}``), or each of a list of conversations."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        for conversation in conversations:
-            _check_messages(conversation)
+        """Answer one conversation (a list of ``{"role", "content"}``), or each of a list of conversations.
+
+        ``content``: a string, or OpenAI's text parts, which are joined with line ends. Other arguments as in
+        ``generate``."""
+        _refuse(others, _CHAT_NEUTRAL)
+        many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        conversations = [[_message(message) for message in _checked(conversation)] for conversation in many]
+        variables = chat_template_kwargs or {}
+        if "tokenize" in variables:
+            raise RequestError("chat_template_kwargs: tokenize cannot be set there; only a template's variables can")
         prompts: list[Prompt] = [
-            self.engine.tokenizer.render_chat(
-                conversation, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
-            )
+            self.engine.tokenizer.render_chat(conversation, add_generation_prompt=add_generation_prompt, **variables)
             for conversation in conversations
         ]
         return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
@@ -136,6 +163,15 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """The checkpoint's tokenizer as transformers made it, as in vLLM."""
         return self.engine.tokenizer.hf_tokenizer
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """vLLM's name for ``engine``."""
+        return self.engine
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """vLLM's defaults; nothing is taken from a checkpoint's generation_config.json."""
+        return SamplingParams()
 
     def reset_prefix_cache(self) -> None:
         """Forget cached prefixes."""
@@ -153,11 +189,24 @@ class LLM:
 
     # ------------------------------------------------------------------ inside
 
+    def _free_id(self) -> str:
+        """The next number that nobody who uses the engine beneath has taken."""
+        name = str(self._number)
+        while self.engine.has_request(name):
+            self._number += 1
+            name = str(self._number)
+        self._number += 1
+        return name
+
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if isinstance(given, dict) or not isinstance(given, SamplingParams | Sequence | None):
+            raise RequestError(f"sampling_params is SamplingParams(...), or a list of them, not {type(given).__name__}")
         if given is None or isinstance(given, SamplingParams):
             return [(given or SamplingParams()).clone(output_kind=RequestOutputKind.FINAL_ONLY)] * count
         if len(given) != count:
             raise RequestError(f"{count} prompts with {len(given)} sampling_params; give one for all, or one a prompt")
+        if wrong := next((p for p in given if not isinstance(p, SamplingParams)), None):
+            raise RequestError(f"sampling_params holds {type(wrong).__name__}, not SamplingParams")
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
@@ -180,8 +229,8 @@ class LLM:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | dict):
-        return [prompts]
+    if isinstance(prompts, str | dict | bytes):
+        return [prompts]  # type: ignore[list-item]  # the engine refuses bytes
     many = list(prompts) if isinstance(prompts, Iterable) else [prompts]
     if many and all(isinstance(p, int) or hasattr(p, "__index__") for p in many):
         return [many]
@@ -213,12 +262,31 @@ def _text_of(prompt: Prompt) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _check_messages(conversation: Any) -> None:
+def _checked(conversation: Any) -> Sequence[Any]:
     if not isinstance(conversation, Sequence) or not conversation:
         raise RequestError("a conversation is a list of at least one message")
-    for message in conversation:
-        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-            raise RequestError(f'a message is {{"role": …, "content": …}}, not {message!r}')
+    return conversation
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """One message with its content as text."""
+    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+        raise RequestError(f'a message is {{"role": …, "content": …}}, not {message!r}')
+    content = message["content"]
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"a message's content is a string or a list of text parts, not {content!r}")
+    return {**message, "content": content}
+
+
+def _refuse(given: dict[str, Any], neutral: dict[str, Any]) -> None:
+    """Raises RequestError for an argument that asks for something, TypeError for one that vLLM has not either."""
+    for name, value in given.items():
+        if name not in neutral:
+            raise TypeError(f"there is no argument {name!r}")
+        if value is not None and value != neutral[name]:
+            raise RequestError(f"{name}={value!r} is not supported; leave it out")
 
 
 def _progress(total: int, show: bool) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,10 @@ class _Files:
             _file("timeline", options.timeline, {"png": TIMELINE}),
         )
 
+    def nowhere(self) -> _Files:
+        """The same are written, and nothing is kept."""
+        return _Files(*(None if path is None else Path(os.devnull) for path in astuple(self)))
+
 
 def _file(key: str, value: str, words: dict[str, str | None]) -> Path | None:
     name = words.get(value, value)
@@ -72,6 +77,8 @@ def run(composed: Composed) -> int:
         if getattr(options.sweep, key) is not None:
             raise ConfigError(f"sweep.{key} belongs to a sweep: type `minivllm bench -m ...`, or leave it out")
     files = _Files.of(options)
+    if not composed.speaks:
+        files = files.nowhere()
     record: dict[str, Any] = {**environment(), "overrides": list(composed.overrides)}
     if options.workload.host:
         held = _host(composed.engine, options, record)

@@ -56,12 +56,11 @@ def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model
     over = [r for r in requests if len(r.prompt) + r.max_tokens > max_model_len]
     if over:
         longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
-        lower = options.path or ("workload.prefix_len, " if options.prefix_len else "") + (
-            "workload.input_len or workload.output_len"
-        )
+        keys = ("workload.prefix_len, " if options.prefix_len else "") + "workload.input_len or workload.output_len"
+        shorten = f"Shorten those of {options.path}" if options.path else f"Lower {keys}"
         raise ConfigError(
             f"workload={options.name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; "
-            f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. Lower {lower}, or raise "
+            f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. {shorten}, or raise "
             "max_model_len (or take a model that has more positions)"
         )
 

@@ -39,6 +39,11 @@ class Composed:
     options: ModeOptions
     overrides: tuple[str, ...] = ()
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says and writes what comes out: of torchrun's, which all do the same, the first."""
+        return self.engine.executor.name != "torchrun" or os.environ.get("RANK", "0") == "0"
+
     def to_yaml(self) -> str:
         """All of it, as the nested keys that a user may type."""
         import yaml
@@ -84,7 +89,7 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     final["mode"] = f"mode={chosen}"
     tree = compose_tree(final, schema, registry)
     check_ranges(tree, keys)
-    settle_model(tree.model, final)
+    settle_model(tree, final)
     settle_components(tree, registry)
     if tree.scheduler.max_long_partial_prefills > tree.scheduler.max_num_partial_prefills:
         raise ConfigError(

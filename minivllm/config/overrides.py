@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -76,6 +77,8 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
     if key is not None and key.text and override.value != "null" and not override.value.startswith(("[", '"', "'")):
         return f"{name}={quote(override.raw)}"
     value = _parse_value(override)
+    if key is not None and key.text and "${" in override.value:  # text means what it says, in quotes, too
+        return f"{name}={_quoted(value)}"
     if key is not None and not key.mapping:
         _check_type(override, key, value)
     elif key is not None and not isinstance(value, Mapping):
@@ -136,6 +139,13 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
         OmegaConf.update(node, f"{group}.{leaf}" if group else leaf, value, merge=False)
     except OmegaConfBaseException as e:
         raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}") from e
+
+
+def _quoted(value: Any) -> str:
+    """Strings, and lists of them and of numbers, without interpolations."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_quoted, value))}]"
+    return quote(str(value).replace("\\${", "${")) if isinstance(value, str) else json.dumps(value)
 
 
 def quote(text: str) -> str:

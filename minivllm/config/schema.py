@@ -75,7 +75,7 @@ class AttentionSchema:
 @dataclass
 class SchedulerSchema:
     name: str = key("mixed", "the scheduler")
-    max_num_seqs: int = key(256, "sequences that run at once", ge=1)
+    max_num_seqs: int = key(256, "sequences that run at once", ge=1, le=65536)
     max_num_batched_tokens: int = key(8192, "tokens in one step", ge=1)
     async_scheduling: bool = key(True, "launch a step before the tokens of the one before are read")
     max_num_partial_prefills: int = key(1, "prompts that may be partly computed at once", ge=1)
@@ -116,7 +116,7 @@ class EngineSchema:
     cache: CacheSchema = key(CacheSchema, "the paged key-value cache")
     tp: int = key(1, "tensor-parallel ranks", ge=1)
     device: Device = key(Device.auto, "auto takes a GPU where there is one")
-    dtype: Dtype = key(Dtype.auto, "auto takes the checkpoint's")
+    dtype: Dtype = key(Dtype.auto, "auto: the checkpoint's own on a GPU, bfloat16 if that is float32; float32 on a CPU")
     seed: int = key(0, "of random weights and of sampling", ge=0)
     max_model_len: int | None = key(None, "tokens of prompt and completion together; null: the model's limit", ge=1)
     enforce_eager: bool | None = key(
@@ -158,7 +158,9 @@ class GenerateSchema(SamplingSchema):
         "- is standard input",
         text=True,
     )
-    output: str | None = key(None, "write one JSON object a request to this file instead of printing", text=True)
+    output: str | None = key(
+        None, "write one JSON object a request to this file instead of printing; -: to standard output", text=True
+    )
     max_tokens: int | None = key(100, "tokens to generate at most; null: as many as fit")
     logprobs: int | None = key(None, "log-probabilities of this many tokens a position; needs output=")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -28,20 +29,28 @@ def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
             continue
         if key.ge is not None and value < key.ge:
             raise ConfigError(f"{key.name}={value} is too small: the least is {key.ge:g} ({key.help})")
+        if key.gt is None and key.le is not None and value > key.le:
+            raise ConfigError(f"{key.name}={value} is too large: the most is {key.le:g} ({key.help})")
         if (key.gt is not None and not value > key.gt) or (key.le is not None and not value <= key.le):
             raise ConfigError(
                 f"{key.name}={value} is out of range: more than {key.gt:g}, at most {key.le:g} ({key.help})"
             )
 
 
-def settle_model(model: Any, final: Mapping[str, str]) -> None:
+def settle_model(tree: Any, final: Mapping[str, str]) -> None:
+    model, shape = tree.model, next((k for k in final if k.startswith("model.hf_config")), None)
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))
     if model.path is not None or "model.repo" in final:
         source = f"model.path={model.path}" if model.path is not None else f"model.repo={model.repo}"
-        if shape := next((k for k in final if k.startswith("model.hf_config")), None):
+        if shape:
             raise ConfigError(f"{shape} and {source}: the shape is read from that checkpoint's config.json; drop one")
         model.hf_config = {}  # the option's shape is another checkpoint's
+    elif shape and tree.load_format.value != "dummy":
+        raise ConfigError(
+            f"{shape}: a checkpoint's shape is in its config.json; add load_format=dummy for random weights of the "
+            "shape typed, or drop it"
+        )
     elif model.name != "demo" and not model.repo and not model.hf_config:
         raise ConfigError(
             f"model={model.name} names no checkpoint: add model.path=DIR (a folder) or model.repo=ORG/NAME (on the Hub)"
@@ -129,8 +138,9 @@ def _prompt(prompt: Any, index: int) -> str | tuple[int, ...]:
         return prompt
     if _token_ids(prompt):
         return tuple(prompt)
+    typed = json.dumps(prompt) if prompt is None or isinstance(prompt, bool) else f"{prompt}"
     raise ConfigError(
-        f"prompts[{index}]={prompt!r} is neither a string nor a list of token ids; quote text: prompts='[\"{prompt}\"]'"
+        f"prompts[{index}]={typed} is neither a string nor a list of token ids; quote text: prompts='[\"{typed}\"]'"
     )
 
 

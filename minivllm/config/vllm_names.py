@@ -37,6 +37,9 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
     "skip_tokenizer_init": (False, "not supported yet"),
     "disable_log_stats": (True, "no statistics are logged"),
     "cpu_offload_gb": (0, "not supported"),
+    "hf_overrides": ({}, "type overrides=['model.hf_config.KEY=VALUE'] with load_format=dummy"),
+    "limit_mm_per_prompt": ({}, "there are no multimodal models"),
+    "generation_config": ("auto", "nothing is taken from generation_config.json"),
 }
 
 DTYPES = {"half": "float16", "float": "float32"}

@@ -118,13 +118,18 @@ class LLMEngine:
         """
         self.check_health()
         params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
         params.verify()
+        if not isinstance(request_id, str):
+            raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
         self._check_priority(priority)
         text, ids, tokens = self._tokens(prompt)
         if isinstance(prompt, dict):
             cache_salt = prompt.get("cache_salt", cache_salt)
+        _check_salt(cache_salt)
         request = Request(request_id, text, ids, params)
         stop_ids = self._stop_ids(params)
         max_len = self._max_len(len(ids), params)
@@ -166,6 +171,10 @@ class LLMEngine:
             for completion in request.completions if request is not None else []:
                 self.scheduler.abort(completion.seq.request_id)
                 self._by_sequence.pop(completion.seq.request_id, None)
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request of that name waits or runs."""
+        return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -313,17 +322,21 @@ class LLMEngine:
             ids = text if ids is None else ids
         if isinstance(ids, str):
             text, ids = ids, self.tokenizer.encode(ids)
+        if not isinstance(text, str | None):
+            raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
         if not isinstance(ids, list | tuple | np.ndarray):
             raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
         try:
             tokens = _array_of(ids) if len(ids) else np.empty(0, dtype=np.int64)
         except ValueError:  # lists of different lengths
             tokens = np.empty((0, 0))
+        vocab = self.model_config.vocab_size
+        if tokens.dtype == object and (large := [t for t in ids if type(t) is int and not 0 <= t < vocab]):
+            raise RequestError(f"token id {large[0]} is outside the vocabulary: 0 to {vocab - 1}")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise RequestError("a prompt given as token ids is one flat list of whole numbers")
         if not len(tokens):
             raise RequestError("the prompt is empty; give at least one token")
-        vocab = self.model_config.vocab_size
         wrong = np.nonzero((tokens < 0) | (tokens >= vocab))[0]
         if len(wrong):
             raise RequestError(
@@ -419,6 +432,16 @@ class LLMEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
+
+
+def _check_salt(salt: Any) -> None:
+    """It is hashed in a step, which must not fail."""
+    try:
+        if salt is None or salt.encode() is not None:
+            return
+    except (AttributeError, UnicodeEncodeError):
+        pass
+    raise RequestError(f"cache_salt={salt!r} is not Unicode text")
 
 
 def _array_of(ids: Any) -> np.ndarray:

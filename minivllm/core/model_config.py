@@ -8,6 +8,11 @@ from typing import Any
 
 from minivllm.errors import CheckpointError
 
+_NUMBERS = (
+    "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
+
 
 class FrozenDict(dict[str, Any]):
     """A dict that refuses changes after construction; it pickles and encodes as a dict."""
@@ -73,10 +78,18 @@ class ModelConfig:
         if missing:
             raise CheckpointError(f"{where} lacks {', '.join(missing)}; is it the config of a decoder-only model?")
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                    "num_key_value_heads", "head_dim"):  # fmt: skip
+                    "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
             size = hf.get(key)
             if size is not None and (type(size) is not int or size < 1):
                 raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
+        rope = _rope_parameters(hf)
+        for key, value in {"rms_norm_eps": hf.get("rms_norm_eps"), **rope}.items():
+            if (
+                key in _NUMBERS
+                and value is not None
+                and (isinstance(value, bool) or not isinstance(value, int | float))
+            ):
+                raise CheckpointError(f"{where}: {key}={value} is not a number")
         heads = int(hf["num_attention_heads"])
         eos = hf.get("eos_token_id")
         return cls(
@@ -94,7 +107,7 @@ class ModelConfig:
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             hidden_act=str(hf.get("hidden_act", "silu")),
-            rope_parameters=_rope_parameters(hf),
+            rope_parameters=rope,
             eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
             bos_token_id=hf.get("bos_token_id"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
@@ -106,6 +119,6 @@ def _rope_parameters(hf: Mapping[str, Any]) -> FrozenDict:
     """transformers 5 writes ``rope_parameters``; before it there were ``rope_theta`` and ``rope_scaling``."""
     rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
-    rope.setdefault("rope_theta", float(hf.get("rope_theta") or 10000.0))
+    rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
     return FrozenDict({k: v for k, v in rope.items() if v is not None})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -19,7 +21,9 @@ _NOT_YET: dict[str, Any] = {
     "logits_processors": None,
     "truncate_prompt_tokens": None,
 }
-MAX_LOGPROBS = 20
+MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
+_SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
+_LARGEST = 3.4e38  # float32, as samplers have parameters
 _GREEDY = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
@@ -74,8 +78,11 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.stop = [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else list(self.stop)
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
+        self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
+        for name in ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed"):  # numpy's numbers become Python's
+            if hasattr(value := getattr(self, name), "__index__") and not isinstance(value, bool):
+                setattr(self, name, operator.index(value))
         self.verify()
 
     @property
@@ -85,6 +92,8 @@ class SamplingParams:
     def verify(self) -> None:
         """Raise RequestError for the first value that cannot be used."""
         _integer("n", self.n, 1)
+        if self.n > MAX_N:
+            raise RequestError(f"n={self.n} is more than {MAX_N}, the most completions of one request")
         _number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
         _number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token", open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
@@ -109,6 +118,11 @@ class SamplingParams:
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
+        for name in _SWITCHES:
+            if getattr(self, name) not in (True, False):
+                raise RequestError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind={self.output_kind!r} is no RequestOutputKind")
         if not self.spaces_between_special_tokens:
             raise RequestError("spaces_between_special_tokens=False is not supported yet; leave it True")
         for name, only in _NOT_YET.items():
@@ -121,6 +135,13 @@ class SamplingParams:
         return SamplingParams(**({f.name: getattr(self, f.name) for f in fields(self)} | changes))
 
 
+def _as_list(name: str, values: Any) -> list[Any]:
+    try:
+        return [] if values is None else list(values)
+    except TypeError:
+        raise RequestError(f"{name}={values!r} is not a list") from None
+
+
 def _integer(name: str, value: Any, low: int, why: str = "") -> None:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise RequestError(f"{name}={value!r} is not a whole number")
@@ -129,9 +150,10 @@ def _integer(name: str, value: Any, low: int, why: str = "") -> None:
 
 
 def _number(name: str, value: Any, low: float, high: float, why: str, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
         raise RequestError(f"{name}={value!r} is not a number")
-    if value < low or value > high or (open_low and value == low) or math.isinf(value):
+    value = value if isinstance(value, int) else float(value)
+    if value < low or value > min(high, _LARGEST) or (open_low and value == low):
         bounds = f"more than {low:g}" if open_low else f"at least {low:g}"
-        limit = "" if math.isinf(high) else f" and at most {high:g}"
+        limit = "" if math.isinf(high) and value <= _LARGEST else f" and at most {min(high, _LARGEST):g}"
         raise RequestError(f"{name}={value} is out of range: it must be {bounds}{limit} ({why})")

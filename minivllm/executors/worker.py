@@ -200,9 +200,16 @@ class Worker:
         spec = self.spec
         shape = (spec.num_layers, 2, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
         dtype = getattr(torch, self.dtype)
-        if device.type == "cpu":  # numpy's zeros take memory when they are first written to
-            return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-        return torch.zeros(shape, dtype=dtype, device=device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        try:
+            if device.type == "cpu":  # numpy's zeros take memory when they are first written to
+                return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
+        except (MemoryError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
+            raise ConfigError(
+                f"a cache of {num_blocks} blocks of {spec.block_size} tokens takes {nbytes / 2**30:.1f} GiB, and there "
+                "is no room for that; lower cache.num_blocks or cache.block_size, or leave them out"
+            ) from error
 
     def _num_blocks(self, device: torch.device) -> int:
         """How many blocks can be handed out: ``cache.num_blocks``, or what fits.

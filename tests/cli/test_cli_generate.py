@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,9 @@ def test_lines_and_jsonl() -> None:
     text = '{"prompt": "a", "priority": -3}\n{"prompt_token_ids": [1], "priority": 0}'
     assert parse_prompts(text, "x") == [Asked("a", -3), Asked([1], 0)]
     assert parse_prompts("", "x") == []
+    line = json.dumps({"prompt": "a\u2028b\x85\x0c", "topic": "c"}, ensure_ascii=False)
+    assert parse_prompts(line, "x") == asked("a\u2028b\x85\x0c")
+    assert parse_prompts("a\x0cb\n", "x") == asked("a\x0cb"), "lines end at line ends alone"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +64,9 @@ def test_lines_and_jsonl() -> None:
         ("{nonsense}", "x, line 2 is not JSON"),
         ("5", "x, line 2 is neither a string nor an object"),
         ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
+        ("{}", "x, line 2 has neither prompt nor prompt_token_ids$"),
+        ('{"prompt": "a", "stopp": "b"}', "x, line 2 has stopp, which a prompts file cannot set; type stop="),
+        ('{"prompt": "a", "n": 2}', "x, line 2 has n, which a prompts file cannot set"),
         ('{"prompt": 5}', "x, line 2: prompt=5 is not a string"),
         ('{"prompt_token_ids": ["a"]}', "is not a list of token ids"),
         *(
@@ -197,6 +204,31 @@ def test_penalties_change_the_demos_greedy_text_as_in_python(tmp_path: Path) -> 
             params = SamplingParams(temperature=0, max_tokens=40, **{name: value})
             assert typed == llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids, name
             assert typed != plain, name
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_output_to_standard_output_is_nothing_else(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*small, "prompts=[one,two]", "output=-", "max_tokens=2"]) == 0
+    said = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in said.out.splitlines()] == ["one", "two"]
+    assert "tokens/s" in said.err
+
+
+@pytest.mark.usefixtures("no_stdin")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_one_line(small: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    dup = os.dup(1)
+    try:
+        assert cli.main([*small, "prompts=one", "output=/dev/full", "max_tokens=2"]) == 1
+    finally:
+        os.dup2(dup, 1)
+    assert "minivllm: results could not be written: No space left on device" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("no_stdin")
+def test_a_cache_that_is_too_large_says_how_large(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*small, "cache.num_blocks=99999999999", "prompts=one"]) == 2
+    assert re.search(r"a cache of 99999999999 blocks of 16 tokens takes [\d.]+ GiB", capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("no_stdin")

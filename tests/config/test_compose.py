@@ -230,6 +230,9 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         ("scheduler.options.x=1", ["scheduler.options.x", "mixed has no such option"]),
         ("sampler.options=3", ["sampler.options is a mapping"]),
         ("model.hf_config.hidden_sze=1", ["model=demo has no such key"]),
+        ("+model.hf_config.hidden_size=1", ["its config.json", "add load_format=dummy"]),
+        ("scheduler.max_num_seqs=65537", ["too large", "the most is 65536"]),
+        ("prompts=[null]", ["prompts[0]=null", """prompts='["null"]'"""]),
         ("seed=${nope}", ["nope"]),
         ("seed=${device}", ["device"]),
         ("prompts=[1,a]", ["prompts[0]=1", "quote text"]),
@@ -249,6 +252,14 @@ def test_refusals_name_the_value_and_the_way_out(registry: Registry, typed: str,
         assert noise not in message
 
 
+def test_of_torchruns_processes_the_first_speaks(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compose([], registry).speaks
+    monkeypatch.setenv("RANK", "1")
+    assert compose([], registry).speaks and not compose(["executor=torchrun"], registry).speaks
+    monkeypatch.setenv("RANK", "0")
+    assert compose(["executor=torchrun"], registry).speaks
+
+
 # --------------------------------------------------------------------------- modes and prompts
 
 
@@ -266,6 +277,9 @@ def test_refusals_name_the_value_and_the_way_out(registry: Registry, typed: str,
         ("prompts=[1,2,3]", ((1, 2, 3),)),
         ("prompts=[[1,2],[3],a]", ((1, 2), (3,), "a")),
         ("prompts=a\nb", ("a\nb",)),
+        ('prompts="costs ${device}"', ("costs ${device}",)),
+        ("prompts='an escaped \\${x}'", ("an escaped ${x}",)),
+        ('prompts=["${nope}",[5,6],"\\"quoted\\""]', ("${nope}", (5, 6), '"quoted"')),
     ],
 )
 def test_prompts_as_they_are_typed(registry: Registry, typed: str, prompts: tuple[Any, ...]) -> None:
@@ -412,7 +426,7 @@ def test_a_plugins_config_options_work_like_ours(with_mistral: Registry) -> None
     def engine(*typed: str) -> EngineConfig:
         return compose(list(typed), with_mistral).engine
 
-    model = engine("model=mistral", "model.hf_config.hidden_size=64").model
+    model = engine("model=mistral", "model.hf_config.hidden_size=64", "load_format=dummy").model
     assert (model.name, model.repo, model.hf_config) == ("mistral", "mistralai/Mistral-7B-v0.3", {"hidden_size": 64})
     assert engine("model=mistral-small").model.repo == "mistralai/Small"
     assert engine("model=from-file").model.hf_config == {"hidden_size": 8}

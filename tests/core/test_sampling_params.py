@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minivllm import SamplingParams
@@ -30,6 +31,13 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     # the values, and what the message must say: value, limit, way out
     ({"n": 0}, ["n=0", "less than 1"]),
     ({"n": 1.5}, ["n=1.5", "whole number"]),
+    ({"n": 16385}, ["n=16385", "more than 16384"]),
+    ({"temperature": 1e39}, ["temperature=1e+39", "at most 3.4e+38"]),
+    ({"stop": 5}, ["stop=5", "not a list"]),
+    ({"stop_token_ids": 5}, ["stop_token_ids=5", "not a list"]),
+    ({"skip_special_tokens": "no"}, ["skip_special_tokens='no'", "neither True nor False"]),
+    ({"ignore_eos": None}, ["ignore_eos=None", "neither True nor False"]),
+    ({"output_kind": "x"}, ["output_kind='x'", "no RequestOutputKind"]),
     ({"temperature": -0.5}, ["temperature=-0.5", "at least 0", "0 is greedy"]),
     ({"temperature": math.inf}, ["temperature=inf", "at least 0"]),
     ({"temperature": math.nan}, ["temperature=nan", "not a number"]),
@@ -104,6 +112,14 @@ def test_a_refusal_names_the_value_the_limit_and_the_way_out(values: dict[str, A
 )
 def test_values_at_their_limits_are_taken(values: dict[str, Any]) -> None:
     SamplingParams(**values)
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    params = SamplingParams(
+        seed=np.int64(5), max_tokens=np.int32(4), temperature=np.float32(0.5), stop_token_ids=np.array([5, 6])
+    )  # type: ignore[arg-type]
+    assert (type(params.seed), type(params.max_tokens)) == (int, int)
+    assert params.stop_token_ids == [5, 6] and params.temperature == 0.5
 
 
 def test_what_is_changed_later_is_judged_again() -> None:

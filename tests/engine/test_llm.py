@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,10 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     assert tokens([answer]) == tokens(run(llm, prompt))
     two = llm.chat([messages, [*messages, {"role": "assistant", "content": "a"}]], GREEDY, use_tqdm=False)
     assert len(two) == 2 and tokens(two)[0] == tokens([answer])[0]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "the fox"}]}]
+    assert llm.chat(parts, GREEDY, use_tqdm=False)[0].prompt_token_ids == prompt
+    with pytest.raises(RequestError, match="tokenize cannot be set there"):
+        llm.chat(messages, use_tqdm=False, chat_template_kwargs={"tokenize": True})
     assert llm.chat([], GREEDY, use_tqdm=False) == []
     bare = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert bare[0].prompt_token_ids == prompt[:-1]
@@ -315,6 +320,8 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
         ([[]], "at least one message"),
         (["hello"], "a message is"),
         ([{"role": "user"}], "a message is"),
+        ([{"role": "user", "content": None}], "a string or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "a string or a list of text parts"),
     ]:
         with pytest.raises(RequestError, match=why):
             llm.chat(wrong, GREEDY, use_tqdm=False)
@@ -325,6 +332,65 @@ def test_chat_without_a_template_says_what_to_do(engine: Engine, tiny_checkpoint
     llm = engine(tiny_checkpoint("qwen3", chat=False), **SMALL)
     with pytest.raises(RequestError, match="no chat template; use generate"):
         llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+    usable(llm)
+
+
+# --------------------------------------------------------------------------- threads, and vLLM's names
+
+
+def test_threads_take_turns(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    prompts = prompts_of(12, seed=3)
+    alone, said = tokens(run(llm, prompts)), [[]] * 4
+    threads = [
+        threading.Thread(target=lambda i=i: said.__setitem__(i, tokens(run(llm, prompts[3 * i : 3 * i + 3]))))
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answer for some in said for answer in some] == alone
+    usable(llm)
+
+
+def test_requests_of_ones_own_keep_their_names(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    llm.llm_engine.add_request("0", [5, 6], llm.get_default_sampling_params())
+    assert run(llm, [[7]])[0].request_id == "1"
+    llm.engine.abort("0")
+    assert run(llm, [[7]])[0].request_id == "2"
+    usable(llm)
+
+
+def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    assert len(llm.generate([5], GREEDY, use_tqdm=False, lora_request=None)) == 1
+    with pytest.raises(RequestError, match="lora_request=5 is not supported"):
+        llm.generate([5], GREEDY, lora_request=5)
+    with pytest.raises(TypeError, match="there is no argument 'nonsense'"):
+        llm.generate([5], GREEDY, nonsense=None)
+    usable(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "why"),
+    [
+        ([5], {"max_tokens": 3}, "sampling_params is SamplingParams"),
+        ([[5]], [{"max_tokens": 3}], "sampling_params holds dict"),
+        (b"abc", GREEDY, "not bytes"),
+        ({"prompt": [5, 6]}, GREEDY, "token ids are prompt_token_ids"),
+        ({"prompt_token_ids": [5], "cache_salt": 5}, GREEDY, "cache_salt=5 is not Unicode text"),
+        ({"prompt_token_ids": [5], "cache_salt": "\ud800"}, GREEDY, "is not Unicode text"),
+        ([10**30], GREEDY, "is outside the vocabulary"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused(engine: Engine, prompt: Any, params: Any, why: str) -> None:
+    llm = engine(**SMALL)
+    with pytest.raises(RequestError, match=why):
+        llm.generate(prompt, params, use_tqdm=False)
+    with pytest.raises(RequestError, match="request_id=5 is not a string"):
+        llm.engine.add_request(5, [5])  # type: ignore[arg-type]
     usable(llm)
 
 
@@ -389,14 +455,6 @@ def test_one_bad_prompt_is_named_and_none_is_run(engine: Engine) -> None:
         run(llm, [[1], [2], [999], [3]])
     assert llm.engine.stats.steps == 0
     usable(llm)
-
-
-def test_an_id_that_generate_would_take_is_refused_and_goes_on(engine: Engine) -> None:
-    llm = engine(**SMALL)
-    llm.engine.add_request("0", [1, 2], GREEDY)
-    with pytest.raises(RequestError, match="'0' is already waiting"):
-        run(llm, [[3]])
-    assert [o.request_id for o in drain(llm)] == ["0"]
 
 
 def test_an_id_twice_is_refused(engine: Engine) -> None:

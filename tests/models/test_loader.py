@@ -77,6 +77,15 @@ def test_reads_config_and_generation_config(folder: Path) -> None:
             "num_hidden_layers=0 is not a whole number from 1",
         ),
         (lambda f: edit_json(f / "config.json", vocab_size="x"), "vocab_size=x is not a whole number from 1"),
+        (lambda f: edit_json(f / "config.json", rms_norm_eps="x"), "rms_norm_eps=x is not a number"),
+        (
+            lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "factor": "x"}),
+            "factor=x is not a number",
+        ),
+        (
+            lambda f: edit_json(f / "config.json", max_position_embeddings=0),
+            "max_position_embeddings=0 is not a whole number from 1",
+        ),
         (lambda f: (f / "generation_config.json").write_text("x"), r"generation_config.json is not readable"),
         (
             lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "fp8"}),
