@@ -205,8 +205,8 @@ class LLM:
             return [(given or SamplingParams()).clone(output_kind=RequestOutputKind.FINAL_ONLY)] * count
         if len(given) != count:
             raise RequestError(f"{count} prompts with {len(given)} sampling_params; give one for all, or one a prompt")
-        if wrong := next((p for p in given if not isinstance(p, SamplingParams)), None):
-            raise RequestError(f"sampling_params holds {type(wrong).__name__}, not SamplingParams")
+        if wrong := [type(p).__name__ for p in given if not isinstance(p, SamplingParams)]:
+            raise RequestError(f"sampling_params holds {wrong[0]}, not SamplingParams")
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
 
     def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:

@@ -436,12 +436,12 @@ class LLMEngine:
 
 def _check_salt(salt: Any) -> None:
     """It is hashed in a step, which must not fail."""
+    if salt is None:
+        return
     try:
-        if salt is None or salt.encode() is not None:
-            return
+        salt.encode()
     except (AttributeError, UnicodeEncodeError):
-        pass
-    raise RequestError(f"cache_salt={salt!r} is not Unicode text")
+        raise RequestError(f"cache_salt={salt!r} is not Unicode text") from None
 
 
 def _array_of(ids: Any) -> np.ndarray:
