@@ -37,8 +37,12 @@ class Choice:
         return self.decode_class.capabilities.cuda_graphs != CudaGraphs.NEVER
 
     def prompt_graphs(self) -> bool:
-        """Whether steps with prompts may be captured, too."""
+        """Whether steps of prompts may be captured, too."""
         return self.cuda_graphs() and self.prefill_class.capabilities.cuda_graphs == CudaGraphs.ALWAYS
+
+    def mixed_graphs(self) -> bool:
+        """Whether steps of both may be."""
+        return self.prompt_graphs() and self.decode_class.capabilities.cuda_graphs == CudaGraphs.ALWAYS
 
 
 def choose(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache, partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -49,6 +50,9 @@ def cascade_sizes(sizes: list[int]) -> list[int]:
     return [n for n in sizes if n > MAX_MEGAKERNEL_ROWS and (n in (16, 32, sizes[-1]) or n % 64 == 0)]
 
 
+_capturing = Lock()  # of engines in threads beside each other, one
+
+
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One for all graphs: for each other one cuBLAS would keep 32 MiB for ever."""
@@ -60,7 +64,7 @@ def capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDA
     what it needs is loaded outside the capture. Unlike ``torch.cuda.graph`` this leaves torch's cache as it is and
     does not wait for the device, so that dozens are captured in a second."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
+    with _capturing, torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = run()
@@ -305,7 +309,9 @@ class DecodeGraphs:
         rows = min(top, run.num_slots, num_blocks)  # each with blocks of its own; more are padding
         per_slot = min(num_blocks // rows, run.block_table.shape[1], 4)
         blocks = 1 + np.arange(rows * per_slot, dtype=np.int32).reshape(rows, per_slot)
-        lengths = rng.integers(0, per_slot * run.block_size, rows).astype(np.int32)
+        longest = (run.block_table.shape[1] - 1) * run.block_size + 1  # a model's length may have no more than this
+        room = min(per_slot * run.block_size, longest)
+        lengths = rng.integers(0, room, rows).astype(np.int32)
         used = torch.from_numpy(np.unique(blocks)).to(run.device)
         cache = run.attention.kv_cache
         for layer in range(cache.shape[0]):

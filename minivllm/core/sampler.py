@@ -93,7 +93,7 @@ class DefaultSampler(Sampler):
         row["temperature"] = 0.0 if params.greedy else params.temperature
         row["top_p"], row["min_p"], row["top_k"] = params.top_p, params.min_p, min(max(params.top_k, 0), 2**31 - 1)
         row["seed"] = (seed + 2**63) % 2**64 - 2**63
-        row["min_position"] = seq.prompt_len + params.min_tokens if params.min_tokens else 0
+        row["min_position"] = min(seq.prompt_len + params.min_tokens, 2**31 - 1) if params.min_tokens else 0
         row["logprobs"] = -1 if params.logprobs is None else params.logprobs
         row["presence"], row["frequency"] = params.presence_penalty, params.frequency_penalty
         row["repetition"] = min(max(params.repetition_penalty, 1e-30), 1e30)  # what float32 can multiply and divide by

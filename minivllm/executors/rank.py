@@ -65,13 +65,12 @@ class RankProcess:
     def _serve(self, worker: Worker) -> None:
         from minivllm.executors.wire import unpack_batch
 
-        runner = worker.runner
-        assert runner is not None
-        row = runner.sampler.row
+        assert worker.runner is not None
+        row = worker.runner.sampler.row
         while message := self.steps.receive():  # an empty one says that it is over
             batch = unpack_batch(message, row)
             self.doing = f"in step {batch.step}"
-            pending = runner.launch(batch)
+            pending = worker.launch(batch)
             if self.hello.rank == 0:
                 self._pending.put(pending)
 

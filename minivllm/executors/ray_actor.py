@@ -71,12 +71,11 @@ class RankActor:
         if self.failed:
             return self.failed
         assert self.worker is not None and self.worker.runner is not None
-        runner = self.worker.runner
         doing = "in a step"
         try:
-            batch = unpack_batch(bytearray(step), runner.sampler.row)
+            batch = unpack_batch(bytearray(step), self.worker.runner.sampler.row)
             doing = f"in step {batch.step}"
-            pending = runner.launch(batch)
+            pending = self.worker.launch(batch)
             if self.rank == 0:
                 self.pending.put((batch.step, pending))
             return b""

@@ -30,9 +30,9 @@ class SingleExecutor(Executor):
         return blocks
 
     def launch(self, batch: Batch) -> StepHandle:
-        if self._worker is None or self._worker.runner is None:
+        if self._worker is None:
             raise EngineDeadError("the engine was shut down; make a new one")
-        return self._worker.runner.launch(batch)
+        return self._worker.launch(batch)
 
     def check_health(self) -> None:
         """One process is alive as long as its caller is."""

@@ -77,14 +77,14 @@ class TorchrunExecutor(Executor):
     # ------------------------------------------------------------------ steps
 
     def launch(self, batch: Batch) -> StepHandle:
-        if self._worker is None or self._worker.runner is None:
+        if self._worker is None:
             raise EngineDeadError("the engine was shut down; make a new one")
         if not self._groups:
-            return self._worker.runner.launch(batch)
+            return self._worker.launch(batch)
         check = _SameStep(self._groups[1], self._args[0].tp, batch)
         if self._device == "cpu":  # here a step runs at once, and would hang if ranks differed
             self._verify(check, batch.step)
-        return _Step(self, check, batch.step, self._worker.runner.launch(batch))
+        return _Step(self, check, batch.step, self._worker.launch(batch))
 
     def _verify(self, check: _SameStep, step: int) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from minivllm.backends.select import choose
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executors.agreed import AgreedSampler
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
@@ -24,7 +25,9 @@ from minivllm.models.loader import build_model, iterate_safetensors
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.batch import Batch
     from minivllm.core.cuda_graphs import DecodeGraphs
+    from minivllm.core.interfaces import StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.prompt_graphs import PromptGraphs
@@ -98,11 +101,32 @@ class Worker:
         if self.device_type == "cuda":
             torch.cuda.set_device(self.device_index)
 
-    @torch.inference_mode()
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """Within, this rank's GPU is the calling thread's."""
+        if self.device_type != "cuda" or torch.cuda.current_device() == self.device_index:
+            return nullcontext()
+        return torch.cuda.device(self.device_index)
+
+    def launch(self, batch: Batch) -> StepHandle:
+        """A step, from whichever thread, which may use another GPU for itself.
+
+        Raises:
+            EngineDeadError: it was shut down.
+        """
+        if self.runner is None:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        with self._on_device():
+            return self.runner.launch(batch)
+
     def start(self) -> int:
+        """Build all of it; returns the cache blocks that there is room for."""
+        with self._on_device():
+            return self._start()
+
+    @torch.inference_mode()
+    def _start(self) -> int:
         config, model_config = self.config, self.model_config
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
-        self.use_device()
         model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
@@ -169,8 +193,9 @@ class Worker:
         if not self.choice.prompt_graphs():
             return decodes, None, None
         prompts = PromptGraphs(runner, most, self.tp)
-        mixed = None if runner.attention.plans_on_host else MixedGraphs(runner, decodes, prompts, most)
-        return decodes, prompts, mixed
+        if runner.attention.plans_on_host or not self.choice.mixed_graphs():
+            return decodes, prompts, None
+        return decodes, prompts, MixedGraphs(runner, decodes, prompts, most)
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"
@@ -186,12 +211,13 @@ class Worker:
     def shutdown(self) -> None:
         """Let go of the weights, the cache and the graphs, and give the memory back to the device."""
         runner, self.runner = self.runner, None
-        if self.device_type == "cuda":
-            torch.cuda.synchronize()  # a step under way writes into host memory, too
-        del runner
-        gc.collect()
-        if self.device_type == "cuda":
-            torch.cuda.empty_cache()
+        with self._on_device():
+            if self.device_type == "cuda":
+                torch.cuda.synchronize()  # a step under way writes into host memory, too
+            del runner
+            gc.collect()
+            if self.device_type == "cuda":
+                torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ memory
 

@@ -55,6 +55,7 @@ class PartedStream:
     def whole(self) -> torch.Tensor:
         for _ in self.arriving():
             pass
+        self._exchange.settle()  # who gets it may write to it
         return self._x
 
     def hand_over(self, eps: float) -> tuple[torch.Tensor, torch.Tensor, Arrival]:

@@ -58,6 +58,8 @@ def test_auto_passes_it_over_for_decodes_only(registry: Registry) -> None:
 def test_prompts_are_not_captured(registry: Registry) -> None:
     choice = choose(AttentionOptions("auto", prefill="torch", decode="captured"), SPEC, registry)
     assert choice.name == "torch+captured" and choice.cuda_graphs()
+    prompts_too = replace(choice, prefill_class=registry.resolve("attention", "triton"))
+    assert prompts_too.prompt_graphs() and not prompts_too.mixed_graphs(), "whose decodes are captured alone"
 
 
 def test_the_key_has_three_values() -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -27,8 +30,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture
-def llm() -> Iterator[LLM]:
-    with LLM("demo", device="cpu", attention="torch", max_num_seqs=11, num_gpu_blocks_override=BLOCKS) as llm:
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """``max_model_len`` is the parameter, if there is one."""
+    options: dict[str, Any] = {"max_num_seqs": 11, "num_gpu_blocks_override": BLOCKS}
+    with LLM("demo", device="cpu", attention="torch", max_model_len=getattr(request, "param", None), **options) as llm:
         yield llm
 
 
@@ -85,6 +90,38 @@ def test_each_size_runs_before_its_capture_and_replays_when_all_are_captured(
     captured = [f"{what} {size}" for size in sizes for what in ("step", "capture")]
     replayed = [f"{what} {size}" for size in reversed(sizes) for what in ("replay", "step")]
     assert log == captured + replayed
+
+
+@pytest.mark.parametrize("llm", [10, 50], indirect=True)
+def test_proofs_stay_within_a_models_length(llm: LLM, runner: ModelRunner, log: list[str]) -> None:
+    """Which need not be whole blocks: beyond it there are no angles to turn by."""
+    DecodeGraphs(runner, 11).capture(BLOCKS, VOCAB)
+    assert log.count("replay 16") == 1
+
+
+def test_engines_beside_each_other_capture_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a stream."""
+    inside, most = [0], [0]
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.01)
+
+        def capture_end(self) -> None:
+            inside[0] -= 1
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_graphs, "_capture_stream", lambda device: None)
+    threads = [threading.Thread(target=cuda_graphs.capture_graph, args=(lambda: None, None)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
 
 
 def test_nothing_is_left_behind(runner: ModelRunner, log: list[str]) -> None:

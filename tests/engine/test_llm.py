@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -419,6 +421,7 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
     ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end", "at most 16"]),
     ([1], {"max_tokens": None, "min_tokens": 2**40}, ["min_tokens=", "lower min_tokens"]),
+    ([1], {"max_tokens": 2**40, "min_tokens": 2**40}, ["max_tokens=", "max_model_len=128", "lower max_tokens"]),
 ]  # fmt: skip
 
 
@@ -778,3 +781,29 @@ def test_ranks_found_dead_between_steps_are_told_as_those_found_in_one(
         llm.engine.step()
     with pytest.raises(EngineDeadError, match="stopped earlier: rank 1 is gone"):
         llm.engine.step()
+
+
+def test_a_step_runs_on_its_own_gpu_whatever_the_thread_that_asks_uses(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for a GPU's number; torch keeps that of each thread."""
+    worker = engine(**SMALL).engine.executor._worker  # type: ignore[attr-defined]
+    current, seen = [2], []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(worker, "device_type", "cuda")
+    monkeypatch.setattr(worker, "device_index", 1)
+    monkeypatch.setattr(worker, "runner", SimpleNamespace(launch=lambda batch: seen.append((batch, current[0]))))
+    worker.launch("a step")
+    assert seen == [("a step", 1)] and current == [2]
+    current[0] = 1
+    worker.launch("another")
+    assert seen[1:] == [("another", 1)]
+    monkeypatch.undo()

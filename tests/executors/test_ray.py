@@ -179,7 +179,8 @@ def test_an_actor_takes_no_step_after_one_that_failed() -> None:
             raise ArithmeticError("the numbers ran out")
 
     actor = RankActor(b"", 1, 2)
-    actor.worker = SimpleNamespace(runner=SimpleNamespace(sampler=SimpleNamespace(row=row), launch=launch))  # type: ignore[assignment]
+    runner = SimpleNamespace(sampler=SimpleNamespace(row=row))
+    actor.worker = SimpleNamespace(runner=runner, launch=launch)  # type: ignore[assignment]
     assert actor.launch(step) == b""
     said = [actor.launch(step) for _ in range(3)]
     failed = decode(said[0])
