@@ -52,7 +52,8 @@ def run(composed: Composed) -> int:
 
     with LLM.from_config(composed.engine) as llm:
         about = llm.engine.describe()
-        print(about["attention_why"], file=sys.stderr)
+        if why := about.get("attention_why"):
+            print(why, file=sys.stderr)
         started = time.perf_counter()
         prompts, priority = [a.prompt for a in asked], [a.priority for a in asked]
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), priority=priority)

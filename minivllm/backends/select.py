@@ -111,7 +111,10 @@ def reasons_against(name: str, spec: AttentionSpec, registry: Registry, broken: 
     if missing := registry.why_not(registry.get("attention", name)):
         return missing
     with registry.building("attention", name):
-        return registry.resolve("attention", name).unsupported(spec)
+        reasons = registry.resolve("attention", name).unsupported(spec)
+        if not isinstance(reasons, list):
+            raise TypeError(f"unsupported() returned {reasons!r}, not a list of reasons")
+        return reasons
 
 
 def _why_not(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:

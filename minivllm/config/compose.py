@@ -159,8 +159,9 @@ def _unknown_keyword(name: str, value: Any) -> str:
     known = ["model", "attention", "tp", "device", "dtype", "overrides", *SAME_NAMES, *VLLM_NAMES]
     keys = keys_of(EngineSchema)
     leaves = {k.rpartition(".")[2]: k for k in keys}
-    if name in leaves:
-        return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{leaves[name] + '=' + str(value)!r}]"
+    typed = name if name in CONFIG_GROUPS else leaves.get(name)
+    if typed is not None:
+        return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{f'{typed}={value}'!r}]"
     return (
         f"LLM({name}={value!r}): there is no such keyword.{did_you_mean(name, known)} Allowed: {sorted_listing(known)}"
     )

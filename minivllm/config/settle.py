@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, get_type_hints
 
 from minivllm.config.schema import Key
-from minivllm.core.model_config import FrozenDict
+from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Registry
@@ -155,11 +155,7 @@ def _freeze_value(value: Any, target: Any = None) -> Any:
         return freeze(value, target)
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Mapping):
-        return FrozenDict({k: _freeze_value(v) for k, v in value.items()})
-    if isinstance(value, list):
-        return tuple(_freeze_value(v) for v in value)
-    return value
+    return frozen(value)
 
 
 def plain(value: Any) -> Any:

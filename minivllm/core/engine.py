@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Prompt = str | list[int] | dict[str, Any]
 _T = TypeVar("_T")
+_PATIENCE = 10.0  # seconds that a scheduler may have work and give no step
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class LLMEngine:
         self._prompt_tokens_since_step = 0
         self._eos = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
         self._dead: BaseException | None = None
+        self._stuck_since: float | None = None
         self._uninterrupted = Uninterrupted()
         self._closed = False
 
@@ -213,7 +215,9 @@ class LLMEngine:
         while len(self._under_way) < self._depth and self._launch():
             pass
         if not self._under_way:
+            self._check_progress(began)
             return []
+        self._stuck_since = None
         batch, handle = self._under_way.popleft()
         waited = time.perf_counter()
         result = handle.result()
@@ -228,6 +232,18 @@ class LLMEngine:
         self.stats.wait_time += done - waited
         self.stats.host_time += time.perf_counter() - began - (done - waited)
         return outputs
+
+    def _check_progress(self, now: float) -> None:
+        """Of a scheduler that has work and gives no step, although none is under way. Raises MinivllmError."""
+        if not self.scheduler.has_work:
+            self._stuck_since = None
+            return
+        self._stuck_since = now if self._stuck_since is None else self._stuck_since
+        if now - self._stuck_since > _PATIENCE:
+            raise MinivllmError(
+                f"scheduler={self.config.scheduler.name} has work, no step is under way, and for {_PATIENCE:g} s "
+                "schedule() has given none"
+            )
 
     def _launch(self) -> bool:
         """Schedule and launch a step; False if none can run before one under way is taken in."""

@@ -184,6 +184,11 @@ class Capabilities:
     cuda_graphs: str = CudaGraphs.NEVER
     packages: tuple[str, ...] = ()  # importable modules that it needs
 
+    def __post_init__(self) -> None:
+        for name in ("devices", "dtypes", "head_dims", "block_sizes", "packages"):
+            if not isinstance(value := getattr(self, name), tuple):
+                raise TypeError(f"Capabilities: {name}={value!r} is not a tuple (for one, write ({value!r},))")
+
 
 class AttentionLayer(Protocol):
     """What a backend may ask of the layer that calls it."""

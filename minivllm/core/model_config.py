@@ -32,6 +32,13 @@ class FrozenDict(dict[str, Any]):
         return self
 
 
+def frozen(value: Any) -> Any:
+    """Mappings as FrozenDict and lists as tuples, all the way down: what a plugin gets, in every process."""
+    if isinstance(value, Mapping):
+        return FrozenDict({key: frozen(inner) for key, inner in value.items()})
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One decoder-only transformer.
@@ -77,6 +84,9 @@ class ModelConfig:
         ]  # fmt: skip
         if missing:
             raise CheckpointError(f"{where} lacks {', '.join(missing)}; is it the config of a decoder-only model?")
+        named = hf["architectures"]
+        if not isinstance(named, list | tuple) or not named or not isinstance(named[0], str):
+            raise CheckpointError(f"{where}: architectures={named} is not a list of at least one name")
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
             size = hf.get(key)
@@ -111,7 +121,7 @@ class ModelConfig:
             eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
             bos_token_id=hf.get("bos_token_id"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
-            hf_config=FrozenDict(hf),
+            hf_config=frozen(hf),
         )
 
 
@@ -121,4 +131,4 @@ def _rope_parameters(hf: Mapping[str, Any]) -> FrozenDict:
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
-    return FrozenDict({k: v for k, v in rope.items() if v is not None})
+    return FrozenDict({k: frozen(v) for k, v in rope.items() if v is not None})

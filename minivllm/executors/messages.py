@@ -19,7 +19,7 @@ import msgspec
 
 from minivllm import errors
 from minivllm.config.engine_config import EngineConfig
-from minivllm.core.model_config import FrozenDict, ModelConfig
+from minivllm.core.model_config import FrozenDict, ModelConfig, frozen
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.plugins.ranks import ParentView
 
@@ -123,7 +123,7 @@ _decoder = msgspec.msgpack.Decoder(Message, dec_hook=lambda kind, value: _decode
 
 def _decode(kind: type, value: Any) -> Any:
     if kind is FrozenDict:
-        return FrozenDict(value)
+        return frozen(value)
     raise NotImplementedError(kind)
 
 

@@ -216,7 +216,8 @@ def build_model(
         )
     with torch.device("meta"):
         model = model_class(model_config, tp)
-    assert isinstance(model, nn.Module)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{model_class.__name__} is no torch.nn.Module")
     materialize(model, device, dtype)
     if isinstance(weights, int):
         dummy_weights(model, weights, getattr(model, "packed", None))
@@ -229,8 +230,20 @@ def build_model(
     for module in model.modules():
         if isinstance(module, RotaryTable):
             module.build(max_model_len, device)
+    _refuse_meta(model)
     model.eval()
     return model
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """Raises TypeError: a tensor that is no parameter was made where there is no memory, and nobody gave it values."""
+    for path, module in model.named_modules():
+        for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise TypeError(
+                    f"{'.'.join(filter(None, (path, name)))} is a tensor made in __init__, on the meta device, and "
+                    "never filled: make it in load_weights, or keep a number and make it in forward"
+                )
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -98,7 +98,9 @@ class _Loader:
     def _load_one(self, ep: EntryPoint, provider: Provider) -> None:
         try:
             plugin = ep.load()
-        except (Exception, SystemExit) as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:  # SystemExit, and what libraries make of their own
             self.report(provider, f"cannot be loaded from {ep.value}: {type(e).__name__}: {e}")
             return
         if (why := _wrong_version(plugin, provider)) is not None:
@@ -130,7 +132,8 @@ class _Loader:
 
     def collect(self, strict: bool) -> Registry:
         for hook, (kind, expected) in HOOKS.items():
-            for impl in getattr(self.pm.hook, hook).get_hookimpls():
+            order = list(self.providers)  # not pluggy's, which a plugin may change
+            for impl in sorted(getattr(self.pm.hook, hook).get_hookimpls(), key=lambda i: order.index(i.plugin_name)):
                 provider = self.providers[impl.plugin_name]
                 if impl.hookwrapper or impl.wrapper:
                     self.report(provider, f"{hook} is a wrapper; a plugin adds, it does not change others' answers")
@@ -149,9 +152,14 @@ class _Loader:
         answers: list[Any] = []
         try:
             # Kept one by one: what a generator yielded before it raised is good.
-            for item in function():
+            found = function()
+            if found is None:
+                self.report(provider, f"{hook} returned None: yield its components, or return a list of them")
+            for item in found or ():
                 answers.append(item)
-        except (Exception, SystemExit) as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             self.report(provider, f"{hook} raised {type(e).__name__}: {e}")
         return answers
 
@@ -193,11 +201,12 @@ class _Loader:
 
     def _add_option(self, option: ConfigOption, provider: Provider) -> None:
         key = ("option " + option.group, option.name)
-        if (owner := self.taken.setdefault(key, provider)) is not provider:
+        if (owner := self.taken.get(key)) is not None:
             what = f"the option {option.group}={option.name}"
             self.report(provider, f"{what} is already registered by {owner}, which is kept")
-        else:
-            self.options.append(OptionEntry(option, provider))
+            return
+        self.taken[key] = provider
+        self.options.append(OptionEntry(option, provider))
 
 
 def _replace(component: Component, changes: dict[str, Any]) -> Component:

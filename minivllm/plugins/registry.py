@@ -165,13 +165,20 @@ class Registry:
         entry = self.entry(kind, name)
         component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
         module_name, _, attribute = component.target.partition(":")
+        if missing := [need for need in component.requires if not _any_exists(need)]:
+            names = "; ".join(
+                f"the package {' or '.join(map(repr, need.split('|')))} is not installed" for need in missing
+            )
+            raise PluginError(f"{who} cannot be imported: {names}.{self._how_to_install(component)}")
         try:
             module = importlib.import_module(module_name)
         except ImportError as e:
             reasons = self.why_not(component) or [str(e)]
             hint = self._how_to_install(component)
             raise PluginError(f"{who} cannot be imported: {'; '.join(map(_one_line, reasons))}.{hint}") from e
-        except (Exception, SystemExit) as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             why = f"{module_name} raised {type(e).__name__}: {_one_line(e)}"
             raise PluginError(f"{who} cannot be imported: {why}") from e
         target = getattr(module, attribute, None)

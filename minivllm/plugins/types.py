@@ -56,8 +56,15 @@ class Component:
                 raise ValueError(f"{self.name}: requires={module!r} is not the name of a module")
         for alias in self.aliases:
             _check_name(alias)
-        if type(self.priority) is not int:
-            raise TypeError(f"{self.name}: priority={self.priority!r} is not an integer")
+        for field in ("priority", *(() if self.prefill_priority is None else ("prefill_priority",))):
+            if type(value := getattr(self, field)) is not int:
+                raise TypeError(f"{self.name}: {field}={value!r} is not an integer")
+        for field in ("description", "install"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or len(value.splitlines()) > 1:
+                raise TypeError(f"{self.name}: {field}={value!r} is not a string of one line")
+        if not isinstance(self.gpu, bool):
+            raise TypeError(f"{self.name}: gpu={self.gpu!r} is neither True nor False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,12 @@ class ConfigOption:
 def _check_name(name: str) -> None:
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise ValueError(f"{name!r} cannot be a name: use letters, digits, '_', '-' and '.'")
+    try:
+        float(name)
+    except ValueError:
+        if name.lower() not in ("true", "false", "null"):
+            return
+    raise ValueError(f"{name!r} cannot be a name: typed on the command line, it is another value")
 
 
 def _check_strings(name: str, field: str, value: Any) -> None:

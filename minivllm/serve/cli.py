@@ -43,7 +43,8 @@ def run(composed: Composed) -> int:
     with listener, LLMEngine.from_config(composed.engine) as engine:
         _listen(listener, options.host, options.port)
         about = engine.describe()
-        print(about["attention_why"], file=sys.stderr)
+        if why := about.get("attention_why"):
+            print(why, file=sys.stderr)
         name = options.served_model_name or _name(composed.engine)
         key = find_key(options)
         async_engine = AsyncEngine(engine)

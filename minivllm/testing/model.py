@@ -114,10 +114,11 @@ class ModelConformance(Conformance):
         prompts = [shared + own for own in self.prompts([1, 9, 30], seed=3)]
         params = SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True)
         with self.engine(checkpoint, cache__block_size=4) as llm:
-            assert self.say(llm, [shared]) == self.expected(checkpoint, [shared])
+            first, *others = self.expected(checkpoint, [shared, *prompts])
+            assert self.say(llm, [shared]) == [first]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert [o.num_cached_tokens for o in outputs] == [40, 40, 40]
-            assert [list(o.outputs[0].token_ids) for o in outputs] == self.expected(checkpoint, prompts)
+            assert [list(o.outputs[0].token_ids) for o in outputs] == others
 
     def test_preemption(self, checkpoint: Path) -> None:
         lengths = [12, 20, 17, 9, 15, 20]

@@ -19,7 +19,7 @@ from helpers import byte_level_tokenizer, edit_json, reference_model, reference_
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.sampling_params import RequestOutputKind
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
 Engine = Callable[..., LLM]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -781,6 +781,15 @@ def test_ranks_found_dead_between_steps_are_told_as_those_found_in_one(
         llm.engine.step()
     with pytest.raises(EngineDeadError, match="stopped earlier: rank 1 is gone"):
         llm.engine.step()
+
+
+def test_a_scheduler_that_gives_no_step_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than asked for ever."""
+    llm = engine(**SMALL)
+    monkeypatch.setattr("minivllm.core.engine._PATIENCE", 0.05)
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", lambda: None)
+    with pytest.raises(MinivllmError, match="scheduler=mixed has work, no step is under way"):
+        run(llm, [[1]])
 
 
 def test_a_step_runs_on_its_own_gpu_whatever_the_thread_that_asks_uses(
