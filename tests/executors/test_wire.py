@@ -7,12 +7,15 @@ import os
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 from minivllm.core.batch import Batch
 from minivllm.core.interfaces import Logprobs, StepResult
+from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.sampler import DefaultSampler
+from minivllm.executors import messages
 from minivllm.executors.ring import SLOTS, Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.wire import pack_batch, pack_result, unpack_batch, unpack_result
 
@@ -42,6 +45,13 @@ def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, bl
         known_lens=lens,
         known_ids=ints(int(lens.sum())),
     )
+
+
+def test_options_are_the_same_in_a_rank_as_in_its_parent() -> None:
+    typed = {"a": [1, {"x": [2]}], "b": {"c": ["d"]}}
+    here, there = frozen(typed), messages._decode(FrozenDict, msgspec.msgpack.decode(msgspec.msgpack.encode(typed)))
+    assert here == there == {"a": (1, {"x": (2,)}), "b": {"c": ("d",)}}
+    assert type(there["b"]) is type(here["a"][1]) is FrozenDict
 
 
 def same(a: object, b: object) -> bool:

@@ -77,6 +77,7 @@ def test_reads_config_and_generation_config(folder: Path) -> None:
             "num_hidden_layers=0 is not a whole number from 1",
         ),
         (lambda f: edit_json(f / "config.json", vocab_size="x"), "vocab_size=x is not a whole number from 1"),
+        (lambda f: edit_json(f / "config.json", architectures=[]), r"architectures=\[\] is not a list of at least one"),
         (lambda f: edit_json(f / "config.json", rms_norm_eps="x"), "rms_norm_eps=x is not a number"),
         (
             lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "factor": "x"}),
@@ -370,6 +371,23 @@ def test_dummy_weights_do_not_depend_on_tp(tiny_checkpoint: Checkpoints) -> None
     whole = work(TensorParallel())
     for part in on_ranks(2, work):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-6)
+
+
+class NoModule:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None: ...
+
+
+class WithConstants(Qwen3ForCausalLM):
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        super().__init__(config, tp)
+        self.model.scale = torch.ones(3)
+
+
+def test_a_tensor_that_nobody_fills_is_named(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"model.scale is a tensor made in __init__, on the meta device"):
+        build_model(WithConstants, read_model_config(folder), TensorParallel(), "cpu", torch.float32, 0, 64)
+    with pytest.raises(TypeError, match=r"NoModule is no torch.nn.Module"):
+        build_model(NoModule, read_model_config(folder), TensorParallel(), "cpu", torch.float32, 0, 64)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

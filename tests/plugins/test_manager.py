@@ -77,6 +77,36 @@ def test_an_installed_plugin_is_found_with_its_package_and_version(fake_plugin: 
             "minivllm_samplers raised TypeError",
         ),
         (
+            "from minivllm.plugins import hookimpl\n@hookimpl\ndef minivllm_samplers(): pass",
+            "minivllm_samplers returned None: yield its components",
+        ),
+        ("class Panic(BaseException): pass\nraise Panic('of a library')", "cannot be loaded"),
+        *(
+            (
+                "from minivllm.plugins import Component, hookimpl\n@hookimpl\n"
+                f"def minivllm_samplers(): yield Component({given})",
+                told,
+            )
+            for given, told in (
+                ("'x', 'a:B', prefill_priority='high'", "prefill_priority='high' is not an integer"),
+                ("'x', 'a:B', description=None", "description=None is not a string of one line"),
+                ("'x', 'a:B', description='a\\nb'", "is not a string of one line"),
+                ("'x', 'a:B', gpu='yes'", "gpu='yes' is neither True nor False"),
+                ("'true', 'a:B'", "'true' cannot be a name: typed on the command line"),
+                ("'1e5', 'a:B'", "'1e5' cannot be a name"),
+            )
+        ),
+        (
+            "from minivllm.plugins import ConfigOption, hookimpl\n@hookimpl\ndef minivllm_configs():\n"
+            "    yield ConfigOption('model', 'x', {})\n    yield ConfigOption('model', 'x', {})",
+            "the option model=x is already registered by minivllm-broken 1.0, which is kept",
+        ),
+        (
+            "from minivllm.plugins import Component, hookimpl\n@hookimpl(trylast=True)\n"
+            "def minivllm_samplers(): yield Component('default', 'a:B')",
+            "sampler 'default' is already registered by minivllm",
+        ),
+        (
             "from minivllm.plugins import hookimpl\n@hookimpl\ndef minivllm_model(): yield",
             "implements minivllm_model, which is no hook. Did you mean minivllm_models",
         ),

@@ -69,6 +69,14 @@ def test_a_missing_package_says_what_to_install(fake_plugin: FakePlugin) -> None
         registry_of(known).resolve("attention", "x")
 
 
+def test_a_package_that_is_missing_is_told_where_its_module_is_there() -> None:
+    registry = registry_of(Component("x", "json:JSONEncoder", requires=("no_such_package_anywhere",)), kind="sampler")
+    with pytest.raises(
+        PluginError, match=r"'no_such_package_anywhere' is not installed\. Install it: pip install no_su"
+    ):
+        registry.resolve("sampler", "x")
+
+
 def test_a_target_that_raises_is_told_with_its_package(fake_plugin: FakePlugin) -> None:
     site = fake_plugin("minivllm-lib", "x = 1")
     (site / "raises_at_import.py").write_text("1 / 0")
