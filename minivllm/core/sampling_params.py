@@ -23,7 +23,7 @@ _NOT_YET: dict[str, Any] = {
 }
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
-_LARGEST = 3.4e38  # float32, as samplers have parameters
+_LARGEST = 3.4e38  # float32, as samplers have temperatures
 _GREEDY = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
@@ -94,7 +94,7 @@ class SamplingParams:
         _integer("n", self.n, 1)
         if self.n > MAX_N:
             raise RequestError(f"n={self.n} is more than {MAX_N}, the most completions of one request")
-        _number("temperature", self.temperature, 0.0, math.inf, "0 is greedy")
+        _number("temperature", self.temperature, 0.0, _LARGEST, "0 is greedy")
         _number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token", open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is none")
@@ -153,7 +153,7 @@ def _number(name: str, value: Any, low: float, high: float, why: str, *, open_lo
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
         raise RequestError(f"{name}={value!r} is not a number")
     value = value if isinstance(value, int) else float(value)
-    if value < low or value > min(high, _LARGEST) or (open_low and value == low):
+    if value < low or value > high or (open_low and value == low) or math.isinf(value):
         bounds = f"more than {low:g}" if open_low else f"at least {low:g}"
-        limit = "" if math.isinf(high) and value <= _LARGEST else f" and at most {min(high, _LARGEST):g}"
+        limit = "" if math.isinf(high) else f" and at most {high:g}"
         raise RequestError(f"{name}={value} is out of range: it must be {bounds}{limit} ({why})")

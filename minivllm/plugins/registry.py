@@ -165,7 +165,8 @@ class Registry:
         entry = self.entry(kind, name)
         component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
         module_name, _, attribute = component.target.partition(":")
-        if missing := [need for need in component.requires if not _any_exists(need)]:
+        missing = [need for need in component.requires if not _any_exists(need)]
+        if missing and kind != "attention":  # whose class says without them why it cannot run
             names = "; ".join(
                 f"the package {' or '.join(map(repr, need.split('|')))} is not installed" for need in missing
             )
