@@ -93,7 +93,7 @@ class SamplingParams:
         """Raise RequestError for the first value that cannot be used."""
         _integer("n", self.n, 1)
         if self.n > MAX_N:
-            raise RequestError(f"n={self.n} is more than {MAX_N}, the most completions of one request")
+            raise RequestError(f"n={self.n} is more than {MAX_N}, the most completions of one request; make several")
         _number("temperature", self.temperature, 0.0, _LARGEST, "0 is greedy")
         _number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token", open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")

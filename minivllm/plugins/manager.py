@@ -131,8 +131,8 @@ class _Loader:
     # ------------------------------------------------------------------ hooks
 
     def collect(self, strict: bool) -> Registry:
+        order = list(self.providers)  # not pluggy's, which a plugin may change
         for hook, (kind, expected) in HOOKS.items():
-            order = list(self.providers)  # not pluggy's, which a plugin may change
             for impl in sorted(getattr(self.pm.hook, hook).get_hookimpls(), key=lambda i: order.index(i.plugin_name)):
                 provider = self.providers[impl.plugin_name]
                 if impl.hookwrapper or impl.wrapper:

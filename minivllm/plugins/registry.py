@@ -165,18 +165,15 @@ class Registry:
         entry = self.entry(kind, name)
         component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
         module_name, _, attribute = component.target.partition(":")
-        missing = [need for need in component.requires if not _any_exists(need)]
+        missing = _missing(component)
         if missing and kind != "attention":  # whose class says without them why it cannot run
-            names = "; ".join(
-                f"the package {' or '.join(map(repr, need.split('|')))} is not installed" for need in missing
-            )
-            raise PluginError(f"{who} cannot be imported: {names}.{self._how_to_install(component)}")
+            reasons = "; ".join(map(_not_installed, missing))
+            raise PluginError(f"{who} cannot be imported: {reasons}.{self._how_to_install(component)}")
         try:
             module = importlib.import_module(module_name)
         except ImportError as e:
-            reasons = self.why_not(component) or [str(e)]
-            hint = self._how_to_install(component)
-            raise PluginError(f"{who} cannot be imported: {'; '.join(map(_one_line, reasons))}.{hint}") from e
+            reasons = "; ".join(map(_one_line, self.why_not(component) or [str(e)]))
+            raise PluginError(f"{who} cannot be imported: {reasons}.{self._how_to_install(component)}") from e
         except KeyboardInterrupt:
             raise
         except BaseException as e:
@@ -228,12 +225,7 @@ class Registry:
 
     def why_not(self, component: Component) -> list[str]:
         """Why a component cannot be used here, judged without importing anything; empty if it can."""
-        why = []
-        for need in component.requires:
-            alternatives = need.split("|")
-            if not any(exists(module) for module in alternatives):
-                names = " or ".join(repr(a) for a in alternatives)
-                why.append(f"the package {names} is not installed")
+        why = list(map(_not_installed, _missing(component)))
         module = component.target.partition(":")[0]
         if not exists(module):
             why.append(f"its module {module} does not exist")
@@ -245,7 +237,7 @@ class Registry:
         return self.why_not(component) + (["it needs an NVIDIA GPU, and none is here"] if no_gpu else [])
 
     def _how_to_install(self, component: Component) -> str:
-        missing = [need.split("|")[0].split(".")[0] for need in component.requires if not _any_exists(need)]
+        missing = [need.split("|")[0].split(".")[0] for need in _missing(component)]
         if not missing:
             return ""
         return f" Install it: {component.install or 'pip install ' + ' '.join(missing)}"
@@ -265,8 +257,13 @@ def _architectures(component: Component) -> tuple[str, ...]:
     return component.architectures if isinstance(component, ModelComponent) else ()
 
 
-def _any_exists(need: str) -> bool:
-    return any(exists(module) for module in need.split("|"))
+def _missing(component: Component) -> list[str]:
+    """Those of ``requires`` of which no alternative is installed."""
+    return [need for need in component.requires if not any(map(exists, need.split("|")))]
+
+
+def _not_installed(need: str) -> str:
+    return f"the package {' or '.join(map(repr, need.split('|')))} is not installed"
 
 
 def exists(module: str) -> bool:

@@ -144,7 +144,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _few_completions(self) -> Self:
         if self.n is not None and self.n > MAX_COMPLETIONS:
-            raise ClientError(f"n={self.n} is more than {MAX_COMPLETIONS}", param="n")
+            raise ClientError(f"n={self.n} is more than {MAX_COMPLETIONS}; send several requests", param="n")
         return self
 
     def sampling_params(self) -> SamplingParams:
