@@ -1,5 +1,7 @@
 """Every error that minivllm raises on purpose: each message says what was wrong, what was allowed, what to type."""
 
+_LIBRARIES = frozenset(("numpy", "torch", "triton"))  # what they raise is about what they were given
+
 
 class MinivllmError(Exception):
     """Base of all. The command line prints these in one paragraph, without a traceback."""
@@ -23,3 +25,15 @@ class RequestError(MinivllmError, ValueError):
 
 class EngineDeadError(MinivllmError, RuntimeError):
     """The engine stopped: a rank died or raised. Every waiting request ends with this error."""
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error comes from, below the libraries' own frames: module, line and function."""
+    place, behind = "nowhere", error.__traceback__
+    while behind is not None:
+        frame = behind.tb_frame
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] not in _LIBRARIES:
+            place = f"{module}, line {behind.tb_lineno}, in {frame.f_code.co_name}"
+        behind = behind.tb_next
+    return place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         priority: Sequence[int] | None = None,
         **others: Any,
@@ -84,7 +84,8 @@ class LLM:
         """Complete each prompt; outputs come in the order of the prompts.
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
-        these. ``sampling_params``: one for all, or one a prompt. ``priority``: one a prompt, smaller ones are served
+        these. ``sampling_params``: one for all, or one a prompt. ``use_tqdm``: whether to show progress, or what makes
+        the bar, called as ``tqdm`` is. ``priority``: one a prompt, smaller ones are served
         earlier; for schedulers that have priorities. vLLM's other arguments are taken where they ask for nothing.
 
         Raises:
@@ -97,7 +98,7 @@ class LLM:
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None = None,
         *,
         add_special_tokens: bool = True,
@@ -109,7 +110,7 @@ class LLM:
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
@@ -138,7 +139,7 @@ class LLM:
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -149,7 +150,8 @@ class LLM:
         ``content``: a string, or OpenAI's text parts, which are joined with line ends. Other arguments as in
         ``generate``."""
         _refuse(others, _CHAT_NEUTRAL)
-        many = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        is_one = bool(messages) and isinstance(_checked(messages)[0], dict)
+        many: list[Any] = [messages] if is_one else list(messages)
         conversations = [[_message(message) for message in _checked(conversation)] for conversation in many]
         variables = chat_template_kwargs or {}
         if "tokenize" in variables:
@@ -209,7 +211,7 @@ class LLM:
             raise RequestError(f"sampling_params holds {wrong[0]}, not SamplingParams")
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]
 
-    def _run(self, ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         ours = set(ids)
         done: dict[str, RequestOutput] = {}
         with _progress(len(ids), use_tqdm) as bar:
@@ -232,9 +234,9 @@ def _prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | dict | bytes):
         return [prompts]  # type: ignore[list-item]  # the engine refuses bytes
     many = list(prompts) if isinstance(prompts, Iterable) else [prompts]
-    if many and all(isinstance(p, int) or hasattr(p, "__index__") for p in many):
+    if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have it, too
         return [many]
-    return many
+    return [p.tolist() if hasattr(p, "tolist") else p for p in many]  # of arrays and tensors
 
 
 def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bool) -> Iterator[Prompt]:
@@ -289,7 +291,8 @@ def _refuse(given: dict[str, Any], neutral: dict[str, Any]) -> None:
             raise RequestError(f"{name}={value!r} is not supported; leave it out")
 
 
-def _progress(total: int, show: bool) -> Any:
+def _progress(total: int, show: bool | Callable[..., Any]) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, desc="requests", disable=not show or total == 0, dynamic_ncols=True, unit="req")
+    make = show if callable(show) else tqdm
+    return make(total=total, desc="requests", disable=not show or total == 0, dynamic_ncols=True, unit="req")

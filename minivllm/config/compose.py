@@ -23,7 +23,7 @@ from minivllm.config.overrides import (
 )
 from minivllm.config.schema import EngineSchema, keys_of
 from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
-from minivllm.config.vllm_names import DTYPES, LOAD_FORMATS, NEUTRAL, SAME_NAMES, VLLM_NAMES
+from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEUTRAL, SAME_NAMES, VLLM_NAMES
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean
 from minivllm.plugins.registry import Registry
@@ -138,21 +138,34 @@ def compose_engine_config(
     for name, value in kwargs.items():
         if name in NEUTRAL:
             neutral, why = NEUTRAL[name]
-            if value is not None and value != neutral:
-                raise ConfigError(f"{name}={value!r}: {why}; the only value is {neutral!r}")
+            if value is not None and value not in neutral:
+                allowed = ", ".join(map(repr, neutral or (None,)))
+                raise ConfigError(f"{name}={value!r}: {why}. Allowed: {allowed}")
             continue
         target = VLLM_NAMES.get(name, name if name in SAME_NAMES else None)
         if target is None:
             raise ConfigError(_unknown_keyword(name, value))
         if value is None:
             continue
-        if name == "load_format":
-            value = LOAD_FORMATS.get(value, value)
+        value = _value_here(name, value)
         if asked.get(target, value) != value:
             raise ConfigError(f"{name}={value!r} contradicts {target}={asked[target]!r}; leave one out")
         asked[target] = value
     typed = [f"{key}={_literal(value, key)}" for key, value in asked.items()]
     return compose([*typed, *overrides], registry, mode="").engine
+
+
+def _value_here(name: str, value: Any) -> Any:
+    """What a value of a keyword of ``vllm.LLM`` is called here."""
+    if name == "load_format":
+        return LOAD_FORMATS.get(value, value)
+    if name == "disable_cascade_attn":
+        return not value
+    if name == "distributed_executor_backend":
+        if value not in EXECUTORS:
+            raise ConfigError(f"{name}={value!r}: there is no such executor. Allowed: {sorted_listing(EXECUTORS)}")
+        return EXECUTORS[value]
+    return value
 
 
 def _unknown_keyword(name: str, value: Any) -> str:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Request, TokenTexts
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -122,7 +123,8 @@ class LLMEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
-        params.verify()
+        params = params.clone()  # the caller may change theirs
+        self._check_extra_args(params)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:
@@ -205,7 +207,8 @@ class LLMEngine:
                 self._dead = error
                 if isinstance(error, MinivllmError):
                     raise
-                raise EngineDeadError(f"a step failed: {type(error).__name__}: {error}") from error
+                why = f"{type(error).__name__}: {error}"
+                raise EngineDeadError(f"a step failed: {why} ({place_of(error)})") from error
             except BaseException as error:  # a second Ctrl-C
                 self._dead = error
                 raise
@@ -358,15 +361,23 @@ class LLMEngine:
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
-        return text, ids if isinstance(ids, list) else tokens.tolist(), tokens
+        return text, list(ids) if isinstance(ids, list) else tokens.tolist(), tokens
 
     def _check_priority(self, priority: Any) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
+        if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise RequestError(f"priority={priority!r} is not a whole number")
         if priority and not self.scheduler.uses_priority:
             raise RequestError(
                 f"priority={priority} is not supported by scheduler={self.config.scheduler.name}; leave it 0, or use a "
                 "scheduler that has priorities"
+            )
+
+    def _check_extra_args(self, params: SamplingParams) -> None:
+        taken = self._sampler_class.extra_args
+        if unknown := set(params.extra_args or ()) - taken:
+            raise RequestError(
+                f"extra_args has {', '.join(sorted(unknown))}, and sampler={self.config.sampler.name} takes "
+                f"{', '.join(sorted(taken)) or 'none'}"
             )
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
@@ -454,6 +465,8 @@ def _check_salt(salt: Any) -> None:
     """It is hashed in a step, which must not fail."""
     if salt is None:
         return
+    if salt == "":
+        raise RequestError("cache_salt is empty; leave it out to share cached prefixes with those that have none")
     try:
         salt.encode()
     except (AttributeError, UnicodeEncodeError):

@@ -369,9 +369,11 @@ class Sampler(ABC):
 
     ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``; its
     size is a multiple of 4 bytes. What a request draws depends on its logits, its seed and its position only.
+    ``extra_args`` names the keys of ``SamplingParams.extra_args`` that ``encode`` reads; others are refused.
     """
 
     row: ClassVar[np.dtype]
+    extra_args: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict) -> None:

@@ -8,6 +8,8 @@ from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 
+PROMPT_TOKENS = 16  # that a detokenizer is shown: the first token's text may depend on what stands before it
+
 
 class TokenTexts(dict[int, str]):
     """Each token's text alone, found when it is first asked for."""
@@ -37,13 +39,15 @@ class Completion:
         self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
         self._tokenizer = tokenizer if params.detokenize else None
         self._texts = texts if params.detokenize else None
-        self._eos = eos_token_ids
+        self._eos = () if params.ignore_eos else eos_token_ids  # whose end has no ``stop_reason``
         self._pieces = (
-            tokenizer.detokenizer(seq.known[-8:].tolist(), skip_special_tokens=params.skip_special_tokens)
+            tokenizer.detokenizer(seq.known[-PROMPT_TOKENS:].tolist(), skip_special_tokens=params.skip_special_tokens)
             if params.detokenize
             else None
         )
         self._stop: list[str] = list(params.stop or [])
+        # tokens whose own text is not in the answer, as in vLLM
+        self._hidden = frozenset() if params.include_stop_str_in_output else frozenset(seq.stop_ids)
         # text that might be the beginning of a stop string is held back until it is known not to be
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in self._stop), default=1) - 1
         self._read_tokens = self._said_text = self._said_tokens = 0
@@ -55,10 +59,12 @@ class Completion:
         if self._pieces is None or not self._stop:
             return False  # it becomes text when that is asked for
         for done, token in enumerate(tokens, start + 1):
+            may_end = done > self.seq.params.min_tokens
+            if may_end and token in self._hidden:
+                continue  # it ended the completion
             before = len(self.text)
-            self.text += self._pieces.add([token])
-            self._read_tokens = done
-            if done > self.seq.params.min_tokens and self._cut(before):
+            self._read(done)
+            if may_end and self._cut(before):
                 del self.token_ids[done:]
                 return True
         return False
@@ -67,11 +73,12 @@ class Completion:
         """Take in a whole answer at once (nobody watched it grow, so it has no stop strings)."""
         self.token_ids = tokens
 
-    def _read(self) -> None:
-        """Make text of the tokens that came since the last time."""
-        if self._pieces is not None and self._read_tokens < len(self.token_ids):
-            self.text += self._pieces.add(self.token_ids[self._read_tokens :])
-            self._read_tokens = len(self.token_ids)
+    def _read(self, end: int | None = None) -> None:
+        """Make text of the tokens before ``end`` (None: of all) that came since the last time."""
+        end = len(self.token_ids) if end is None else end
+        if self._pieces is not None and self._read_tokens < end:
+            self.text += self._pieces.add(self.token_ids[self._read_tokens : end])
+            self._read_tokens = end
 
     def end(self, reason: FinishReason) -> None:
         """The last token has been added."""
@@ -80,22 +87,12 @@ class Completion:
         self.finish_reason = reason
         stopped_by = self.token_ids[-1] if reason is FinishReason.STOP else None
         if self._pieces is not None:
-            self._read()
+            self._read(len(self.token_ids) - (stopped_by in self._hidden))
             before = len(self.text)
             self.text += self._pieces.finish()
-            if stopped_by is not None:
-                self._drop_stop_token(stopped_by)
             if self._stop and len(self.token_ids) > self.seq.params.min_tokens and self._cut(before):
                 return
         self.stop_reason = None if stopped_by in self._eos else stopped_by
-
-    def _drop_stop_token(self, token: int) -> None:
-        """A stop or end token's own text is not in the answer (``include_stop_str_in_output`` keeps it), as in vLLM."""
-        if self.seq.params.include_stop_str_in_output or self._tokenizer is None:
-            return
-        own = self._tokenizer.decode([token], skip_special_tokens=self.seq.params.skip_special_tokens)
-        if own and self.text.endswith(own):
-            self.text = self.text[: -len(own)]
 
     def _cut(self, before: int) -> bool:
         """Look for stop strings that end in the text after ``before``; cut the text at the first."""
@@ -112,8 +109,7 @@ class Completion:
         """Of the new token, and of the best ones, at least as many as are asked for."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
         texts, entry = self._texts, {}
-        for i in range(self.seq.params.logprobs or 0):
-            other = top_ids[i]
+        for i, other in enumerate(top_ids[: self.seq.params.logprobs or 0]):
             entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])
         if token not in entry:
             entry[token] = Logprob(value, rank, None if texts is None else texts[token])
@@ -164,7 +160,5 @@ class Request:
         self.told = True
         kind = self.params.output_kind
         outputs = [completion.output(kind) for completion in self.completions]
-        cached = [completion.seq.num_cached_tokens for completion in self.completions]
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, max(cached, default=0)
-        )
+        cached = self.completions[0].seq.num_cached_tokens  # later ones find what the first has computed
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached)

@@ -20,6 +20,7 @@ _NOT_YET: dict[str, Any] = {
     "structured_outputs": None,
     "logits_processors": None,
     "truncate_prompt_tokens": None,
+    "flat_logprobs": False,
 }
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
@@ -43,7 +44,7 @@ class SamplingParams:
     ``max_model_len``. ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty``
     for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
     negative ones. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
-    prompt use the seeds ``seed, seed + 1, …``.
+    prompt use the seeds ``seed, seed + 1, …``. ``extra_args`` are for samplers of plugins: ``Sampler.extra_args``.
 
     Raises:
         RequestError: a value out of range, or a field that minivllm does not support yet.
@@ -76,13 +77,21 @@ class SamplingParams:
     structured_outputs: Any = None
     logits_processors: Any = None
     truncate_prompt_tokens: int | None = None
+    extra_args: dict[str, Any] | None = None
+    flat_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
+        self.bad_words = [] if self.bad_words is None else self.bad_words
+        self.extra_args = dict(self.extra_args) if isinstance(self.extra_args, dict) else self.extra_args
+        if self.logprobs is True:  # as in vLLM, both
+            self.logprobs = 1
         for name in ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed"):  # numpy's numbers become Python's
             if hasattr(value := getattr(self, name), "__index__") and not isinstance(value, bool):
                 setattr(self, name, operator.index(value))
+        if self.seed == -1:
+            self.seed = None
         self.verify()
 
     @property
@@ -123,6 +132,9 @@ class SamplingParams:
                 raise RequestError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind={self.output_kind!r} is no RequestOutputKind")
+        extra = self.extra_args
+        if not isinstance(extra, dict | None) or any(not isinstance(key, str) for key in extra or ()):
+            raise RequestError(f"extra_args={extra!r} is not a mapping of names")
         if not self.spaces_between_special_tokens:
             raise RequestError("spaces_between_special_tokens=False is not supported yet; leave it True")
         for name, only in _NOT_YET.items():

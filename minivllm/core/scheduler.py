@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _LOOK_AHEAD = 32  # how many waiting sequences a step passes over: what it costs does not grow with the queue
 _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
 _NEVER = 1 << 62
+_FEW_STOP_IDS = 16  # of a sequence, that all are compared with at once
 _NONE = np.empty(0, dtype=np.int32)
 _WATERMARK = 0.01  # the share of the pool that an admission leaves free for running sequences to grow
 
@@ -69,6 +70,7 @@ class SlotScheduler(Scheduler):
         self.max_len = np.zeros(size, dtype=np.int32)
         self.generation = np.zeros(size, dtype=np.int64)
         self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
+        self._more_stop_ids: dict[int, frozenset[int]] = {}  # of slots whose sequence has more than a few
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
@@ -315,10 +317,14 @@ class SlotScheduler(Scheduler):
         self.blocks.free(slot)
         self.sequences[slot] = None
         self._free_slots.append(slot)
+        self._more_stop_ids.pop(slot, None)
         if slot in self._partial:
             self._partial.remove(slot)
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > _FEW_STOP_IDS:
+            self._more_stop_ids[slot] = frozenset(ids[_FEW_STOP_IDS:])
+            ids = ids[:_FEW_STOP_IDS]
         if len(ids) > self.stop_ids.shape[1]:
             wider = np.full((len(self.stop_ids), len(ids)), -1, dtype=np.int32)
             wider[:, : self.stop_ids.shape[1]] = self.stop_ids
@@ -410,6 +416,10 @@ class SlotScheduler(Scheduler):
                 self.blocks.register(slot, seq, self.tokens[slot], n)
 
         said_stop = (tokens[:, None] == self.stop_ids[slots]).nonzero()[0]
+        if self._more_stop_ids:
+            more, pairs = self._more_stop_ids, zip(slots.tolist(), tokens.tolist(), strict=True)
+            found = [row for row, (slot, token) in enumerate(pairs) if token in more.get(slot, ())]
+            said_stop = np.append(said_stop, np.array(found, dtype=np.int64))
         too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
         finished: list[tuple[Sequence, FinishReason]] = []
         if len(said_stop) or len(too_long):

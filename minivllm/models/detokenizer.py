@@ -1,7 +1,8 @@
 """One sequence's text as its tokens come: only what later tokens cannot change is given out.
 
 ``WindowDetokenizer`` works for every tokenizer, ``ByteDetokenizer`` for those whose tokens are byte strings, at a
-twentieth of the cost. Both give, put together, what decoding everything at once gives.
+twentieth of the cost. Both give, put together, what decoding everything at once gives, but for bytes that are no text:
+these become U+FFFD one by one, where some tokenizers make one of a whole run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-CONTEXT = 6  # prompt tokens that the first output token sees
+CONTEXT = 6  # prompt tokens that the first output token sees, and more if these begin within a character
+_NO_TEXT = "\ufffd"  # what stands for bytes that are no character, or not yet
+_UNFINISHED = 3  # bytes of a character's four at most
 
 
 class Detokenizer(ABC):
@@ -49,9 +52,12 @@ class WindowDetokenizer(Detokenizer):
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids = list(prompt_ids[-CONTEXT:])
+        start = max(len(prompt_ids) - CONTEXT, 0)
+        while start and decode(list(prompt_ids[start:])).startswith(_NO_TEXT):
+            start -= 1
+        self._ids = list(prompt_ids[start:])
         self._read = len(self._ids)
-        self._before = decode(self._ids).rstrip("\ufffd")  # the text of _ids[:_read]
+        self._before = decode(self._ids)  # the text of _ids[:_read], whose end may be the beginning of a character
 
     def add(self, ids: Iterable[int]) -> str:
         out = []
@@ -68,7 +74,12 @@ class WindowDetokenizer(Detokenizer):
         if self._read == len(self._ids):
             return ""
         text = self._decode(self._ids)
-        waits = len(text) <= len(self._before) or text.endswith("\ufffd")
+        if not text.startswith(self._before):  # its last character has become whole
+            end = len(self._before)
+            while self._before[:end].endswith(_NO_TEXT) and len(self._before) - end < _UNFINISHED:
+                end -= 1
+            self._before = self._before[:end]
+        waits = len(text) <= len(self._before) or text.endswith(_NO_TEXT)
         if waits and not final and len(self._ids) - self._read < self.WINDOW:
             return ""
         new = text[len(self._before) :]

@@ -51,6 +51,7 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
+MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 
 
 def _unicode(text: str) -> str:
@@ -130,6 +131,7 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: Any = None
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's name for SamplingParams.extra_args
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: int = 0
@@ -142,9 +144,11 @@ class GenerationBody(Body):
         return self
 
     @model_validator(mode="after")
-    def _few_completions(self) -> Self:
+    def _within_limits(self) -> Self:
         if self.n is not None and self.n > MAX_COMPLETIONS:
             raise ClientError(f"n={self.n} is more than {MAX_COMPLETIONS}; send several requests", param="n")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise ClientError(f"stop: {len(self.stop)} strings are more than {MAX_STOPS}", param="stop")
         return self
 
     def sampling_params(self) -> SamplingParams:
@@ -153,6 +157,7 @@ class GenerationBody(Body):
 
     def _given(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys()}
+        given["extra_args"] = self.vllm_xargs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return {name: value for name, value in given.items() if value is not None} | {"output_kind": kind}
 

@@ -17,6 +17,7 @@ from minivllm.config.engine_config import EngineConfig
 from minivllm.config.modes import MODES, ChatOptions, GenerateOptions, SamplingOptions
 from minivllm.config.overrides import group_options, quote
 from minivllm.config.schema import EngineSchema, keys_of
+from minivllm.config.vllm_names import NEUTRAL
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import ConfigError, MinivllmError, PluginError, RequestError
@@ -487,6 +488,22 @@ def test_vllms_keywords_are_understood(registry: Registry) -> None:
     assert (config.model.revision, config.model.tokenizer) == ("main", "x, y")
 
 
+def test_vllms_keywords_may_ask_for_nothing(registry: Registry) -> None:
+    plain = compose_engine_config("demo", registry=registry)
+    for name, (allowed, _) in NEUTRAL.items():
+        for value in (None, *allowed):
+            assert compose_engine_config("demo", registry=registry, **{name: value}) == plain
+
+
+def test_vllms_executors_and_switches(registry: Registry) -> None:
+    for theirs, ours in {"mp": "multiproc", "uni": "single", None: "auto"}.items():
+        config = compose_engine_config("demo", distributed_executor_backend=theirs, registry=registry)
+        assert config.executor.name == ours
+    for disabled in (True, False):
+        config = compose_engine_config("demo", disable_cascade_attn=disabled, registry=registry)
+        assert config.attention.cascade is not disabled
+
+
 def test_a_torch_dtype_will_do(registry: Registry) -> None:
     torch = pytest.importorskip("torch")
     assert compose_engine_config(dtype=torch.bfloat16, registry=registry).dtype == "bfloat16"
@@ -496,11 +513,14 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"trust_remote_code": True}, "code from a checkpoint is never run"),
+        ({"enable_lora": True}, "enable_lora=True: not supported yet. Allowed: False"),
+        ({"runner": "pooling"}, "Allowed: 'auto', 'generate'"),
+        ({"hf_token": "x"}, "set HF_TOKEN. Allowed: None"),
+        ({"distributed_executor_backend": "mpi"}, "no such executor. Allowed: external_launcher, mp, ray, uni"),
         ({"quantization": "awq"}, "quantization='awq': not supported yet"),
         ({"max_model_length": 5}, "Did you mean max_model_len?"),
         ({"num_blocks": 5}, r"type overrides=\['cache.num_blocks=5'\]"),
-        ({"swap_space": 4}, "there is no such keyword"),
+        ({"swap_spaces": 4}, "there is no such keyword"),
         ({"max_num_seqs": 0}, "scheduler.max_num_seqs=0 is too small"),
         ({"tp": 2, "tensor_parallel_size": 4}, "contradicts tp=2"),
         ({"attention": "flsh"}, "Did you mean flash"),

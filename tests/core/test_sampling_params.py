@@ -18,13 +18,18 @@ def test_the_defaults_are_vllms() -> None:
     defaults = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
     assert defaults == {
         "n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "temperature": 1.0,
-        "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "bad_words": None,
+        "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "stop": [], "stop_token_ids": [], "bad_words": [],
         "ignore_eos": False, "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None,
         "detokenize": True, "skip_special_tokens": True, "spaces_between_special_tokens": True,
         "include_stop_str_in_output": False, "output_kind": RequestOutputKind.CUMULATIVE, "logit_bias": None,
         "allowed_token_ids": None, "structured_outputs": None, "logits_processors": None,
-        "truncate_prompt_tokens": None,
+        "truncate_prompt_tokens": None, "extra_args": None, "flat_logprobs": False,
     }  # fmt: skip
+
+
+def test_what_vllm_takes_for_something_else() -> None:
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(logprobs=True).logprobs == 1
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -57,6 +62,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"logprobs": -1}, ["logprobs=-1", "less than 0"]),
     ({"logprobs": 21}, ["logprobs=21", "20"]),
     ({"seed": "x"}, ["seed='x'", "whole number"]),
+    ({"extra_args": [1]}, ["extra_args=[1]", "mapping"]),
+    ({"extra_args": {1: 2}}, ["extra_args={1: 2}", "mapping"]),
+    ({"flat_logprobs": True}, ["flat_logprobs=True", "not supported yet"]),
     ({"seed": -(2**63) - 1}, ["seed=", "less than"]),
     ({"stop": ""}, ["stop=['']", "at least one character"]),
     ({"stop": ["a", 3]}, ["stop=['a', 3]", "at least one character"]),

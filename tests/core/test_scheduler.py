@@ -406,6 +406,15 @@ def test_a_stop_token_ends_the_answer_with_nothing_after_it(name: str, depth: in
     assert len(w.batches) == after + depth - 1, "the pipeline wastes one step, and no more"
 
 
+def test_many_stop_tokens_cost_only_whoever_has_them() -> None:
+    w = world(max_num_seqs=4)
+    for number in range(6):  # those of every second request are many, see ``Ask.sequence``
+        w.add(Ask(stopping_prompt(1 + number), max_tokens=20, stops=True))
+    w.drain()
+    assert [len(w.ended[f"r{n}"][0]) for n in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert w.scheduler.stop_ids.shape[1] <= 16 and not w.scheduler._more_stop_ids
+
+
 @DEPTHS
 def test_min_tokens_reads_past_stop_tokens(depth: int) -> None:
     w = world(depth=depth)

@@ -16,9 +16,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import byte_level_tokenizer, edit_json, reference_model, reference_tokens
+from tqdm import tqdm
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.core.sequence import Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError
 
 Engine = Callable[..., LLM]
@@ -107,6 +110,28 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
     assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
 
 
+def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    expected = tokens(run(llm, [[5, 6], [7, 8]]))
+    array = np.array([[5, 6], [7, 8]])
+    for prompts in (array, list(array), torch.from_numpy(array), list(torch.from_numpy(array))):
+        assert tokens(run(llm, prompts)) == expected
+    for alone in (array[0], list(array[0]), torch.from_numpy(array[0]), list(torch.from_numpy(array[0]))):
+        assert tokens(run(llm, alone)) == expected[:1]
+    usable(llm)
+
+
+def test_progress_may_be_ones_own(engine: Engine) -> None:
+    made: list[dict[str, Any]] = []
+
+    def bar(**options: Any) -> Any:
+        made.append(options)
+        return tqdm(**options | {"disable": True})
+
+    engine(**SMALL).generate([[1], [2]], GREEDY, use_tqdm=bar)
+    assert [options["total"] for options in made] == [2]
+
+
 def test_many_texts_are_encoded_some_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(**SMALL)
     texts = [f"text {i}" for i in range(150)]
@@ -143,6 +168,23 @@ def test_the_callers_params_are_not_changed(engine: Engine) -> None:
     params = SamplingParams(max_tokens=3, seed=1)
     run(engine(**SMALL), [[1], [2]], params)
     assert params == SamplingParams(max_tokens=3, seed=1)
+
+
+def test_what_the_caller_changes_later_changes_nothing(engine: Engine) -> None:
+    engine_ = engine(**SMALL).engine
+    params = GREEDY.clone(output_kind=RequestOutputKind.FINAL_ONLY, logprobs=1)
+    ids = [1, 2, 3]
+    engine_.add_request("a", ids, params)
+    engine_.step()
+    ids[:] = [9]
+    params.logprobs, params.stop, params.output_kind = 5, ["zzz"], RequestOutputKind.DELTA
+    outputs = []
+    while engine_.has_unfinished_requests():
+        outputs += engine_.step()
+    [output] = outputs
+    assert output.prompt_token_ids == [1, 2, 3]
+    assert len(output.outputs[0].token_ids) == 8
+    assert [len(entry) <= 2 for entry in output.outputs[0].logprobs or []] == [True] * 8
 
 
 def test_max_tokens_none_goes_on_to_max_model_len_or_to_the_end_of_the_cache(engine: Engine) -> None:
@@ -302,6 +344,18 @@ def test_cached_prompt_tokens_are_counted_and_can_be_forgotten(engine: Engine) -
 # --------------------------------------------------------------------------- chat
 
 
+def test_several_completions_count_what_was_cached_before_them(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    [cold] = run(llm, [list(range(20, 60))], GREEDY.clone(n=3))
+    [warm] = run(llm, [list(range(20, 60))], GREEDY.clone(n=3))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 36)
+
+
+def test_an_empty_salt_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="cache_salt is empty; leave it out"):
+        run(engine(**SMALL), {"prompt_token_ids": [1], "cache_salt": ""})
+
+
 def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     llm = engine(**SMALL)
     messages = [{"role": "user", "content": "the fox"}]
@@ -320,6 +374,7 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     assert bare[0].prompt_token_ids == prompt[:-1]
     for wrong, why in [
         ([[]], "at least one message"),
+        ({"role": "user", "content": "x"}, "a conversation is a list"),
         (["hello"], "a message is"),
         ([{"role": "user"}], "a message is"),
         ([{"role": "user", "content": None}], "a string or a list of text parts"),
@@ -362,6 +417,22 @@ def test_requests_of_ones_own_keep_their_names(engine: Engine) -> None:
     assert run(llm, [[7]])[0].request_id == "1"
     llm.engine.abort("0")
     assert run(llm, [[7]])[0].request_id == "2"
+    usable(llm)
+
+
+def test_extra_args_are_for_samplers_that_name_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, encode, seen = engine(**SMALL), DefaultSampler.encode, []
+
+    def spy(seq: Sequence, seed: int) -> np.ndarray:
+        seen.append(seq.params.extra_args)
+        return encode(seq, seed)
+
+    monkeypatch.setattr(DefaultSampler, "extra_args", frozenset({"mood"}))
+    monkeypatch.setattr(DefaultSampler, "encode", spy)
+    run(llm, [1], GREEDY.clone(extra_args={"mood": 3}))
+    assert seen == [{"mood": 3}]
+    with pytest.raises(RequestError, match="extra_args has voice, and sampler=default takes mood"):
+        run(llm, [1], GREEDY.clone(extra_args={"mood": 3, "voice": 1}))
     usable(llm)
 
 
@@ -744,7 +815,8 @@ def test_a_step_that_fails_is_one_clear_error_and_the_engine_stays_dead(
         result = broken
 
     monkeypatch.setattr(llm.engine.executor, "launch", broken if where == "launch" else lambda batch: Handle())
-    with pytest.raises(EngineDeadError, match="a step failed: RuntimeError: out of memory"):
+    place = r"\(\S*test_llm, line \d+, in broken\)"
+    with pytest.raises(EngineDeadError, match=f"a step failed: RuntimeError: out of memory {place}"):
         run(llm, [[1], [2]])
     monkeypatch.undo()
     with pytest.raises(EngineDeadError, match=r"stopped earlier: .*out of memory"):

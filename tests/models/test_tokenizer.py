@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 from helpers import ASSISTANT, END, USER, byte_level_tokenizer
 
+from minivllm import SamplingParams
 from minivllm.config.engine_config import ModelOptions
+from minivllm.core.requests import Completion, TokenTexts
+from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import CheckpointError, RequestError
 from minivllm.models.checkpoint import read_model_config
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -112,6 +116,34 @@ def test_text_goes_on_from_the_prompt(byte_level: CheckpointTokenizer, metaspace
     ids = byte_level.encode("日本")
     for detokenizer in (byte_level.detokenizer(ids[:1]), WindowDetokenizer(byte_level.decode, ids[:1])):
         assert grown(detokenizer, ids[1:]) == "日本"  # the prompt ended within a character
+
+
+def test_a_prompt_that_is_cut_within_a_character_adds_nothing(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer
+) -> None:
+    for tokenizer in (byte_level, metaspace):
+        for text in ("😀😀", "a😀\ufffd", "\ufffd" * 9, "日" * 5):
+            prompt, answer = tokenizer.encode(text), tokenizer.encode("x the")[-2:]
+            whole = tokenizer.decode(prompt + answer)
+            assert text + grown(tokenizer.detokenizer(prompt), answer) == whole
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("stop", [None, ["zz"]])
+def test_a_stop_tokens_own_text_is_left_out_with_its_space(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer, kept: bool, stop: list[str] | None
+) -> None:
+    for tokenizer in (byte_level, metaspace):
+        prompt, ids = tokenizer.encode("Once"), tokenizer.encode("Once upon a")[len(tokenizer.encode("Once")) :]
+        params = SamplingParams(stop=stop, stop_token_ids=ids[-1:], include_stop_str_in_output=kept)
+        seq = Sequence("r", prompt, params, max_len=99, stop_ids=(ids[-1],))
+        completion = Completion(0, seq, tokenizer, (), TokenTexts(tokenizer))
+        for token in ids:
+            completion.add([token])
+        completion.end(FinishReason.STOP)
+        told = completion.output(RequestOutputKind.FINAL_ONLY)
+        assert "Once" + told.text == tokenizer.decode(prompt + (ids if kept else ids[:-1]))
+        assert (told.token_ids, told.stop_reason) == (ids, ids[-1])
 
 
 def test_special_tokens_are_skipped_or_shown(byte_level: CheckpointTokenizer) -> None:

@@ -66,6 +66,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
     (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs=1 is not supported yet", "prompt_logprobs"),
     (COMPLETIONS, {"stop": [""]}, "at least one character", "stop"),
+    (COMPLETIONS, {"stop": ["a"] * 129}, "129 strings are more than 128", "stop"),
+    (COMPLETIONS, {"vllm_xargs": {"mood": 1}}, "extra_args has mood, and sampler=default takes none", None),
     (COMPLETIONS, {"stop_token_ids": [99999]}, "99999 is outside the vocabulary", "stop_token_ids"),
     (COMPLETIONS, {"priority": 1}, "priority=1 is not supported by scheduler=mixed", "priority"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "belongs to stream=true", "stream_options"),
