@@ -13,6 +13,7 @@ from minivllm.version import API_VERSION, __version__
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
     from minivllm.core.outputs import CompletionOutput, RequestOutput
+    from minivllm.core.requests import TextPrompt, TokensPrompt
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.llm import LLM
 
@@ -22,6 +23,8 @@ _LAZY = {
     "SamplingParams": "minivllm.core.sampling_params",
     "RequestOutput": "minivllm.core.outputs",
     "CompletionOutput": "minivllm.core.outputs",
+    "TextPrompt": "minivllm.core.requests",
+    "TokensPrompt": "minivllm.core.requests",
 }
 
 __all__ = [
@@ -31,6 +34,8 @@ __all__ = [
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
-from minivllm.core.requests import Completion, Request, TokenTexts
+from minivllm.core.requests import Completion, Request, TextPrompt, TokensPrompt, TokenTexts
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_of
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
 
-Prompt = str | list[int] | dict[str, Any]
+Prompt = str | list[int] | dict[str, Any] | TextPrompt | TokensPrompt
 _T = TypeVar("_T")
 _PATIENCE = 10.0  # seconds that a scheduler may have work and give no step
 

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 
 PROMPT_TOKENS = 16  # that a detokenizer is shown: the first token's text may depend on what stands before it
+
+
+class TextPrompt(TypedDict):
+    """A prompt as vLLM writes it: text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as vLLM writes it: token ids, and perhaps the text that they are of."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class TokenTexts(dict[int, str]):

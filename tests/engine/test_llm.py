@@ -18,7 +18,7 @@ import torch
 from helpers import byte_level_tokenizer, edit_json, reference_model, reference_tokens
 from tqdm import tqdm
 
-from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.core.sequence import Sequence
@@ -98,7 +98,8 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
     want = tokens(run(llm, [ids]))[0]
     forms: list[Any] = [
         text, [text], ids, [ids], tuple(ids), np.array(ids), {"prompt": text}, [{"prompt": text}],
-        {"prompt_token_ids": ids}, [{"prompt": text, "prompt_token_ids": ids}],
+        {"prompt_token_ids": ids}, [{"prompt": text, "prompt_token_ids": ids}], TextPrompt(prompt=text),
+        [TokensPrompt(prompt_token_ids=ids)],
     ]  # fmt: skip
     for form in forms:
         [output] = run(llm, form)
