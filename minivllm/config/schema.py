@@ -122,6 +122,9 @@ class EngineSchema:
     enforce_eager: bool | None = key(
         None, "no CUDA graphs; false: on a GPU, refuse attention that allows none; null: graphs where it allows them"
     )
+    max_cudagraph_capture_size: int | None = key(
+        None, "sequences of the largest decode step that is a CUDA graph; null: scheduler.max_num_seqs", ge=1
+    )
     load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
     mode: str = key("generate", "what to do")
 

@@ -24,7 +24,7 @@ VLLM_NAMES: dict[str, str] = {
     "disable_cascade_attn": "attention.cascade",  # the opposite of it
 }
 
-SAME_NAMES = ("max_model_len", "enforce_eager", "seed", "load_format")
+SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format")
 
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 

@@ -38,10 +38,10 @@ _KEEPS_LOGITS = 32  # rows, at most: of 152,000 tokens in bfloat16 10 MB, 26 wit
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then multiples of 8 until ``max_num_seqs`` fits."""
-    top = -(-max_num_seqs // 8) * 8
-    return [n for n in (1, 2, 4) if n < max_num_seqs or n == 1] + list(range(8, top + 1, 8))
+def graph_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then multiples of 8 until ``most`` fits."""
+    top = -(-most // 8) * 8
+    return [n for n in (1, 2, 4) if n < most or n == 1] + list(range(8, top + 1, 8))
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:
@@ -100,9 +100,10 @@ class Kept(NamedTuple):
 class DecodeGraphs:
     """Captures and replays decode steps for one runner."""
 
-    def __init__(self, runner: ModelRunner, max_num_seqs: int) -> None:
+    def __init__(self, runner: ModelRunner, most: int) -> None:
+        """``most``: sequences of the largest step, rounded up to what ``graph_sizes`` has."""
         self.runner = runner
-        self.sizes = graph_sizes(max_num_seqs)
+        self.sizes = graph_sizes(most)
         top, device = self.sizes[-1], runner.device
         self.padding = runner.num_slots
         self.size_for = np.searchsorted(self.sizes, np.arange(top + 1))
@@ -199,6 +200,10 @@ class DecodeGraphs:
         attention.plan(plan)
 
     # ------------------------------------------------------------------ replay
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether the decodes of ``batch`` are few enough."""
+        return batch.num_decodes <= self.sizes[-1]
 
     def launch(self, batch: Batch) -> StepHandle:
         run, n = self.runner, len(batch.slots)

@@ -204,13 +204,14 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         if len(batch.block_slots):
             self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
-        if self.graphs is not None and batch.num_decodes == len(batch.slots):
-            return self.graphs.launch(batch)
+        graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
+        if graphs is not None and batch.num_decodes == len(batch.slots):
+            return graphs.launch(batch)
         if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
-        if self.graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
+        if graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
             decodes, prompts = batch.apart()
-            return StepApart(self.graphs.launch(decodes), self._launch_eager(prompts))
+            return StepApart(graphs.launch(decodes), self._launch_eager(prompts))
         return self._launch_eager(batch)
 
     def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:

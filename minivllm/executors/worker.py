@@ -189,7 +189,9 @@ class Worker:
         from minivllm.core.mixed_graphs import MixedGraphs
         from minivllm.core.prompt_graphs import PromptGraphs
 
-        decodes, most = DecodeGraphs(runner, self.config.scheduler.max_num_seqs), self.spec.max_num_batched_tokens
+        seqs = self.config.scheduler.max_num_seqs
+        decodes = DecodeGraphs(runner, min(seqs, self.config.max_cudagraph_capture_size or seqs))
+        most = self.spec.max_num_batched_tokens
         if not self.choice.prompt_graphs():
             return decodes, None, None
         prompts = PromptGraphs(runner, most, self.tp)

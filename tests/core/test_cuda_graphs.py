@@ -172,6 +172,22 @@ def test_replays_give_the_tokens_of_eager_steps(
     assert graphs.landing.replays == int(graphs.landing.steps) == replays
 
 
+def test_steps_of_more_than_graphs_take_are_launched_eagerly(llm: LLM, runner: ModelRunner, log: list[str]) -> None:
+    prompts = ["Once upon a time", "The sea was", "Hello", *["In a small village"] * 8]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 3 * i, ignore_eos=True) for i in range(len(prompts))]
+
+    def say() -> list[list[int]]:
+        return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    eager = say()
+    runner.graphs = DecodeGraphs(runner, 3)
+    runner.graphs.capture(BLOCKS, VOCAB)
+    del log[:]
+    assert say() == eager
+    replayed = {line for line in log if line.startswith("replay")}
+    assert replayed == {"replay 8", "replay 2", "replay 1"} and runner.graphs.sizes == [1, 2, 8]
+
+
 def test_steps_of_rows_that_share_prefixes_are_graphs_of_their_own(
     llm: LLM, runner: ModelRunner, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,7 +317,7 @@ def test_steps_apart_give_what_whole_ones_give(llm: LLM, log: list[Replayed], mo
         decodes.append(len(batch.slots))
         return runner._launch_eager(batch)  # type: ignore[no-any-return]
 
-    runner.graphs = SimpleNamespace(launch=launch)
+    runner.graphs = SimpleNamespace(launch=launch, takes=lambda batch: True)
     runner.prompt_graphs = PromptGraphs(runner, 512, TensorParallel())
     runner.prompt_graphs.capture(llm.engine.num_blocks, VOCAB)
     monkeypatch.setattr(prompt_graphs, "_MAX_DECODES", 0)
