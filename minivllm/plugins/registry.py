@@ -220,7 +220,8 @@ class Registry:
         raise CheckpointError(
             f"no model is registered for the architecture {architecture!r}.{did_you_mean(architecture, known)} "
             f"Registered: {listing(sorted(known))}. A plugin adds one with the hook minivllm_models: "
-            f"yield ModelComponent(name=..., target='package.module:Class', architectures=({architecture!r},))."
+            f"yield ModelComponent(name=..., target='package.module:Class', architectures=({architecture!r},)). "
+            "Packages that add some are in examples/plugins of minivllm's repository."
         )
 
     def why_not(self, component: Component) -> list[str]:

@@ -1,0 +1,1 @@
+"""Qwen2 for minivllm: ``plugin.py`` says what there is, ``model.py`` is the model."""

@@ -1,0 +1,28 @@
+"""Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v, gated MLP, pre-norm."""
+
+from minivllm.core.model_config import ModelConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import CheckpointError
+from minivllm.layers.decoder import CausalLM, DecoderLayer, SelfAttention
+from minivllm.layers.mlp import GatedMLP
+from minivllm.layers.rotary import RotaryTable
+
+
+class Qwen2Layer(DecoderLayer):
+    def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, rotary: RotaryTable) -> None:
+        super().__init__(config)
+        self.self_attn = SelfAttention(config, tp, index, rotary, qkv_bias=True)
+        self.mlp = GatedMLP(config, tp)
+
+
+class Qwen2ForCausalLM(CausalLM):
+    architectures = ("Qwen2ForCausalLM",)
+    layer = Qwen2Layer
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        if config.hf_config.get("use_sliding_window", config.hf_config.get("sliding_window")):
+            raise CheckpointError(
+                "config.json says use_sliding_window=true, and Qwen2's layers would differ then, which is not "
+                "supported; set it to false to attend to everything"
+            )
+        super().__init__(config, tp)
