@@ -3,12 +3,19 @@
 # {"arrival": 0.25, "input_len": 120, "output_len": 64}                        a prompt of random ids
 # {"arrival": 0.5, "prompt": "Once upon a time", "output_len": 64}             a text, in the model's tokens
 # {"arrival": 0.5, "prompt_token_ids": [5, 17, 9], "output_len": 64}           tokens
+
+Lines of two published collections are read as they are. Their ``hash_ids`` name the blocks of a prompt, so that equal
+ones begin with equal tokens, and a prefix cache finds what it would have found:
+
+# Mooncake's: {"timestamp": 250, "input_length": 600, "output_length": 64, "hash_ids": [0, 1]}  ms; blocks of 512
+# Qwen-Bailian's: the same with "chat_id", "parent_chat_id", "type" and "turn"                  seconds; blocks of 16
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +28,8 @@ if TYPE_CHECKING:
 
 _PROMPTS = ("input_len", "prompt", "prompt_token_ids")
 _KEYS = ("arrival", *_PROMPTS, "output_len")
+_PUBLISHED = ("timestamp", "input_length", "output_length", "hash_ids")
+_OF_CHATS = ("chat_id", "parent_chat_id", "type", "turn")
 
 
 def read_requests(
@@ -42,12 +51,16 @@ def read_requests(
         why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"workload.path={options.path} cannot be read: {why}") from e
     requests: list[BenchRequest] = []
+    blocks: dict[int, list[int]] = {}
+    scale = 1.0 if options.time_scale is None else options.time_scale
     for number, line in enumerate(lines, 1):
         if len(requests) == options.num_requests:
             break
         if line.strip():
             try:
-                requests.append(_request(line, draw, encode))
+                value = _object(line)
+                published = "timestamp" in value
+                requests.append(_published(value, draw, blocks) if published else _request(value, draw, encode))
             except ValueError as e:
                 raise ConfigError(f"workload.path={options.path}, line {number}: {e}") from e
     if not requests:
@@ -57,13 +70,13 @@ def read_requests(
             f"workload.num_requests={options.num_requests}, and {options.path} has {len(requests)}; lower it or leave "
             "it out"
         )
-    return sorted(requests, key=lambda r: r.arrival)
+    return sorted((replace(r, arrival=scale * r.arrival) for r in requests), key=lambda r: r.arrival)
 
 
 _EXAMPLE = '{"arrival": 0.25, "input_len": 120, "output_len": 64}'
 
 
-def _request(line: str, draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None) -> BenchRequest:
+def _object(line: str) -> dict[str, Any]:
     """Raises ValueError, which says what is wrong with the line."""
     try:
         value = json.loads(line)
@@ -71,16 +84,49 @@ def _request(line: str, draw: Callable[[int], list[int]], encode: Callable[[str]
         raise ValueError(f"{e}; a line is one JSON object, as {_EXAMPLE}") from e
     if not isinstance(value, dict):
         raise ValueError(f"it is not a JSON object, as {_EXAMPLE}")
+    return value
+
+
+def _check_keys(value: dict[str, Any], keys: tuple[str, ...]) -> None:
     for key in value:
-        if key not in _KEYS:
-            raise ValueError(f"there is no key {key!r}.{did_you_mean(key, _KEYS)} Allowed: {', '.join(_KEYS)}")
+        if key not in keys:
+            raise ValueError(f"there is no key {key!r}.{did_you_mean(key, keys)} Allowed: {', '.join(keys)}")
+
+
+def _published(value: dict[str, Any], draw: Callable[[int], list[int]], blocks: dict[int, list[int]]) -> BenchRequest:
+    """``blocks``: the tokens of those that were met before."""
+    of_chats = "chat_id" in value
+    size, unit = (16, 1.0) if of_chats else (512, 1e-3)
+    _check_keys(value, (*_PUBLISHED, *(_OF_CHATS if of_chats else ())))
+    names, length = value.get("hash_ids", []), _count(value, "input_length")
+    if not isinstance(names, list) or not all(type(name) is int for name in names):
+        raise ValueError("hash_ids is not a list of whole numbers")
+    prompt: list[int] = []
+    for name in names[: -(-length // size)]:
+        if name not in blocks:
+            blocks[name] = draw(size)
+        prompt += blocks[name]
+    prompt = prompt[:length] + draw(max(length - len(prompt), 0))
+    return BenchRequest(prompt, _count(value, "output_length"), unit * _seconds(value, "timestamp"))
+
+
+def _request(
+    value: dict[str, Any], draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None
+) -> BenchRequest:
+    _check_keys(value, _KEYS)
     given = [key for key in _PROMPTS if key in value]
     if len(given) != 1:
         raise ValueError(f"it needs one of {', '.join(_PROMPTS)}, and has {' and '.join(given) or 'none'}")
-    arrival = value.get("arrival", 0)
+    prompt = _prompt(given[0], value[given[0]], draw, encode)
+    return BenchRequest(prompt, _count(value, "output_len"), _seconds(value, "arrival"))
+
+
+def _seconds(value: dict[str, Any], key: str) -> float:
+    """What stands there, in whichever unit."""
+    arrival = value.get(key, 0)
     if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < float("inf"):
-        raise ValueError(f"arrival={arrival!r} is not a number of seconds from 0")
-    return BenchRequest(_prompt(given[0], value[given[0]], draw, encode), _count(value, "output_len"), float(arrival))
+        raise ValueError(f"{key}={arrival!r} is not a time from 0 on")
+    return float(arrival)
 
 
 def _prompt(

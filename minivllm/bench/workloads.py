@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from minivllm.errors import ConfigError
@@ -24,7 +25,8 @@ def make_requests(
     options: WorkloadOptions, vocab_size: int, encode: Callable[[str], list[int]] | None = None
 ) -> list[BenchRequest]:
     """All prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's bench.py.
-    Prefixes come last, and stand before the prompts in turn.
+    Prefixes come last, and stand before the prompts in turn. ``request_rate`` changes none of these: arrivals are a
+    Poisson process of its own generator, from 0 on.
 
     Ids past the vocabulary of a small model are taken modulo its size. ``encode`` makes tokens of a trace's texts.
 
@@ -42,7 +44,8 @@ def make_requests(
     if options.prefix_len is not None:
         prefixes = [_ids(options, options.prefix_len, vocab_size, draw) for _ in range(options.num_prefixes or 1)]
         prompts = [prefixes[i % len(prefixes)] + prompt for i, prompt in enumerate(prompts)]
-    return [BenchRequest(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    arrivals = _arrivals(options.request_rate, len(prompts), random.Random(options.seed))
+    return [BenchRequest(*request) for request in zip(prompts, lengths, arrivals, strict=True)]
 
 
 def make_prompt(options: WorkloadOptions, vocab_size: int, draw: random.Random) -> list[int]:
@@ -63,6 +66,13 @@ def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model
             f"the longest has {len(longest.prompt)} tokens in and {longest.max_tokens} out. {shorten}, or raise "
             "max_model_len (or take a model that has more positions)"
         )
+
+
+def _arrivals(rate: float | None, count: int, draw: random.Random) -> list[float]:
+    """Seconds: as many a second as ``rate`` says on average, one after another; None: all at 0."""
+    if rate is None:
+        return [0.0] * count
+    return list(accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
 def _ids(options: WorkloadOptions, length: int, vocab_size: int, draw: random.Random) -> list[int]:

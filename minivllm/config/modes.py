@@ -101,6 +101,8 @@ class WorkloadOptions:
     name: str
     path: str | None = None
     num_requests: int | None = None
+    request_rate: float | None = None
+    time_scale: float | None = None
     input_len: int | tuple[int, int] | None = None
     prefix_len: int | None = None
     num_prefixes: int | None = None
@@ -164,11 +166,11 @@ _SAMPLING = (
 # The keys that a workload must have, and those that it may have; all others of these are refused.
 _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "host": (("input_len", "running", "waiting", "steps"), ()),
-    "trace": (("path", "temperature"), ("num_requests", *_SAMPLING)),
+    "trace": (("path", "temperature"), ("num_requests", "time_scale", *_SAMPLING)),
 }
 _DRAWN: tuple[tuple[str, ...], tuple[str, ...]] = (
     ("num_requests", "input_len", "output_len", "temperature"),
-    ("prefix_len", "num_prefixes", *_SAMPLING),
+    ("prefix_len", "num_prefixes", "request_rate", *_SAMPLING),
 )
 
 

@@ -199,7 +199,9 @@ class WorkloadSchema:
 
     name: str = key("quick", "the option that was chosen")
     path: str | None = key(None, "workload=trace: a file of requests, one JSON object a line", text=True)
-    num_requests: int | None = key(None, "requests, all there from the start; of a trace: the first so many", ge=1)
+    num_requests: int | None = key(None, "requests; of a trace: the first so many", ge=1)
+    request_rate: float | None = key(None, "requests a second, at random times; null: all at once", gt=0, le=1e6)
+    time_scale: float | None = key(None, "workload=trace: arrival times are multiplied by it; null: 1", gt=0, le=1e6)
     input_len: Any = key(None, "prompt tokens of a request: a number, or [least,most]")
     prefix_len: int | None = key(None, "tokens that prompts begin with, before input_len of their own", ge=1)
     num_prefixes: int | None = key(None, "with prefix_len: so many different prefixes, in turn; null: 1", ge=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,20 @@ def test_keys_vary_a_workload():
     assert max(max(r.prompt) for r in requests) == 5
     other = make_requests(workload("workload=mixed", "workload.seed=1"), 99)
     assert other[0].prompt != make_requests(workload("workload=mixed"), 99)[0].prompt
+
+
+def test_requests_may_come_at_a_rate():
+    at_once = make_requests(workload("workload=decode256"), 512)
+    at_times = make_requests(workload("workload=decode256", "workload.request_rate=50"), 512)
+    assert [replace(r, arrival=0.0) for r in at_times] == at_once
+    arrivals = [r.arrival for r in at_times]
+    gaps = [b - a for a, b in pairwise(arrivals)]
+    assert arrivals[0] == 0 and min(gaps) > 0 and 0.75 < 50 * sum(gaps) / len(gaps) < 1.3
+    assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.37, abs=0.1)  # 1/e of an exponential
+    with pytest.raises(ConfigError, match="workload.request_rate is not a key of workload=trace"):
+        workload("workload=trace", "workload.path=x", "workload.request_rate=1")
+    with pytest.raises(ConfigError, match="workload.request_rate=0.* is out of range"):
+        workload("workload=bs1", "workload.request_rate=0")
 
 
 def test_prompts_begin_with_a_prefix_in_turn():
@@ -178,6 +194,28 @@ def test_a_trace_holds_lengths_texts_and_tokens_with_their_arrivals(tmp_path):
     assert max(requests[0].prompt) < 512
 
 
+def test_published_traces_are_read_as_they_are(tmp_path):
+    mooncake = trace(
+        tmp_path,
+        '{"timestamp": 2500, "input_length": 1000, "output_length": 4, "hash_ids": [0, 1]}',
+        '{"timestamp": 500, "input_length": 600, "output_length": 3, "hash_ids": [0, 2]}',
+        '{"timestamp": 500, "input_length": 600, "output_length": 3}',
+    )
+    first, alone, second = make_requests(mooncake, 512)
+    assert [(r.arrival, len(r.prompt), r.max_tokens) for r in (first, second)] == [(0.5, 600, 3), (2.5, 1000, 4)]
+    assert first.prompt[:512] == second.prompt[:512] and first.prompt[512:] != second.prompt[512:600]
+    assert len(alone.prompt) == 600 and alone.prompt[:16] != first.prompt[:16]
+
+    line = (
+        '{"chat_id": 7, "parent_chat_id": %d, "timestamp": %s, "input_length": %d, "output_length": 5, "type": "text", '
+    )
+    line += '"turn": 1, "hash_ids": %s}'
+    chats = trace(tmp_path, line % (-1, "0.25", 20, "[5, 6]"), line % (7, "1.5", 50, "[5, 8, 9, 3]"))
+    first, second = make_requests(replace(chats, time_scale=2.0), 512)
+    assert [(r.arrival, len(r.prompt)) for r in (first, second)] == [(0.5, 20), (3.0, 50)]
+    assert first.prompt[:16] == second.prompt[:16] and first.prompt[16:] != second.prompt[16:20]
+
+
 def test_a_trace_may_be_cut_to_its_first_requests(tmp_path):
     file = tmp_path / "t.jsonl"
     file.write_text('{"input_len": 1, "output_len": 1}\n' * 3)
@@ -200,11 +238,18 @@ def test_a_trace_may_be_cut_to_its_first_requests(tmp_path):
         ('{"input_len": true, "output_len": 5}', "input_len=True is not"),
         ('{"input_len": 5, "output_len": 2.5}', "output_len=2.5 is not"),
         ('{"input_len": 5, "output_len": 2, "arival": 3}', "no key 'arival'. Did you mean arrival"),
-        ('{"input_len": 5, "output_len": 2, "arrival": -1}', "arrival=-1 is not a number of seconds"),
+        ('{"input_len": 5, "output_len": 2, "arrival": -1}', "arrival=-1 is not a time from 0"),
         ('{"input_len": 5, "output_len": 2, "arrival": NaN}', "arrival=nan is not"),
         ('{"prompt": "", "output_len": 2}', "is not a text of at least one token"),
         ('{"prompt_token_ids": [], "output_len": 2}', "at least one whole number"),
         ('{"prompt_token_ids": [1.5], "output_len": 2}', "at least one whole number"),
+        ('{"timestamp": 5, "input_length": 9}', "it lacks output_length"),
+        ('{"timestamp": -5, "input_length": 9, "output_length": 1}', "timestamp=-5 is not a time"),
+        (
+            '{"timestamp": 5, "input_length": 9, "output_length": 1, "hash_ids": ["a"]}',
+            "hash_ids is not a list of whole",
+        ),
+        ('{"timestamp": 5, "input_length": 9, "output_length": 1, "turn": 1}', "no key 'turn'. Allowed: timestamp"),
         ("", "has no request in it"),
     ],
 )
