@@ -180,12 +180,10 @@ def _load(mode: str, target: str) -> Callable[[Composed], int]:
     try:
         return getattr(import_module(module), function)
     except ModuleNotFoundError as e:
-        if not (e.name or "").startswith("minivllm."):
-            raise MinivllmError(
-                f"mode={mode} needs the package {e.name!r}, which is not installed; "
-                f"install it with: pip install 'minivllm[{mode}]'"
-            ) from e
-        raise MinivllmError(f"mode={mode} is not built yet; `minivllm --help` lists what is") from e
+        extra = f"'minivllm[{mode}]'" if mode in ("serve", "bench") else str(e.name)
+        raise MinivllmError(
+            f"mode={mode} needs the package {e.name!r}, which is not installed; install it with: pip install {extra}"
+        ) from e
 
 
 # --------------------------------------------------------------------------- plugins

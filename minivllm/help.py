@@ -8,7 +8,7 @@ from enum import Enum
 
 from minivllm.config.modes import MODES, Mode
 from minivllm.config.schema import EngineSchema, Key, keys_of
-from minivllm.plugins.registry import KINDS, Registry, exists
+from minivllm.plugins.registry import KINDS, Registry
 
 _EXAMPLES = """\
 Examples
@@ -40,6 +40,7 @@ changed from there.
 _ENVIRONMENT = """\
 Environment
   MINIVLLM_API_KEY=KEY         serve: what clients must send, unless api_key= says
+  MINIVLLM_COMMIT=NAME         bench: the commit that its records name, of a copy without its git folder
   MINIVLLM_DEBUG=1             a traceback with each error
   MINIVLLM_DISABLE_PLUGINS=a,b leave out these plugins (or packages); all: every one but the built-in
   MINIVLLM_STRICT_PLUGINS=1    a plugin with a problem is an error
@@ -77,7 +78,7 @@ def help_text(word: str | None, registry: Registry) -> str:
 
 def _mode(item: tuple[str, Mode]) -> tuple[str, str]:
     name, mode = item
-    return name, mode.help if exists(mode.target.partition(":")[0]) else f"{mode.help} (not built yet)"
+    return name, mode.help
 
 
 def _line(key: Key) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from minivllm.core.engine import LLMEngine, Prompt
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError
+from minivllm.models.tokenizer import check_variables
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -153,9 +154,7 @@ class LLM:
         is_one = bool(messages) and isinstance(_checked(messages)[0], dict)
         many: list[Any] = [messages] if is_one else list(messages)
         conversations = [[_message(message) for message in _checked(conversation)] for conversation in many]
-        variables = chat_template_kwargs or {}
-        if "tokenize" in variables:
-            raise RequestError("chat_template_kwargs: tokenize cannot be set there; only a template's variables can")
+        variables = check_variables(chat_template_kwargs or {}, self.engine.tokenizer)
         prompts: list[Prompt] = [
             self.engine.tokenizer.render_chat(conversation, add_generation_prompt=add_generation_prompt, **variables)
             for conversation in conversations

@@ -56,8 +56,8 @@ def choose(
     """
     broken = broken or {}
     anyhow = replace(spec, needs_graphs=False)  # of prompts it is not asked
-    prefill, prefill_class, why = _one(options.prefill or options.name, anyhow, registry, broken, prefill=True)
-    decode, decode_class, decode_why = _one(options.decode or options.name, spec, registry, broken, prefill=False)
+    prefill, prefill_class, why = _one(options, "prefill", anyhow, registry, broken)
+    decode, decode_class, decode_why = _one(options, "decode", spec, registry, broken)
     if decode != prefill:
         for name, backend in ((prefill, prefill_class), (decode, decode_class)):
             if not backend.keeps_cache_write():
@@ -76,19 +76,22 @@ def options_of(name: str, options: AttentionOptions, registry: Registry) -> Froz
 
 
 def _one(
-    name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str], *, prefill: bool
+    options: AttentionOptions, part: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]
 ) -> tuple[str, type[AttentionBackend], str]:
+    """``part``: prefill or decode."""
+    own = getattr(options, part)
+    name, key = own or options.name, f"attention.{part}" if own else "attention"
     if name != "auto":
         component = registry.get("attention", name)
         if reasons := _why_not(component.name, spec, registry, broken):
             others = [c.name for c in registry.by_priority("attention") if not _why_not(c.name, spec, registry, broken)]
             raise ConfigError(
-                f"attention={name} cannot run this: {'; '.join(reasons)}. "
-                f"Here these can: {', '.join(others) or 'none'} (or attention=auto)"
+                f"{key}={name} cannot run this: {'; '.join(reasons)}. "
+                f"Here these can: {', '.join(others) or 'none'} (or {key}=auto)"
             )
-        return component.name, registry.resolve("attention", name), f"attention={component.name} as asked"
+        return component.name, registry.resolve("attention", name), f"{key}={component.name} as asked"
     passed: list[str] = []
-    for component in registry.by_priority("attention", prefill=prefill):
+    for component in registry.by_priority("attention", prefill=part == "prefill"):
         try:
             reasons = reasons_against(component.name, spec, registry, broken)
         except PluginError as error:

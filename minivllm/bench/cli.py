@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 
-TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=true and timeline=png write
+TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=true and timeline=true write
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Files:
             None if options.output is None else check_writable(options.output, "output"),
             _file("profile", options.profile, {"true": None, "gpu": None}),
             _file("trace", options.trace, {"true": TRACE}),
-            _file("timeline", options.timeline, {"png": TIMELINE}),
+            _file("timeline", options.timeline, {"true": TIMELINE, "png": TIMELINE}),
         )
 
     def nowhere(self) -> _Files:

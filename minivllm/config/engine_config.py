@@ -69,7 +69,8 @@ class EngineConfig:
 
     ``device`` is auto, cuda or cpu; ``dtype`` is auto, float32, bfloat16 or float16; ``load_format`` is auto or dummy;
     ``max_model_len=None`` takes the model's own limit; ``enforce_eager=None`` captures CUDA graphs where the attention
-    backend allows it, False refuses one that does not; of decodes up to ``max_cudagraph_capture_size``, None: all.
+    backend allows it, False refuses one that does not. ``max_cudagraph_capture_size`` limits the sequences of a
+    captured decode step; None: no limit.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -84,5 +85,5 @@ class EngineConfig:
     seed: int = 0
     max_model_len: int | None = None
     enforce_eager: bool | None = None
-    max_cudagraph_capture_size: int | None = None
     load_format: str = "auto"
+    max_cudagraph_capture_size: int | None = None

@@ -86,10 +86,6 @@ class ServeOptions:
     shutdown_timeout: float = 30.0
     log_requests: bool = False
 
-    def __post_init__(self) -> None:
-        if self.port > 65535:
-            raise ConfigError(f"port={self.port} is out of range: 0 to 65535")
-
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
@@ -213,12 +209,15 @@ class BenchOptions:
                         f"{key}={value if isinstance(value, str) else 'true'} with workload={name}: it runs no model; "
                         f"leave {key} out"
                     )
-        for key, words in (("profile", ("false", "true", "gpu")), ("trace", ("false", "true"))):
+        for key, words, ending in (
+            ("profile", ("false", "true", "gpu"), ".json"),
+            ("trace", ("false", "true"), ".json"),
+            ("timeline", ("false", "true", "png"), ".png"),
+        ):
             value = getattr(self, key)
-            if value not in words and not value.endswith(".json"):
-                raise ConfigError(f"{key}={value} is neither {' nor '.join(words)} nor a file whose name ends in .json")
-        if self.timeline not in ("false", "png") and not self.timeline.endswith(".png"):
-            raise ConfigError(f"timeline={self.timeline} is neither png nor a file whose name ends in .png")
+            if value not in words and not value.endswith(ending):
+                one_of = " nor ".join(words)
+                raise ConfigError(f"{key}={value} is neither {one_of} nor a file whose name ends in {ending}")
 
 
 ModeOptions = GenerateOptions | ChatOptions | ServeOptions | BenchOptions

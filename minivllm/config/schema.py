@@ -80,7 +80,12 @@ class SchedulerSchema:
     async_scheduling: bool = key(True, "launch a step before the tokens of the one before are read")
     max_num_partial_prefills: int = key(1, "prompts that may be partly computed at once", ge=1)
     max_long_partial_prefills: int = key(1, "of these, how many may be long", ge=1)
-    long_prefill_token_threshold: int = key(0, "a prompt longer than this is long; 0: none is", ge=0)
+    long_prefill_token_threshold: int = key(
+        0,
+        "tokens from which on a prompt is long, and the most of one prompt in a step; 0: no limit, or 4% of "
+        "max_model_len where max_num_partial_prefills is more than 1",
+        ge=0,
+    )
     options: dict[str, Any] = key(dict, "the scheduler's own settings")
 
 
@@ -123,7 +128,9 @@ class EngineSchema:
         None, "no CUDA graphs; false: on a GPU, refuse attention that allows none; null: graphs where it allows them"
     )
     max_cudagraph_capture_size: int | None = key(
-        None, "sequences of the largest decode step that is a CUDA graph; null: scheduler.max_num_seqs", ge=1
+        None,
+        "sequences of the largest decode step that is a CUDA graph, rounded up to a multiple of 8; null: max_num_seqs",
+        ge=1,
     )
     load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
     mode: str = key("generate", "what to do")
@@ -178,7 +185,7 @@ class ChatSchema(SamplingSchema):
 @dataclass
 class ServeSchema(EngineSchema):
     host: str = key("127.0.0.1", "the address to listen on; 0.0.0.0: all of this machine's", text=True)
-    port: int = key(8000, "its port, up to 65535; 0: any free one", ge=0)
+    port: int = key(8000, "its port; 0: any free one", ge=0, le=65535)
     api_key: str | None = key(
         None, "what clients must send as a bearer token; null: $MINIVLLM_API_KEY, or nothing if that is not set",
         text=True,
@@ -187,7 +194,7 @@ class ServeSchema(EngineSchema):
         None, "what clients call the model; null: its option, repository or folder", text=True
     )
     max_waiting: int | None = key(
-        None, "requests that may wait beyond scheduler.max_num_seqs; more are refused (503). null: no limit", ge=0
+        None, "completions that may wait beyond scheduler.max_num_seqs; more are refused (503). null: no limit", ge=0
     )
     shutdown_timeout: float = key(30.0, "seconds that running requests get to end after Ctrl-C or SIGTERM", ge=0)
     log_requests: bool = key(False, "one line a request on standard error")
@@ -245,7 +252,7 @@ class BenchSchema(EngineSchema):
     )
     profile_steps: int = key(20, "how many", ge=1)
     trace: str = key("false", "true, or FILE.json: run once more and write a Perfetto trace of its steps", text=True)
-    timeline: str = key("false", "png, or FILE.png: run once more and draw batches and cache over time", text=True)
+    timeline: str = key("false", "true, or FILE.png: run once more and draw batches and cache over time", text=True)
     check: bool = key(False, "workload=host: exit code 1 if a limit is passed")
     sweep: SweepSchema = key(SweepSchema, "several configurations")
 

@@ -27,14 +27,13 @@ def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
             value = getattr(value, part)
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        if key.ge is not None and value < key.ge:
+        if key.ge is not None and not value >= key.ge:  # nor is nan
             raise ConfigError(f"{key.name}={value} is too small: the least is {key.ge:g} ({key.help})")
-        if key.gt is None and key.le is not None and value > key.le:
+        if key.gt is None and key.le is not None and not value <= key.le:
             raise ConfigError(f"{key.name}={value} is too large: the most is {key.le:g} ({key.help})")
-        if (key.gt is not None and not value > key.gt) or (key.le is not None and not value <= key.le):
-            raise ConfigError(
-                f"{key.name}={value} is out of range: more than {key.gt:g}, at most {key.le:g} ({key.help})"
-            )
+        if key.gt is not None and not (value > key.gt and (key.le is None or value <= key.le)):
+            most = "" if key.le is None else f", at most {key.le:g}"
+            raise ConfigError(f"{key.name}={value} is out of range: more than {key.gt:g}{most} ({key.help})")
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:

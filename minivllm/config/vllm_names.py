@@ -35,7 +35,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "cpu_offload_gb": ((0,), "not supported"),
     "data_parallel_size": ((1,), "not supported; start several servers"),
     "disable_async_output_proc": ((False,), "type scheduler.async_scheduling=false"),
-    "disable_custom_all_reduce": ((False,), "not supported"),
+    "disable_custom_all_reduce": ((False,), "type executor=multiproc executor.options.all_reduce=nccl"),
     "disable_log_stats": ((True,), "no statistics are logged"),
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are always chunked; scheduler.max_num_batched_tokens sets how"),
@@ -44,7 +44,10 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_prompt_embeds": ((False,), "not supported"),
     "enable_sleep_mode": ((False,), "not supported"),
     # "auto" is vLLM's default, "vllm" asks for what happens here.
-    "generation_config": (("auto", "vllm"), "nothing is taken from generation_config.json"),
+    "generation_config": (
+        ("auto", "vllm"),
+        "of generation_config.json only the end tokens are taken; give SamplingParams",
+    ),
     "hf_overrides": (({},), "type overrides=['model.hf_config.KEY=VALUE'] with load_format=dummy"),
     "hf_token": ((), "set HF_TOKEN"),
     "kv_cache_dtype": (("auto",), "not supported yet"),
@@ -64,7 +67,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "swap_space": ((0, 4), "preempted requests are computed again, not swapped"),
     "task": (("auto", "generate"), "models generate"),
     "tokenizer_mode": (("auto",), "there is one tokenizer"),
-    "tokenizer_revision": ((), "the tokenizer comes with the model: revision"),
+    "tokenizer_revision": ((), "one revision is for model and tokenizer"),
     # A permission, which is not used: an architecture that nobody registered is refused.
     "trust_remote_code": ((False, True), "it is True or False"),
 }

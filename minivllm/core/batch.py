@@ -81,8 +81,9 @@ class PromptStep:
 class Cascade:
     """What decode rows share and read once, see ``core/cascade.py``: int32, device.
 
-    An item is keys [begin, end) that ``count`` rows have in common, rows ``order[first]`` and the next in ``order``, as
-    ``block_tables[row]`` has them; each gets a part, of which row r has ``parts[r, 1]``, at ``parts[r, 0]`` and behind.
+    An item is one piece of work: ``count`` rows, those from ``order[first]`` on, attend to the keys [begin, end) that
+    they have in common (``block_tables[row]`` says where these are). It leaves one partial result a row; those of row r
+    are the ``parts[r, 1]`` from ``parts[r, 0]`` on.
     """
 
     order: torch.Tensor  # (n,): the decode rows, those with common prefixes side by side

@@ -17,22 +17,22 @@ import numpy as np
 from minivllm.core.batch import Batch
 
 ITEM = 6  # numbers of an item, see ``Cascade``
-_FEW = 4  # keys that rows read alone, for one read together: from there on items and rows take turns no more
+_FEW = 4  # keys that rows read alone for each that they read together: with more, they do not wait for the items
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeLimits:
     """What a backend takes, and when it pays."""
 
-    rows: int  # of an item, at most
-    keys: int  # an item begins at a multiple of these in its node
-    beside: int  # items of equal work beside which rows read on alone
-    alone: int  # items that keep the device busy by themselves
-    items: int  # at most
-    parts: int  # at most, of all rows
-    saved_keys: int  # that need not be read again, from which on a step is faster so
-    node_keys: int = 64  # of a node, at least: fewer are read by those below it
-    node_saved: int = 256  # keys that a node saves, at least: (rows - 1) * its keys
+    rows: int  # most rows in an item
+    keys: int  # items begin at multiples of so many keys in their node
+    beside: int  # items into which shared keys are cut while rows read their own keys beside them
+    alone: int  # items into which they are cut where they keep the device busy by themselves
+    items: int  # most items in a step
+    parts: int  # most partial results in a step, of all rows together
+    saved_keys: int  # least keys, read once less, for which a step pays
+    node_keys: int = 64  # least keys in a node: fewer are read by the nodes below it
+    node_saved: int = 256  # least keys that a node saves: (rows - 1) * its keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,8 +45,9 @@ def graph_sizes(most: int) -> list[int]:
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:
-    """Of these, fewer: they are captured while requests wait, and more rows take little longer. None goes through all
-    layers in one kernel, which reads for each row alone."""
+    """The sizes to capture for steps that share prefixes: a few of ``sizes``, because they are captured while requests
+    wait and more rows take little longer. Sizes that go through all layers in one kernel are left out: that kernel
+    reads for each row alone."""
     return [n for n in sizes if n > MAX_MEGAKERNEL_ROWS and (n in (16, 32, sizes[-1]) or n % 64 == 0)]
 
 
@@ -74,7 +75,7 @@ def capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDA
 
 
 def difference(expected: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
-    """Of the hidden states of a replay from those of the eager step, relative to these, on the device."""
+    """How far a replay's hidden states are from the eager step's, relative to these: a scalar on the device."""
     expected = expected.float()
     return (expected - replayed.float()).norm() / expected.norm().clamp_min(1e-6)
 
@@ -90,7 +91,7 @@ def check_differences(differences: dict[str, torch.Tensor], attention: Attention
 
 
 class Kept(NamedTuple):
-    """Of a step, for what some requests want behind it."""
+    """What a step leaves behind for ``Sampler.refine``."""
 
     hidden: torch.Tensor  # (rows, hidden_size)
     tokens: torch.Tensor  # (rows,) int64

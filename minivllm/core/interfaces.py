@@ -451,8 +451,8 @@ class Sampler(ABC):
         return self.resample(logits, slots, positions), None
 
     def captures_refine(self) -> bool:
-        """Whether ``refine_captured`` stands for ``refine``, be it as what ``resample`` makes of it: whoever overrides
-        one overrides both."""
+        """Whether ``refine_captured``, or ``resample`` in its place, may replace ``refine``: a class that overrides one
+        of them must override both."""
         own = type(self).refine_captured is not Sampler.refine_captured
         return overrides_both(type(self), "refine", "refine_captured" if own else "resample")
 

@@ -4,6 +4,7 @@ Slot arrays, one row a running sequence, owned by the scheduler (S = max_num_seq
 # tokens (S, max_model_len) int32: what the host knows of each sequence    committed (S,): how many of them are valid
 # computed (S,): those in the cache, or on their way to it
 # known_len (S,): those that were known at admission   max_len (S,): the length at which it ends
+# min_len (S,): the length before which no stop token ends it   stop_ids (S, k): its first ones, -1 behind the last
 # generation (S,) int64: grows when the slot changes hands, so that rows still in flight can be told to be stale
 
 A sequence decodes once computed >= known_len: then it has computed + 1 tokens, of which the newest may be in flight.
@@ -75,15 +76,16 @@ class SlotScheduler(Scheduler):
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
         self.running = np.empty(0, dtype=np.int32)  # slots, by place; batches hold views: it is not written to
-        self._room = np.empty(size, dtype=np.int32)  # where it may grow behind its end, …
-        self._room_filled = 0  # … which is here
+        self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
+        self._room_filled = 0  # entries of it in use
         self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
         self._free_slots = list(range(size - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
         self.steps = 0  # written so far
-        self._retry_at = 0  # free blocks below which, …
-        self._retry_partial = 0  # … and prompts half done from which on, no waiting sequence in sight can be admitted
+        # No waiting sequence in sight can be admitted with fewer free blocks than this, …
+        self._retry_at = 0
+        self._retry_partial = 0  # … unless fewer prompts than this are half done
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
         self._no_params = np.empty(0, dtype=self._row)
         self._admitted: list[Sequence] = []

@@ -202,11 +202,19 @@ def choose_devices(config: EngineConfig) -> list[int]:
             raise ConfigError("executor.options.devices names GPUs, and this runs on the CPU; leave it out")
         return []
     there = torch.cuda.device_count()
-    devices = [int(d) for d in config.executor.options.get("devices") or range(config.tp)]
-    if len(set(devices)) != config.tp or not all(0 <= d < there for d in devices):
-        named = f"executor.options.devices={devices}" if config.executor.options.get("devices") else "one each"
+    named = config.executor.options.get("devices")
+    if named is not None:
+        given = list(named) if isinstance(named, (list, tuple)) else named
+        if not isinstance(given, list) or any(type(d) is not int for d in given) or len(set(given)) != config.tp:
+            raise ConfigError(
+                f"executor.options.devices={given} is not a list of {config.tp} different GPUs, which tp={config.tp} "
+                f"needs; type executor.options.devices={list(range(config.tp))}"
+            )
+    devices = list(range(config.tp)) if named is None else list(named)
+    if not all(0 <= d < there for d in devices):
+        which = "" if named is None else f" (executor.options.devices={devices})"
         raise ConfigError(
-            f"tp={config.tp} needs {config.tp} GPUs ({named}), and torch sees {there}; lower tp, or check "
+            f"tp={config.tp} needs {config.tp} GPUs{which}, and torch sees {there}; lower tp, or check "
             "CUDA_VISIBLE_DEVICES"
         )
     return devices

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
-_rehearsals = 0  # under way; of the one thread that launches
+_rehearsing = ContextVar("rehearsing", default=False)  # of a thread: engines in others go their own ways
 
 
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """What is launched here goes the ways of a captured step."""
-    global _rehearsals
-    _rehearsals += 1
+    before = _rehearsing.set(True)
     try:
         yield
     finally:
-        _rehearsals -= 1
+        _rehearsing.reset(before)
 
 
 def captured(x: torch.Tensor) -> bool:
     """Whether what is launched with ``x`` now is captured, or rehearsed."""
-    return _rehearsals > 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return _rehearsing.get() or (x.is_cuda and torch.cuda.is_current_stream_capturing())

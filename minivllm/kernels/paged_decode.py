@@ -10,8 +10,8 @@ that short ones fill the end. One program takes the q heads of one kv head toget
 cores). A row of one item writes its output directly; else each item writes a partial result, and the one that arrives
 last merges them: no second launch.
 
-``paged_decode_qkv`` takes the packed projection instead of q: each program norms and rotates its q heads, and the one
-whose item ends a context also its new key, which it writes into the cache, with the value, and uses from registers.
+With ``new`` it takes the packed projection instead of q: each program norms and rotates its q heads, and the one whose
+item ends a context also its new key, which it writes into the cache, with the value, and uses from registers.
 """
 
 from bisect import bisect_left

@@ -24,9 +24,9 @@ class Attention:
     """One layer's attention. It owns no weights (hence no Module) and no state but which path its backend takes.
 
     A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
-    write in one kernel, k and v beside the cache for ``fresh_prompts`` only, in their places in qkv; where it has
-    ``fused_decode_rows``, attention takes that kernel in for the steps of decodes that it ``takes_qkv`` of; the
-    projection does where that is faster. A backend that overrides either is handed q, k and v.
+    write in one kernel; k and v stay in their places in qkv, too, for ``fresh_prompts``. In decode steps of which
+    ``takes_qkv`` is true that kernel's work is done by attention itself, and in others, where that is faster, by the
+    projection. A backend that overrides either is handed q, k and v.
     """
 
     def __init__(

@@ -266,8 +266,8 @@ class Decoder(nn.Module):
     def _shape_of(
         self, layers: list[nn.Module], x: torch.Tensor, of: Callable[[DecoderLayer], _Shape | None]
     ) -> _Shape | None:
-        """Of layers that all have one, and the same; the last one may pick tokens. None: they have not, or there are
-        more rows than such layers go any other way with, of which several ranks have but that of few."""
+        """The shape that all layers share; the last one may pick tokens. None: they differ, or there are more rows than
+        any way through several products at once takes. Several ranks have only the one for few rows."""
         alone = self.tp.size == 1
         if len(x) > (MAX_CHAIN_ROWS if alone else MAX_MEGAKERNEL_ROWS) or not (alone or self.tp.words):
             return None
@@ -281,7 +281,7 @@ class Decoder(nn.Module):
     def _whole_shape(
         self, layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None
     ) -> DecoderShape | None:
-        """Of few rows' layers that may go as one kernel: those with such products, or alike with experts."""
+        """The shape with which all layers may run as one kernel, dense or with experts; for steps of few rows only."""
         if len(x) > MAX_MEGAKERNEL_ROWS:  # the host would ask each layer for nothing
             return None
         if products is not None:

@@ -52,11 +52,12 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False) -
             f"{repo} is gated: accept its licence on its page, run `hf auth login`, then `hf download {repo}`"
         ) from error
     except Exception as error:  # the hub's client raises its own errors, its HTTP library's, OSError and ValueError
+        not_cached = f"{_NOT_CACHED} ({type(error).__name__}: {' '.join(str(error).split())})"
         reason = {
             errors.RepositoryNotFoundError: "there is no such repository, or it is private",
             errors.RevisionNotFoundError: f"it has no revision {revision!r}",
             errors.HFValidationError: "that is not a repository's name",
-        }.get(type(error), _NOT_CACHED)
+        }.get(type(error), not_cached)
         raise _cannot_fetch(repo, reason) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,6 +66,17 @@ class Tokenizer(ABC):
     @abstractmethod
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one sequence, whose text goes on from ``prompt_ids``."""
+
+
+def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
+    """A chat template's variables, as a user gives them. Raises RequestError for one that is no variable but an
+    argument of what renders the template."""
+    arguments = inspect.signature(tokenizer.hf_tokenizer.apply_chat_template).parameters
+    if taken := variables.keys() & {*arguments, "messages"}:
+        raise RequestError(
+            f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there; only a template's variables can"
+        )
+    return variables
 
 
 class CheckpointTokenizer(Tokenizer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import secrets
 import time
 import uuid
@@ -20,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.errors import EngineDeadError
+from minivllm.models.tokenizer import check_variables
 from minivllm.serve.async_engine import Aborted, AsyncEngine, Generation
 from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
 from minivllm.serve.metrics import registry_of
@@ -129,14 +129,14 @@ class Server:
 
     def _check_room(self, sequences: int) -> None:
         """For so many more, if ``max_waiting`` says how many there may be."""
-        there, most = self.engine.num_requests, self.engine.engine.config.scheduler.max_num_seqs
+        there, most = self.engine.num_completions, self.engine.engine.config.scheduler.max_num_seqs
         waiting = self.options.max_waiting
         if waiting is None or there + sequences <= most + waiting:
             return
         if sequences > most + waiting:
             said = f"{sequences} completions are more than this server takes at once: {most} and max_waiting={waiting}"
             raise ClientError(f"{said}; send several requests")
-        said = f"{there} requests run or wait: {most} may run, and max_waiting={waiting}"
+        said = f"{there} completions run or wait: {most} may run, and max_waiting={waiting}"
         raise ClientError(f"{said}; try again later", status=503, code="overloaded")
 
     # ------------------------------------------------------------------ tokens
@@ -160,14 +160,8 @@ class Server:
     async def _conversation(self, body: Conversation) -> list[int]:
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
-        variables = body.chat_template_kwargs or {}
+        variables = check_variables(body.chat_template_kwargs or {}, self.tokenizer)
         template = self.tokenizer.apply_chat_template
-        own = inspect.signature(self.tokenizer.hf_tokenizer.apply_chat_template).parameters
-        if taken := variables.keys() & {*own, "messages"}:
-            said = (
-                f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there; only a template's variables can"
-            )
-            raise ClientError(said, param="chat_template_kwargs")
         messages = [message.as_text() for message in body.messages]
         try:
             return await self._encode(

@@ -62,9 +62,12 @@ class Generation:
         EngineDeadError: the engine died. Aborted: by ``abort``.
     """
 
-    def __init__(self, engine: AsyncEngine, request_ids: tuple[str, ...], kind: RequestOutputKind) -> None:
+    def __init__(
+        self, engine: AsyncEngine, request_ids: tuple[str, ...], kind: RequestOutputKind, completions: int = 1
+    ) -> None:
         self.request_ids = request_ids
         self._engine = engine
+        self.completions = completions  # of each prompt
         self._joins = kind is RequestOutputKind.DELTA
         self._open = set(request_ids)  # not finished
         self._begun = False  # whether there was any output
@@ -152,6 +155,11 @@ class AsyncEngine:
         return len(self._generations)
 
     @property
+    def num_completions(self) -> int:
+        """Those of them."""
+        return sum(generation.completions for generation in self._generations.values())
+
+    @property
     def num_running(self) -> int:
         """Requests of which something runs."""
         running = {request_of(seq) for seq in self.engine.scheduler.sequences if seq is not None}
@@ -202,7 +210,7 @@ class AsyncEngine:
             RequestError: one of them can never run. EngineDeadError.
         """
         self.check()
-        generation = Generation(self, tuple(request_ids), params.output_kind)
+        generation = Generation(self, tuple(request_ids), params.output_kind, params.n)
         for name in generation.request_ids:
             self._generations[name] = generation
         arrived = time.perf_counter()

@@ -136,10 +136,13 @@ def _bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
     except socket.gaierror as error:
         raise ConfigError(f"host={host} is no address of this machine: {error.strerror}; {_HOSTS}") from error
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
         listener.close()
         raise _cannot_listen(host, port, error) from error

@@ -270,6 +270,11 @@ class Tokenize(Conversation):
     def _text_or_messages(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise ClientError("give prompt, a string, or messages, and not both", param="prompt")
+        idle = ("add_special_tokens",) if self.messages else ("add_generation_prompt", "chat_template_kwargs")
+        for name in idle:
+            if name in self.model_fields_set:
+                what = "a text" if self.messages else "messages"
+                raise ClientError(f"{name} belongs to {what}; leave it out", param=name)
         return self
 
 

@@ -154,7 +154,7 @@ def test_a_request_that_does_not_fit_is_refused_not_cut():
         (["workload=host", "timeline=png"], "it runs no model"),
         (["trace=yes"], "trace=yes is neither false nor true nor a file whose name ends in .json"),
         (["profile=on"], "profile=on is neither false nor true nor gpu nor a file whose name ends in .json"),
-        (["timeline=x.jpg"], "neither png nor a file whose name ends in .png"),
+        (["timeline=x.jpg"], "neither false nor true nor png nor a file whose name ends in .png"),
         (["workload.path=x.jsonl"], "workload.path is not a key of workload=quick"),
         (["workload=trace"], "workload=trace lacks workload.path"),
         (["workload=trace", "workload.path=x", "workload.input_len=3"], "not a key of workload=trace"),

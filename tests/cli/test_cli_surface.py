@@ -118,9 +118,9 @@ def test_other_errors_exit_1_and_ctrl_c_130(
         assert len(err.strip().splitlines()) == 1
 
 
-def test_a_mode_that_is_not_built_says_so() -> None:
-    with pytest.raises(MinivllmError, match="mode=serve is not built yet"):
-        cli._load("serve", "minivllm.no_such_mode.cli:run")
+def test_a_mode_whose_packages_are_not_installed_says_how_to_get_them() -> None:
+    with pytest.raises(MinivllmError, match=r"needs the package 'no_such_package'.*pip install no_such_package"):
+        cli._load("generate", "no_such_package:run")
     with pytest.raises(MinivllmError, match=r"needs the package 'no_such_package'.*pip install 'minivllm\[serve\]'"):
         cli._load("serve", "no_such_package:run")
 

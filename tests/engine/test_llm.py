@@ -368,8 +368,9 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     assert len(two) == 2 and tokens(two)[0] == tokens([answer])[0]
     parts = [{"role": "user", "content": [{"type": "text", "text": "the fox"}]}]
     assert llm.chat(parts, GREEDY, use_tqdm=False)[0].prompt_token_ids == prompt
-    with pytest.raises(RequestError, match="tokenize cannot be set there"):
-        llm.chat(messages, use_tqdm=False, chat_template_kwargs={"tokenize": True})
+    for name in ("tokenize", "chat_template", "add_generation_prompt", "messages"):
+        with pytest.raises(RequestError, match=f"{name} cannot be set there"):
+            llm.chat(messages, use_tqdm=False, chat_template_kwargs={name: True})
     assert llm.chat([], GREEDY, use_tqdm=False) == []
     bare = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert bare[0].prompt_token_ids == prompt[:-1]

@@ -79,6 +79,8 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": [[5], [6, -1]]}, "prompt 1: token id -1", None),
     (COMPLETIONS, {"prompt": [5] * 1024}, "1024 tokens, and max_model_len=1024 leaves no room", None),
     (COMPLETIONS, {"max_tokens": 5000}, "with a 1-token prompt exceeds max_model_len=1024", "max_tokens"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "belongs to messages", "add_generation_prompt"),
+    ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "belongs to a text", "add_special_tokens"),
     ("/tokenize", {}, "give prompt, a string, or messages", "prompt"),
     ("/detokenize", {"tokens": [1, 900]}, "900 is outside the vocabulary", "tokens"),
 ]  # fmt: skip
@@ -152,7 +154,7 @@ def test_a_full_queue_is_told_to_come_again(make_llm: Callable[..., LLM]) -> Non
             client.start()
         until(lambda: server.async_engine.num_requests == 2)
         refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
-        assert told(refused, 503, "2 requests run or wait: 1 may run, and max_waiting=1")["code"] == "overloaded"
+        assert told(refused, 503, "2 completions run or wait: 1 may run, and max_waiting=1")["code"] == "overloaded"
         assert refused.headers["retry-after"] == "1"
         told(
             server.post(COMPLETIONS, prompt="a", n=3, max_tokens=1),

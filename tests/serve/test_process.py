@@ -245,7 +245,7 @@ def test_of_two_servers_that_load_at_once_one_is_told(
 
 
 @pytest.mark.parametrize(("typed", "told"), [
-    (["port=70000"], "port=70000 is out of range: 0 to 65535"),
+    (["port=70000"], "port=70000 is too large: the most is 65535"),
     (["port=-1"], "port=-1 is too small"),
     (["host=no.such.host.invalid"], "type host=127.0.0.1 to be reached from this machine only, host=0.0.0.0"),
     (["api_key="], "api_key=: the value is missing"),

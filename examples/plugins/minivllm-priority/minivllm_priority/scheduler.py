@@ -67,10 +67,10 @@ class PriorityScheduler(MixedScheduler):
                 break
             if seq.priority > head.priority:
                 behind.append(slot)
-        if not behind or self._lacking(head) > int(self.blocks.held[behind].sum()):
+        if not behind or self._blocks_lacking(head) > int(self.blocks.held[behind].sum()):
             return
-        while behind and (self.num_running == self.options.max_num_seqs or self._lacking(head) > 0):
+        while behind and (self.num_running == self.options.max_num_seqs or self._blocks_lacking(head) > 0):
             self.preempt(behind.pop(0))
 
-    def _lacking(self, seq: Sequence) -> int:
+    def _blocks_lacking(self, seq: Sequence) -> int:
         return self.lacking(seq, self.blocks.match(seq))
