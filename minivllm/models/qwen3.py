@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
@@ -23,9 +25,10 @@ class Qwen3ForCausalLM(CausalLM):
     layer = Qwen3Layer
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        if config.hf_config.get("use_sliding_window"):
+        uses, window = (config.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
+        if window if uses is None else uses:
             raise CheckpointError(
-                f"use_sliding_window=true (sliding_window={config.hf_config.get('sliding_window')}) is not supported "
-                "for Qwen3, whose layers would differ; no published Qwen3 checkpoint sets it"
+                f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for Qwen3, whose "
+                "layers would differ; no published Qwen3 checkpoint asks for it: set use_sliding_window to false"
             )
         super().__init__(config, tp)
