@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from minivllm.bench.record import (
 )
 from minivllm.bench.table import show
 from minivllm.config.modes import BenchOptions
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, MinivllmError
 
 if TYPE_CHECKING:
     from minivllm.bench.measure import Bench
@@ -80,7 +81,9 @@ def run(composed: Composed) -> int:
     if not composed.speaks:
         files = files.nowhere()
     record: dict[str, Any] = {**environment(), "overrides": list(composed.overrides)}
-    if options.workload.host:
+    if options.url is not None:
+        held = _served(options, record, composed.overrides)
+    elif options.workload.host:
         held = _host(composed.engine, options, record)
     else:
         _requests(composed.engine, options, record, files, started)
@@ -88,7 +91,7 @@ def run(composed: Composed) -> int:
     if files.output is not None:
         append(files.output, record)
         print(f"written to {files.output}")
-    return 0 if held or not options.check else 1
+    return 0 if held or not (options.check or options.url) else 1
 
 
 # --------------------------------------------------------------------------- with a model
@@ -258,6 +261,57 @@ def _show_profile(profiled: Profile) -> None:
     show(title, [what, "count", "total µs", "µs each"], rows)
     if profiled.trace is not None:
         print(f"torch's trace: {profiled.trace} (chrome://tracing, Perfetto)")
+
+
+# --------------------------------------------------------------------------- over HTTP
+
+
+def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[str]) -> bool:
+    """A server; returns whether no request failed."""
+    import asyncio
+
+    from minivllm.bench.measure import summarize
+
+    try:
+        from minivllm.bench.served import check_alone, measure
+    except ModuleNotFoundError as e:
+        raise MinivllmError(
+            f"url= needs the package {e.name!r}, which is not installed; install it with: pip install 'minivllm[bench]'"
+        ) from e
+    check_alone(overrides)
+    server, runs, why = asyncio.run(measure(options))
+    record |= summarize(runs)
+    record |= {
+        "url": server.url,
+        "model": server.model,
+        "max_concurrency": options.max_concurrency,
+        "workload": asdict(options.workload),
+        "repeat": options.repeat,
+    }
+    rows = [
+        ["seconds", f"{record['seconds']:,.3f}"],
+        ["requests/s", f"{record['requests_per_s']:,.2f}"],
+        ["output tokens/s", f"{record['output_tokens_per_s']:,.1f}"],
+        ["total tokens/s", f"{record['total_tokens_per_s']:,.1f}"],
+    ]
+    for label, name in (
+        ("to first token", "ttft"),
+        ("per output token", "tpot"),
+        ("between messages", "itl"),
+        ("to last token", "latency"),
+    ):
+        rows += [[f"ms {label}, {at}", f"{record[f'{name}_ms_{at}']:,.2f}"] for at in ("mean", "p50", "p90", "p99")]
+    some = f", {options.repeat} runs: medians" if options.repeat > 1 else ""
+    show(
+        f"{server.url}, model={server.model}, workload={options.workload.name}: {record['tokens_in']:,} tokens in, "
+        f"{record['tokens_out']:,} out{some}",
+        ["", "value"],
+        rows,
+    )
+    failed = sum(run.failed for run in runs)
+    if failed:
+        print(f"{failed} requests failed; the first: {why}")
+    return not failed
 
 
 # --------------------------------------------------------------------------- without one

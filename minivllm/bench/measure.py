@@ -190,9 +190,10 @@ class Bench:
         self.engine.reset_prefix_cache()
 
 
-def summarize(runs: Sequence[Run]) -> dict[str, Any]:
-    """The median of each figure, and under ``spread`` its least, median and most."""
-    values = {name: [getattr(run, name) for run in runs] for name in Run.__dataclass_fields__}
+def summarize(runs: Sequence[Any]) -> dict[str, Any]:
+    """The median of each figure of ``Run``s (or of another dataclass), and under ``spread`` its least, median and
+    most."""
+    values = {name: [getattr(run, name) for run in runs] for name in runs[0].__dataclass_fields__}
     medians = {
         name: statistics.median_low(v) if isinstance(v[0], int) else statistics.median(v) for name, v in values.items()
     }

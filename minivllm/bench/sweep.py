@@ -28,6 +28,7 @@ _REFUSED = {
     "output": "a sweep writes its rows to its folder",
     "check": "a sweep has rows, not one exit code",
     "mode": "a sweep is of bench",
+    "url": "a sweep starts engines of its own; measure a server once for each setting",
 }
 _WORDS = ("true", "false", "gpu", "png")
 

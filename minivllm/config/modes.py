@@ -123,10 +123,14 @@ class WorkloadOptions:
         """Whether it measures the host alone."""
         return self.name == "host"
 
+    def request_fields(self) -> dict[str, Any]:
+        """Each request's sampling parameters as a server is asked for them."""
+        given = {name: getattr(self, name) for name in ("temperature", *_SAMPLING) if getattr(self, name) is not None}
+        return {**given, "ignore_eos": self.ignore_eos}
+
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Each request's, but for ``max_tokens``. Raises ConfigError for a value out of range."""
-        given = {name: getattr(self, name) for name in ("temperature", *_SAMPLING) if getattr(self, name) is not None}
-        return _sampling_params(f"workload={self.name}: ", **given, ignore_eos=self.ignore_eos, **more)
+        return _sampling_params(f"workload={self.name}: ", **self.request_fields(), **more)
 
     def __post_init__(self) -> None:
         needed, allowed = _KEYS_OF.get(self.name, _DRAWN)
@@ -189,6 +193,8 @@ class BenchOptions:
     workload: WorkloadOptions
     repeat: int = 1
     output: str | None = None
+    url: str | None = None
+    max_concurrency: int | None = None
     detokenize: bool = False
     profile: str = "false"
     profile_steps: int = 20
@@ -201,14 +207,23 @@ class BenchOptions:
         name = self.workload.name
         if self.check and not self.workload.host:
             raise ConfigError(f"check=true with workload={name}: only workload=host has limits to check")
-        if self.workload.host:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url={self.url} is no server's address; type url=http://127.0.0.1:8000")
+        if self.url is not None and self.workload.host:
+            raise ConfigError("url= with workload=host, which asks no server; leave one out")
+        if self.url is None and self.max_concurrency is not None:
+            raise ConfigError(
+                f"max_concurrency={self.max_concurrency} is of requests to a server: add url=, or type "
+                "scheduler.max_num_seqs"
+            )
+        if self.workload.host or self.url is not None:
+            why = "it runs no model" if self.workload.host else "the model runs elsewhere"
+            with_ = f"workload={name}" if self.workload.host else "url="
             for key in ("profile", "trace", "timeline", "detokenize"):
                 value = getattr(self, key)
                 if value not in (False, "false", "gpu"):
-                    raise ConfigError(
-                        f"{key}={value if isinstance(value, str) else 'true'} with workload={name}: it runs no model; "
-                        f"leave {key} out"
-                    )
+                    shown = value if isinstance(value, str) else "true"
+                    raise ConfigError(f"{key}={shown} with {with_}: {why}; leave {key} out")
         for key, words, ending in (
             ("profile", ("false", "true", "gpu"), ".json"),
             ("trace", ("false", "true"), ".json"),

@@ -243,6 +243,12 @@ class BenchSchema(EngineSchema):
     workload: WorkloadSchema = key(WorkloadSchema, "what to measure")
     repeat: int = key(1, "measure so many times and show the spread", ge=1)
     output: str | None = key(None, "append one JSON object to this file", text=True)
+    url: str | None = key(
+        None,
+        "measure the server with OpenAI's interface that is there, over HTTP, and no engine of one's own",
+        text=True,
+    )
+    max_concurrency: int | None = key(None, "with url: so many requests are under way at once, at most", ge=1)
     detokenize: bool = key(False, "make text of the tokens, and count the time")
     profile: str = key(
         "false",
