@@ -41,6 +41,8 @@ class _Chunk:
 
 
 class TorchBackend(AttentionBackend):
+    """The reference: torch's operations, on any device, in float32 at least."""
+
     capabilities = Capabilities(
         dtypes=("float32", "bfloat16", "float16", "float64"), sliding_window=True, cuda_graphs=CudaGraphs.NEVER
     )

@@ -22,6 +22,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
+    """``prefill`` and ``decode`` name backends of their own, None: ``name``. ``cascade``: shared prefixes are read once
+    a step where that is faster."""
+
     name: str = "auto"
     prefill: str | None = None
     decode: str | None = None
@@ -31,6 +34,8 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
+    """vLLM's names. ``max_num_seqs`` sequences run at once; a step has ``max_num_batched_tokens`` tokens at most."""
+
     name: str = "mixed"
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -53,12 +58,16 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
+    """``options`` are the sampler's own."""
+
     name: str = "default"
     options: FrozenDict = field(default_factory=FrozenDict)
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
+    """``options`` are the executor's own: devices, time limits, addresses."""
+
     name: str = "auto"
     options: FrozenDict = field(default_factory=FrozenDict)
 

@@ -56,7 +56,9 @@ class Scheduler(ABC):
     @abstractmethod
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
-    ) -> None: ...
+    ) -> None:
+        """``max_model_len``: tokens of prompt and completion that a sequence may have. ``sampler_row``: what
+        ``Sampler.row`` is, of which ``Batch.admitted_params`` are. Raises ConfigError for options that cannot be."""
 
     @abstractmethod
     def add(self, seq: Sequence) -> None:
@@ -341,7 +343,8 @@ class Model(ABC):
     """A decoder. Subclass it together with ``torch.nn.Module``; it is built on the meta device."""
 
     @abstractmethod
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None: ...
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+        """``tp``: which part of the model this rank holds. Raises CheckpointError for a config that it cannot run."""
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
@@ -505,6 +508,8 @@ class StepObserver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
+    """What a step found, on the host; n rows, as the batch has them."""
+
     token_ids: np.ndarray  # (n,) int32, one a row; rows that do not sample hold -1
     logprobs: Logprobs | None = None
 
@@ -539,9 +544,9 @@ class Executor(ABC):
     """Runs the model on one or more ranks."""
 
     @abstractmethod
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry
-    ) -> None: ...
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
+        """Nothing is started yet. ``registry`` finds the components that ``config`` names, in each rank's process anew.
+        Raises ConfigError for what cannot run here."""
 
     @abstractmethod
     def start(self) -> int:

@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
+    """Where a sequence is: preempted ones wait again."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class FinishReason(Enum):
+    """Why it ended: a stop or end token or a stop string; or its length."""
+
     STOP = "stop"
     LENGTH = "length"
 

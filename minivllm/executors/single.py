@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 
 class SingleExecutor(Executor):
+    """One rank, in this process. Raises ConfigError for ``tp`` other than 1."""
+
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp} with executor=single: one process holds one rank; set tp=1")

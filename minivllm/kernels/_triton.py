@@ -36,6 +36,7 @@ except ImportError:  # the references run, the launchers do not
 
 
 def next_power_of_2(n: int) -> int:
+    """The least that is not below n, and 1 for n below 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -48,6 +49,7 @@ def num_sms(device: "torch.device") -> int:
 
 
 def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 

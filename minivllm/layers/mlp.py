@@ -18,6 +18,9 @@ ACTIVATIONS = {"silu": norm_gate_up, "swish": norm_gate_up}  # hidden_act: norm,
 
 
 class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)) of the normed stream, added to it; gate and up are one product. Raises CheckpointError
+    for an activation that it does not know."""
+
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         if config.hidden_act not in ACTIVATIONS:

@@ -10,6 +10,8 @@ from minivllm.layers.parameter import Piece, sharded_parameter
 
 
 class RMSNorm(nn.Module):
+    """x * weight / rms(x) over the last dimension, of ``size`` elements."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
