@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from minivllm.executors.messages import Failed, Pulse, Still, decode
 from minivllm.executors.processes import STOPPED, process_state
-from minivllm.executors.progress import nobody_moves
+from minivllm.executors.progress import START_TIMEOUT, nobody_moves
 
 TICK = 0.25  # seconds between two looks
 _EVERY = 1.0  # seconds between an answer and the next question
@@ -91,8 +91,9 @@ class Hearts:
         """Why to give up the start, if nobody moves; before an actor has answered for the first time, Ray works."""
         for heart in self.hearts:
             if heart.last is None:
-                late = heart.silent > self.start_timeout
-                return f"the actor of rank {heart.rank} did not start in {self.start_timeout:g} s" if late else None
+                limit = max(self.start_timeout, START_TIMEOUT)
+                late = heart.silent > limit
+                return f"the actor of rank {heart.rank} did not start in {limit:g} s" if late else None
         return nobody_moves({heart.rank: heart.still() for heart in self.hearts}, self.start_timeout)
 
     def count_nodes(self) -> int:

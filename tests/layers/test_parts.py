@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,10 +115,15 @@ class World:
         for rank in self.ranks:
             change(rank)
 
-    def step(self) -> torch.Tensor:
+    def step(self, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> torch.Tensor:
         """Logits behind the prompt (1, vocab), then behind a token more; the same on all ranks."""
+
+        def one(rank: Rank) -> torch.Tensor:
+            with within():
+                return rank.step()
+
         with ThreadPoolExecutor(len(self.ranks)) as pool:
-            said = list(pool.map(Rank.step, self.ranks))
+            said = list(pool.map(one, self.ranks))
         assert all(torch.equal(logits, said[0]) for logits in said)
         return said[0]
 
@@ -199,8 +205,7 @@ def test_a_step_that_stands_for_a_captured_one_exchanges_nothing(
     folder: Path, expected: torch.Tensor, small_parts: None
 ) -> None:
     world = World(folder)
-    with rehearsal():
-        torch.testing.assert_close(world.step(), expected)
+    torch.testing.assert_close(world.step(within=rehearsal), expected)
     assert not any(rank.exchanged() for rank in world.ranks)
     torch.testing.assert_close(world.step(), expected)
     assert all(rank.exchanged() for rank in world.ranks)
