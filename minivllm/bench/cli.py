@@ -219,23 +219,17 @@ _ROWS = (
 
 def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
     """The figures, and above and below them what they are figures of."""
-    spread, work = record["spread"], options.workload
+    work = options.workload
     graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
     print(
         f"{record['model']} ({record['load_format']} weights), {record['dtype']}, tp={record['tp']}, {record['device']}"
         f", {graphs}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
     )
-    columns = ["", "median", "min", "max"] if options.repeat > 1 else ["", "value"]
-    rows = []
-    for label, name, digits in _ROWS:
-        values = [spread[name][at] for at in ("median", "min", "max")[: len(columns) - 1]]
-        rows.append([label, *(f"{value:,.{digits}f}" for value in values)])
-    show(
+    _show_figures(
         f"workload={work.name}: {record['requests']:,} requests, {record['tokens_in']:,} tokens in, "
-        f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions"
-        + (f", {options.repeat} runs" if options.repeat > 1 else ""),
-        columns,
-        rows,
+        f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions",
+        record,
+        _ROWS,
     )
     memory = [
         f"{record[name] / 2**30:.2f} GiB {where}"
@@ -246,6 +240,14 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["ready_phases_s"].items())
         print(f"ready {record['time_to_ready_s']:.2f} s after the process began ({phases})")
     print(f"peak memory: {', '.join(memory)}")
+
+
+def _show_figures(title: str, record: dict[str, Any], figures: Sequence[tuple[str, str, int]]) -> None:
+    """The median, the least and the most of several runs, or the value of one. ``figures``: label, key, digits."""
+    count = len(record["runs"])
+    columns = {"median": "median", "min": "min", "max": "max"} if count > 1 else {"median": "value"}
+    rows = [[label, *(f"{record['spread'][key][at]:,.{digits}f}" for at in columns)] for label, key, digits in figures]
+    show(title + (f", {count} runs" if count > 1 else ""), ["", *columns.values()], rows)
 
 
 def _show_profile(profiled: Profile) -> None:
@@ -266,6 +268,25 @@ def _show_profile(profiled: Profile) -> None:
 # --------------------------------------------------------------------------- over HTTP
 
 
+_SERVED_ROWS = (
+    ("seconds", "seconds", 3),
+    ("requests/s", "requests_per_s", 2),
+    ("output tokens/s", "output_tokens_per_s", 1),
+    ("total tokens/s", "total_tokens_per_s", 1),
+    *(
+        (f"ms {label}, {at}", f"{name}_ms_{at}", 2)
+        for label, name in (
+            ("to first token", "ttft"),
+            ("per output token", "tpot"),
+            ("between messages", "itl"),
+            ("to last token", "latency"),
+        )
+        for at in ("mean", "p50", "p90", "p99")
+    ),
+    ("failed requests", "failed", 0),
+)
+
+
 def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[str]) -> bool:
     """A server; returns whether no request failed."""
     import asyncio
@@ -279,7 +300,7 @@ def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[s
             f"url= needs the package {e.name!r}, which is not installed; install it with: pip install 'minivllm[bench]'"
         ) from e
     check_alone(overrides)
-    server, runs, why = asyncio.run(measure(options))
+    server, requests, runs, why = asyncio.run(measure(options, _say))
     record |= summarize(runs)
     record |= {
         "url": server.url,
@@ -287,26 +308,13 @@ def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[s
         "max_concurrency": options.max_concurrency,
         "workload": asdict(options.workload),
         "repeat": options.repeat,
+        "requests": requests,
     }
-    rows = [
-        ["seconds", f"{record['seconds']:,.3f}"],
-        ["requests/s", f"{record['requests_per_s']:,.2f}"],
-        ["output tokens/s", f"{record['output_tokens_per_s']:,.1f}"],
-        ["total tokens/s", f"{record['total_tokens_per_s']:,.1f}"],
-    ]
-    for label, name in (
-        ("to first token", "ttft"),
-        ("per output token", "tpot"),
-        ("between messages", "itl"),
-        ("to last token", "latency"),
-    ):
-        rows += [[f"ms {label}, {at}", f"{record[f'{name}_ms_{at}']:,.2f}"] for at in ("mean", "p50", "p90", "p99")]
-    some = f", {options.repeat} runs: medians" if options.repeat > 1 else ""
-    show(
-        f"{server.url}, model={server.model}, workload={options.workload.name}: {record['tokens_in']:,} tokens in, "
-        f"{record['tokens_out']:,} out{some}",
-        ["", "value"],
-        rows,
+    _show_figures(
+        f"{server.url}, model={server.model}, workload={options.workload.name}: {requests:,} requests, "
+        f"{record['tokens_in']:,} tokens in, {record['tokens_out']:,} out",
+        record,
+        _SERVED_ROWS,
     )
     failed = sum(run.failed for run in runs)
     if failed:

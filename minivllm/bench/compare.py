@@ -24,7 +24,7 @@ THRESHOLD = 5.0  # per cent
 # Start is measured once a process, and the GPU-busy share is no aim in itself: neither is judged.
 _JUDGED = ("output_tokens_per_s", "total_tokens_per_s", "ms_per_step_p50", "ttft_ms_p50", "latency_ms_p50")
 # How something was measured or written down, not what: rows meet in spite of these.
-_ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode")
+_ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode", "url")
 
 
 @dataclass(frozen=True, slots=True)

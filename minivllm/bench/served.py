@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from minivllm.errors import ConfigError, MinivllmError
 if TYPE_CHECKING:
     from minivllm.config.modes import BenchOptions
 
-_CONNECT_TIMEOUT = 30.0  # seconds
+_CONNECT_TIMEOUT = 30.0  # seconds; as long as a server may take to name its model
 _WARM_UP_TOKENS = 8
 
 
@@ -61,6 +61,35 @@ class ServedRun:
     latency_ms_p99: float
 
 
+# What is read of a server's JSON; anything else in it is passed over, and another type is an error.
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int | None = None
+
+
+class _Message(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_MESSAGE = msgspec.json.Decoder(_Message)
+
+
 @dataclass(slots=True)
 class _Answer:
     """What came of a request, by ``time.perf_counter``."""
@@ -84,7 +113,8 @@ class Server:
         """Raises MinivllmError: there is no such server, or it lists no model."""
         where = f"{self.url}/v1/models"
         try:
-            async with self._session.get(where) as response:
+            timeout = aiohttp.ClientTimeout(total=_CONNECT_TIMEOUT)
+            async with self._session.get(where, timeout=timeout) as response:
                 status, text = response.status, await response.text()
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
             raise MinivllmError(
@@ -93,10 +123,10 @@ class Server:
         if status != 200:
             raise MinivllmError(f"url={self.url}: GET {where} gives {status}: {_reason(text)}")
         try:
-            first = msgspec.json.decode(text)["data"][0]
-            self.model, self.max_model_len = first["id"], first.get("max_model_len")
-        except (msgspec.DecodeError, LookupError, TypeError) as error:
+            first = msgspec.json.decode(text, type=_Models).data[0]
+        except (msgspec.DecodeError, LookupError) as error:
             raise MinivllmError(f"url={self.url}: {where} lists no model in OpenAI's form") from error
+        self.model, self.max_model_len = first.id, first.max_model_len
 
     async def complete(self, request: BenchRequest, sampling: dict[str, Any]) -> _Answer:
         body = {
@@ -109,37 +139,44 @@ class Server:
                 if response.status != 200:
                     answer.error = f"{response.status}: {_reason(await response.text())}"
                 else:
-                    await self._read(response, answer, request)
+                    await self._read(response, answer, request.max_tokens, sampling["ignore_eos"])
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
             answer.error = _said(error)
         return answer
 
-    async def _read(self, response: aiohttp.ClientResponse, answer: _Answer, request: BenchRequest) -> None:
-        usage, reason = None, None
-        async for line in response.content:
-            if not line.startswith(b"data:"):
+    async def _read(self, response: aiohttp.ClientResponse, answer: _Answer, wanted: int, whole: bool) -> None:
+        """``whole``: whether fewer tokens than ``wanted`` are an error."""
+        counted, reason = None, None
+        async for line in response.content:  # to its end, so that the connection serves the next request
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]" or not line.startswith(b"data:"):
                 continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                break
-            message = msgspec.json.decode(data)
-            if "error" in message:
+            message = _MESSAGE.decode(data)
+            if message.error is not None:
                 answer.error = _reason(data.decode())
                 return
-            usage = message.get("usage") or usage
-            for choice in message.get("choices") or ():
+            if message.usage is not None:
+                counted = message.usage.completion_tokens or counted
+            for choice in message.choices or ():
                 answer.came.append(time.perf_counter())
-                reason = choice.get("finish_reason") or reason
+                reason = choice.finish_reason or reason
         if reason is None:
             answer.error = "the stream broke off"
-        elif usage is not None:
-            answer.tokens = usage["completion_tokens"]
-        else:  # a server that does not count
-            answer.tokens = request.max_tokens if reason == "length" else len(answer.came)
+            return
+        # a server that does not count sends a message for each token, or all that it was asked for
+        answer.tokens = counted or (wanted if reason == "length" else len(answer.came))
+        if whole and answer.tokens < wanted:
+            answer.error = (
+                f"it ended after {answer.tokens} of {wanted} tokens ({reason}), and ignore_eos was asked for; type "
+                "workload.ignore_eos=false for a server that does not know it"
+            )
 
 
-async def measure(options: BenchOptions) -> tuple[Server, list[ServedRun], str | None]:
-    """The server, each run's figures, and why the first request that failed did.
+async def measure(options: BenchOptions, say: Callable[[str], None]) -> tuple[Server, int, list[ServedRun], str | None]:
+    """The server, the number of requests, each run's figures, and why the first request that failed did.
+
+    Args:
+        say: is told what happens now.
 
     Raises:
         MinivllmError: there is no server, or not one request comes back.
@@ -155,28 +192,30 @@ async def measure(options: BenchOptions) -> tuple[Server, list[ServedRun], str |
         await server.find_model()
         work = options.workload
         sampling = work.request_fields()
-        drawn = [_requests(options, number) for number in range(options.repeat + 1)]
+        drawn = [_requests(options, number) for number in range(options.repeat)]
         if server.max_model_len is not None:
             for requests in drawn:
                 check_fits(work, requests, server.max_model_len)
-        first = drawn[-1][0]  # of prompts that are not measured
+        (first,) = _requests(options, options.repeat, num_requests=1)  # a prompt that is not measured
+        say("warming up")
         warm = await server.complete(replace(first, max_tokens=min(first.max_tokens, _WARM_UP_TOKENS)), sampling)
         if warm.error is not None:
             hint = "; lower workload.max_token_id" if "vocabulary" in warm.error else ""
-            raise MinivllmError(f"url={server.url}: the server refuses a first request: {warm.error}{hint}")
+            raise MinivllmError(f"a first request to {server.url}/v1/completions failed: {warm.error}{hint}")
         runs, why = [], None
         for number in range(options.repeat):
+            say(f"run {number + 1} of {options.repeat}")
             run, failure = await _run(server, drawn[number], sampling, options.max_concurrency)
             runs.append(run)
             why = why or failure
-        return server, runs, why
+        return server, len(drawn[0]), runs, why
 
 
-def _requests(options: BenchOptions, number: int) -> list[BenchRequest]:
+def _requests(options: BenchOptions, number: int, **changes: Any) -> list[BenchRequest]:
     def encode(text: str) -> list[int]:
         raise ValueError("a text has no tokens here; give input_len or prompt_token_ids to measure a server")
 
-    work = replace(options.workload, seed=options.workload.seed + number)
+    work = replace(options.workload, seed=options.workload.seed + number, **changes)
     return make_requests(work, work.max_token_id + 1, encode)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from minivllm.config import schema
 from minivllm.errors import ConfigError, RequestError
@@ -207,7 +208,7 @@ class BenchOptions:
         name = self.workload.name
         if self.check and not self.workload.host:
             raise ConfigError(f"check=true with workload={name}: only workload=host has limits to check")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
+        if self.url is not None and not _address(self.url):
             raise ConfigError(f"url={self.url} is no server's address; type url=http://127.0.0.1:8000")
         if self.url is not None and self.workload.host:
             raise ConfigError("url= with workload=host, which asks no server; leave one out")
@@ -233,6 +234,15 @@ class BenchOptions:
             if value not in words and not value.endswith(ending):
                 one_of = " nor ".join(words)
                 raise ConfigError(f"{key}={value} is neither {one_of} nor a file whose name ends in {ending}")
+
+
+def _address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
+    return bool(whole and not parts.query and not parts.fragment)
 
 
 ModeOptions = GenerateOptions | ChatOptions | ServeOptions | BenchOptions

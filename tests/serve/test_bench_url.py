@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from running import Running
+from running import Running, until
+from test_process import Process
 
+from minivllm.bench import served
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
 from minivllm.config.compose import compose
@@ -35,14 +40,60 @@ def test_our_server_is_measured(server: Running, tmp_path: Path, capsys: pytest.
     assert (first["url"], first["model"], first["failed"]) == (url, "tiny", 0)
     assert 0 < first["ttft_ms_p50"] <= first["ttft_ms_p99"] <= first["latency_ms_p99"] <= 1e3 * first["seconds"] + 1
     assert first["tpot_ms_p50"] > 0 and first["output_tokens_per_s"] == first["tokens_out"] / first["seconds"]
-    assert len(second["runs"]) == 2 and second["max_concurrency"] == 2
-    assert "ms to first token, p99" in capsys.readouterr().out
+    assert len(second["runs"]) == 2 and second["max_concurrency"] == 2 and second["requests"] == 6
+    one, two = capsys.readouterr().out.split("written to", 1)
+    assert "6 requests" in one and "ms to first token, p99" in one and "median" not in one
+    assert "2 runs" in two and "median" in two and "min" in two and "max" in two
+
+
+def test_a_process_is_measured_and_one_that_is_killed_costs_only_what_it_had(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "out.jsonl"
+    trace.write_text('{"input_len": 5, "output_len": 4}\n{"input_len": 5, "output_len": 30000}\n')
+    folder = tiny_checkpoint("qwen3", max_position_embeddings=40_000)
+    process = Process(folder, tmp_path / "errors", "cache.num_blocks=4000")
+    try:
+        url = process.url()
+        assert main(["bench", f"url={url}", IDS, *SMALL]) == 0
+
+        def metric(name: str) -> float:
+            lines = httpx.get(f"{url}/metrics").text.splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith(f"minivllm:{name}"))
+
+        before = metric("request_success_total")
+
+        def kill_it_in_the_long_one() -> None:
+            try:
+                ended = before + 2  # the warm-up and the short one
+                until(lambda: metric("request_success_total") == ended and metric("num_requests_running") == 1)
+            finally:
+                process.process.kill()
+
+        killer = threading.Thread(target=kill_it_in_the_long_one)
+        killer.start()
+        keys = ("workload=trace", f"workload.path={trace}", "max_concurrency=1", f"output={file}")
+        assert main(["bench", f"url={url}", IDS, *keys]) == 1
+        killer.join()
+    finally:
+        process.process.kill()
+        process.process.wait()
+        assert process.process.stdout is not None
+        process.process.stdout.close()
+    record = json.loads(file.read_text())
+    assert (record["failed"], record["tokens_out"]) == (1, 4)
+    assert "1 requests failed; the first: Client" in capsys.readouterr().out
+    assert main(["bench", f"url={url}", IDS, *SMALL]) == 1
+    assert "no answer from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
         (["url=localhost:8000"], "url=localhost:8000 is no server's address; type url=http://"),
+        (["url=http://"], "url=http:// is no server's address"),
+        (["url=http://127.0.0.1:99999"], "url=http://127.0.0.1:99999 is no server's address"),
+        (["url=http://127.0.0.1:9?model=m"], "is no server's address"),
         (["url=http://127.0.0.1:9", "attention=triton"], "attention=triton: with url= the server has settings of"),
         (["url=http://127.0.0.1:9", "profile=true"], "profile=true with url=: the model runs elsewhere"),
         (["url=http://127.0.0.1:9", "workload=host"], "url= with workload=host"),
@@ -69,9 +120,12 @@ def test_a_workload_that_does_not_fit_is_refused(server: Running, capsys: pytest
 
 @contextmanager
 def standing_in(
-    answer: Callable[[int], tuple[int, list[bytes]]], models: str = '{"data": [{"id": "m"}]}'
+    answer: Callable[[int], tuple[int, list[bytes]]],
+    models: str = '{"data": [{"id": "m"}]}',
+    bodies: list[dict[str, Any]] | None = None,
 ) -> Iterator[str]:
-    """A server that says what ``answer`` gives for its n-th completion, status and lines; its address."""
+    """A server that says what ``answer`` gives for its n-th completion, status and lines; its address. It puts what
+    it was sent into ``bodies``."""
     asked = iter(range(10**6))
 
     class Handler(BaseHTTPRequestHandler):
@@ -79,7 +133,9 @@ def standing_in(
             self._say(200, [models.encode()])
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if bodies is not None:
+                bodies.append(json.loads(body))
             self._say(*answer(next(asked)))
 
         def _say(self, status: int, lines: list[bytes]) -> None:
@@ -101,8 +157,8 @@ def standing_in(
         httpd.server_close()
 
 
-def chunk(reason: str | None = None) -> bytes:
-    return b"data: " + json.dumps({"choices": [{"text": "x", "finish_reason": reason}]}).encode()
+def chunk(reason: str | None = None, **more: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"text": "x", "finish_reason": reason}], **more}).encode()
 
 
 WHOLE = [chunk(), b"", chunk("length"), b"data: [DONE]"]
@@ -112,6 +168,80 @@ def test_a_server_that_does_not_count_its_tokens(tmp_path: Path) -> None:
     with standing_in(lambda n: (200, WHOLE)) as url:
         assert main(["bench", f"url={url}", *SMALL, "workload.output_len=7", f"output={tmp_path / 'o'}"]) == 0
     assert json.loads((tmp_path / "o").read_text())["tokens_out"] == 6 * 7
+
+
+def test_what_a_server_is_asked() -> None:
+    bodies: list[dict[str, Any]] = []
+    with standing_in(lambda n: (200, WHOLE), bodies=bodies) as url:
+        assert main(["bench", f"url={url}", "workload.num_requests=1", "workload.input_len=3"]) == 0
+    for body in bodies:  # the first warms up
+        prompt, most = body.pop("prompt"), body.pop("max_tokens")
+        assert len(prompt) == 3 and all(type(token) is int for token in prompt) and most in (8, 64)
+        assert body.pop("stream") is True and body.pop("stream_options") == {"include_usage": True}
+        assert body == {"model": "m", "temperature": 0.6, "ignore_eos": True}
+    assert len(bodies) == 2
+
+
+def test_requests_are_sent_when_they_arrive(tmp_path: Path) -> None:
+    trace, came = tmp_path / "trace.jsonl", []
+    trace.write_text('{"arrival": 0.8, "input_len": 1, "output_len": 2}\n{"input_len": 1, "output_len": 2}\n')
+
+    def answer(number: int) -> tuple[int, list[bytes]]:
+        came.append(time.monotonic())
+        return 200, WHOLE
+
+    with standing_in(answer) as url:
+        keys = ("workload=trace", f"workload.path={trace}", "workload.time_scale=0.5")
+        assert main(["bench", f"url={url}", *keys]) == 0
+    assert 0.35 < came[2] - came[1] < 0.7
+
+
+@pytest.mark.parametrize(("typed", "at_once"), [([], 6), (["max_concurrency=2"], 2)])
+def test_so_many_requests_are_under_way_at_once(typed: list[str], at_once: int) -> None:
+    lock, under_way, most = threading.Lock(), 0, 0
+
+    def answer(number: int) -> tuple[int, list[bytes]]:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.3)
+        with lock:
+            under_way -= 1
+        return 200, WHOLE
+
+    with standing_in(answer) as url:
+        assert main(["bench", f"url={url}", *SMALL, *typed]) == 0
+    assert most == at_once
+
+
+def test_an_error_that_is_null_is_none() -> None:
+    lines = [chunk(error=None), b"", chunk("length", error=None, usage=None), b"data: [DONE]"]
+    with standing_in(lambda n: (200, lines)) as url:
+        assert main(["bench", f"url={url}", *SMALL]) == 0
+
+
+def test_answers_that_end_early_are_failures_unless_they_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = [chunk("stop", usage={"completion_tokens": 1}), b"data: [DONE]"]
+    with standing_in(lambda n: (200, short if n == 3 else WHOLE)) as url:
+        keys = (f"output={tmp_path / 'o'}", "workload.output_len=2")
+        assert main(["bench", f"url={url}", *SMALL, *keys]) == 1
+        assert "it ended after 1 of 2 tokens (stop)" in (said := capsys.readouterr().out)
+        assert "type workload.ignore_eos=false" in said
+        assert json.loads((tmp_path / "o").read_text())["failed"] == 1
+    with standing_in(lambda n: (200, short)) as url:
+        assert main(["bench", f"url={url}", *SMALL, "workload.ignore_eos=false"]) == 0
+
+
+def test_two_servers_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(tmp_path / name) for name in "ab"]
+    for file in files:
+        with standing_in(lambda n: (200, WHOLE)) as url:
+            assert main(["bench", f"url={url}", *SMALL, f"output={file}"]) == 0
+    main(["bench", "compare", *files, "threshold=1000"])
+    assert "workload.num_requests=6" in (said := capsys.readouterr().out) and "first token ms" in said
 
 
 def test_requests_that_fail_are_counted_and_the_first_is_shown(
@@ -132,10 +262,13 @@ def test_requests_that_fail_are_counted_and_the_first_is_shown(
 @pytest.mark.parametrize(
     ("status", "lines", "told"),
     [
-        (500, [b"oh no"], "the server refuses a first request: 500: oh no"),
+        (500, [b"oh no"], "/v1/completions failed: 500: oh no"),
         (200, [chunk()], "the stream broke off"),
         (200, [b'data: {"error": {"message": "out of memory"}}'], "out of memory"),
-        (200, [b"data: {"], "the server refuses a first request"),
+        (200, [b"data: {"], "/v1/completions failed: DecodeError"),
+        (200, [b"data: [1]"], "Expected `object`, got `array`"),
+        (200, [b'data: {"choices": [null]}'], "Expected `object`, got `null`"),
+        (200, [chunk("length", usage={"completion_tokens": "3"})], "got `str`"),
     ],
 )
 def test_a_server_that_cannot_is_told(
@@ -146,7 +279,7 @@ def test_a_server_that_cannot_is_told(
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("models", ["{}", "<html>", '{"data": []}'])
+@pytest.mark.parametrize("models", ["{}", "<html>", '{"data": []}', '{"data": [{"id": 5}]}'])
 def test_what_is_no_such_server_is_told(capsys: pytest.CaptureFixture[str], models: str) -> None:
     with standing_in(lambda n: (200, WHOLE), models) as url:
         assert main(["bench", f"url={url}", *SMALL]) == 1
@@ -156,3 +289,12 @@ def test_what_is_no_such_server_is_told(capsys: pytest.CaptureFixture[str], mode
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "url=http://127.0.0.1:9", *SMALL]) == 1
     assert "start a server, as with `minivllm serve`" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_name_its_model_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(served, "_CONNECT_TIMEOUT", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert main(["bench", f"url=http://127.0.0.1:{silent.getsockname()[1]}", *SMALL]) == 1
+    assert "no answer from" in capsys.readouterr().err
