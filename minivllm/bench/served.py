@@ -201,7 +201,7 @@ async def measure(options: BenchOptions, say: Callable[[str], None]) -> tuple[Se
         warm = await server.complete(replace(first, max_tokens=min(first.max_tokens, _WARM_UP_TOKENS)), sampling)
         if warm.error is not None:
             hint = "; lower workload.max_token_id" if "vocabulary" in warm.error else ""
-            raise MinivllmError(f"a first request to {server.url}/v1/completions failed: {warm.error}{hint}")
+            raise MinivllmError(f"url={server.url}: the server refuses a first request: {warm.error}{hint}")
         runs, why = [], None
         for number in range(options.repeat):
             say(f"run {number + 1} of {options.repeat}")

@@ -184,16 +184,16 @@ def test_what_a_server_is_asked() -> None:
 
 def test_requests_are_sent_when_they_arrive(tmp_path: Path) -> None:
     trace, came = tmp_path / "trace.jsonl", []
-    trace.write_text('{"arrival": 0.8, "input_len": 1, "output_len": 2}\n{"input_len": 1, "output_len": 2}\n')
+    trace.write_text('{"arrival": 4.0, "input_len": 1, "output_len": 2}\n{"input_len": 1, "output_len": 2}\n')
 
     def answer(number: int) -> tuple[int, list[bytes]]:
         came.append(time.monotonic())
         return 200, WHOLE
 
     with standing_in(answer) as url:
-        keys = ("workload=trace", f"workload.path={trace}", "workload.time_scale=0.5")
+        keys = ("workload=trace", f"workload.path={trace}", "workload.time_scale=0.1")
         assert main(["bench", f"url={url}", *keys]) == 0
-    assert 0.35 < came[2] - came[1] < 0.7
+    assert 0.35 < came[2] - came[1] < 3
 
 
 @pytest.mark.parametrize(("typed", "at_once"), [([], 6), (["max_concurrency=2"], 2)])
@@ -205,7 +205,7 @@ def test_so_many_requests_are_under_way_at_once(typed: list[str], at_once: int) 
         with lock:
             under_way += 1
             most = max(most, under_way)
-        time.sleep(0.3)
+        time.sleep(0.6)
         with lock:
             under_way -= 1
         return 200, WHOLE
@@ -262,10 +262,10 @@ def test_requests_that_fail_are_counted_and_the_first_is_shown(
 @pytest.mark.parametrize(
     ("status", "lines", "told"),
     [
-        (500, [b"oh no"], "/v1/completions failed: 500: oh no"),
+        (500, [b"oh no"], "the server refuses a first request: 500: oh no"),
         (200, [chunk()], "the stream broke off"),
         (200, [b'data: {"error": {"message": "out of memory"}}'], "out of memory"),
-        (200, [b"data: {"], "/v1/completions failed: DecodeError"),
+        (200, [b"data: {"], "the server refuses a first request: DecodeError"),
         (200, [b"data: [1]"], "Expected `object`, got `array`"),
         (200, [b'data: {"choices": [null]}'], "Expected `object`, got `null`"),
         (200, [chunk("length", usage={"completion_tokens": "3"})], "got `str`"),
