@@ -86,8 +86,8 @@ class LLM:
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all, or one a prompt. ``use_tqdm``: whether to show progress, or what makes
-        the bar, called as ``tqdm`` is. ``priority``: one a prompt, smaller ones are served
-        earlier; for schedulers that have priorities. vLLM's other arguments are taken where they ask for nothing.
+        the bar, called as ``tqdm`` is. ``priority``: one a prompt, smaller ones are served earlier; for schedulers that
+        have priorities. vLLM's other arguments are taken where they ask for nothing.
 
         Raises:
             RequestError: a prompt that can never run; the others are dropped, and the engine goes on.

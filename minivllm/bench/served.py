@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minivllm.bench.workloads import BenchRequest, check_fits, make_requests
+from minivllm.config.overrides import Override
 from minivllm.errors import ConfigError, MinivllmError
 
 if TYPE_CHECKING:
@@ -222,15 +222,13 @@ def _requests(options: BenchOptions, number: int, **changes: Any) -> list[BenchR
 async def _run(
     server: Server, requests: Sequence[BenchRequest], sampling: dict[str, Any], max_concurrency: int | None
 ) -> tuple[ServedRun, str | None]:
-    turns = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
+    turns = asyncio.Semaphore(max_concurrency or len(requests))
     with tqdm(total=len(requests), desc="requests", disable=not sys.stderr.isatty(), leave=False) as bar:
         began = time.perf_counter()
 
         async def one(request: BenchRequest) -> _Answer:
             await asyncio.sleep(request.arrival - (time.perf_counter() - began))
-            async with AsyncExitStack() as turn:
-                if turns is not None:
-                    await turn.enter_async_context(turns)
+            async with turns:
                 answer = await server.complete(request, sampling)
             bar.update(1)
             return answer
@@ -271,7 +269,7 @@ def check_alone(overrides: Sequence[str]) -> None:
     """Raises ConfigError for a typed key that is not the client's: the server was started with its own."""
     ours = ("mode", "output", "repeat", "url", "max_concurrency", "workload")
     for typed in overrides:
-        key = typed.partition("=")[0].lstrip("+~")
+        key = Override.parse(typed).key
         if key.partition(".")[0] not in ours:
             raise ConfigError(f"{typed}: with url= the server has settings of its own; leave {key} out")
 

@@ -23,7 +23,7 @@ from minivllm.config.overrides import (
 )
 from minivllm.config.schema import EngineSchema, keys_of
 from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
-from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEUTRAL, SAME_NAMES, VLLM_NAMES
+from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, NEUTRAL, SAME_NAMES, VLLM_NAMES
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean
 from minivllm.plugins.registry import Registry
@@ -142,7 +142,7 @@ def compose_engine_config(
                 allowed = ", ".join(map(repr, neutral or (None,)))
                 raise ConfigError(f"{name}={value!r}: {why}. Allowed: {allowed}")
             continue
-        target = VLLM_NAMES.get(name, name if name in SAME_NAMES else None)
+        target = (VLLM_NAMES | NEGATED).get(name, name if name in SAME_NAMES else None)
         if target is None:
             raise ConfigError(_unknown_keyword(name, value))
         if value is None:
@@ -159,7 +159,7 @@ def _value_here(name: str, value: Any) -> Any:
     """What a value of a keyword of ``vllm.LLM`` is called here."""
     if name == "load_format":
         return LOAD_FORMATS.get(value, value)
-    if name == "disable_cascade_attn":
+    if name in NEGATED:
         return not value
     if name == "distributed_executor_backend":
         if value not in EXECUTORS:
@@ -169,7 +169,7 @@ def _value_here(name: str, value: Any) -> Any:
 
 
 def _unknown_keyword(name: str, value: Any) -> str:
-    known = ["model", "attention", "tp", "device", "dtype", "overrides", *SAME_NAMES, *VLLM_NAMES]
+    known = ["model", "attention", "tp", "device", "dtype", "overrides", *SAME_NAMES, *VLLM_NAMES, *NEGATED]
     keys = keys_of(EngineSchema)
     leaves = {k.rpartition(".")[2]: k for k in keys}
     typed = name if name in CONFIG_GROUPS else leaves.get(name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from minivllm.config.modes import MODES
 from minivllm.config.schema import EngineSchema, Key, keys_of
-from minivllm.config.vllm_names import VLLM_NAMES
+from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
@@ -90,6 +90,8 @@ def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_
     name = override.key
     if name in VLLM_NAMES:
         return f"{override.text}: there is no key {name}; here it is called {VLLM_NAMES[name]}"
+    if name in NEGATED:
+        return f"{override.text}: there is no key {name}; here it is the opposite of {NEGATED[name]}"
     others = [m for m, spec in MODES.items() if name in keys_of(spec.schema) or name in groups_of(spec.schema)]
     if others:
         place = "an engine's overrides" if engine_only else f"mode {mode}"

@@ -21,8 +21,8 @@ VLLM_NAMES: dict[str, str] = {
     "tokenizer": "model.tokenizer",
     "revision": "model.revision",
     "distributed_executor_backend": "executor",
-    "disable_cascade_attn": "attention.cascade",  # the opposite of it
 }
+NEGATED = {"disable_cascade_attn": "attention.cascade"}  # the opposite of a key here
 
 SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format")
 

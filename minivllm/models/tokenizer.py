@@ -71,6 +71,8 @@ class Tokenizer(ABC):
 def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
     """A chat template's variables, as a user gives them. Raises RequestError for one that is no variable but an
     argument of what renders the template."""
+    if not variables:
+        return variables
     arguments = inspect.signature(tokenizer.hf_tokenizer.apply_chat_template).parameters
     if taken := variables.keys() & {*arguments, "messages"}:
         raise RequestError(

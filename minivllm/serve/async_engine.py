@@ -156,7 +156,7 @@ class AsyncEngine:
 
     @property
     def num_completions(self) -> int:
-        """Those of them."""
+        """Of requests that have not ended."""
         return sum(generation.completions for generation in self._generations.values())
 
     @property

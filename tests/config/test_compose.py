@@ -184,6 +184,7 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         ("hydra.run.dir=x", ["there is no key hydra.run.dir"]),
         ("attention@x=torch", ["there is no key attention@x"]),
         ("tensor_parallel_size=2", ["here it is called tp"]),
+        ("disable_cascade_attn=true", ["here it is the opposite of attention.cascade"]),
         ("block_size=2", ["here it is called cache.block_size"]),
         ("system=hi", ["system is a key of mode chat, not of mode generate"]),
         ("model=qwen33", ["model=qwen33", "Did you mean qwen3", "Allowed: checkpoint, demo, llama"]),
