@@ -35,7 +35,8 @@ _OF_CHATS = ("chat_id", "parent_chat_id", "type", "turn")
 def read_requests(
     options: WorkloadOptions, draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None
 ) -> list[BenchRequest]:
-    """The file's requests by arrival; blank lines are passed over.
+    """The file's requests by arrival, the first at 0, so that of an excerpt nobody waits for what came before it.
+    Blank lines are passed over.
 
     Args:
         draw: makes a prompt of so many random ids.
@@ -70,7 +71,8 @@ def read_requests(
             f"workload.num_requests={options.num_requests}, and {options.path} has {len(requests)}; lower it or leave "
             "it out"
         )
-    return sorted((replace(r, arrival=scale * r.arrival) for r in requests), key=lambda r: r.arrival)
+    first = min(r.arrival for r in requests)
+    return sorted((replace(r, arrival=scale * (r.arrival - first)) for r in requests), key=lambda r: r.arrival)
 
 
 _EXAMPLE = '{"arrival": 0.25, "input_len": 120, "output_len": 64}'

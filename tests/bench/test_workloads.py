@@ -202,7 +202,7 @@ def test_published_traces_are_read_as_they_are(tmp_path):
         '{"timestamp": 500, "input_length": 600, "output_length": 3}',
     )
     first, alone, second = make_requests(mooncake, 512)
-    assert [(r.arrival, len(r.prompt), r.max_tokens) for r in (first, second)] == [(0.5, 600, 3), (2.5, 1000, 4)]
+    assert [(r.arrival, len(r.prompt), r.max_tokens) for r in (first, second)] == [(0.0, 600, 3), (2.0, 1000, 4)]
     assert first.prompt[:512] == second.prompt[:512] and first.prompt[512:] != second.prompt[512:600]
     assert len(alone.prompt) == 600 and alone.prompt[:16] != first.prompt[:16]
 
@@ -210,8 +210,16 @@ def test_published_traces_are_read_as_they_are(tmp_path):
     line += '"turn": 1, "hash_ids": %s}'
     chats = trace(tmp_path, line % (-1, "0.25", 20, "[5, 6]"), line % (7, "1.5", 50, "[5, 8, 9, 3]"))
     first, second = make_requests(replace(chats, time_scale=2.0), 512)
-    assert [(r.arrival, len(r.prompt)) for r in (first, second)] == [(0.5, 20), (3.0, 50)]
+    assert [(r.arrival, len(r.prompt)) for r in (first, second)] == [(0.0, 20), (2.5, 50)]
     assert first.prompt[:16] == second.prompt[:16] and first.prompt[16:] != second.prompt[16:20]
+
+
+def test_an_excerpt_of_a_trace_begins_at_once(tmp_path):
+    lines = [f'{{"arrival": {at}, "input_len": 1, "output_len": 1}}' for at in (602.0, 600.5, 7.0)]
+    options = trace(tmp_path, *lines)
+    assert [r.arrival for r in make_requests(options, 512)] == [0.0, 593.5, 595.0]
+    cut = replace(options, num_requests=2, time_scale=0.5)
+    assert [r.arrival for r in make_requests(cut, 512)] == [0.0, 0.75]
 
 
 def test_a_trace_may_be_cut_to_its_first_requests(tmp_path):
