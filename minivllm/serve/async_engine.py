@@ -315,7 +315,7 @@ class AsyncEngine:
 
     def _add(self, add: _Add) -> BaseException | None:
         for i, (name, prompt) in enumerate(zip(add.request_ids, add.prompts, strict=True)):
-            self.timings.arrived(name, add.arrived)  # before: it may be scheduled at once
+            self.timings.arrived(name, add.arrived, add.params.n)  # before: it may be scheduled at once
             try:
                 self.engine.add_request(name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority)
             except EngineDeadError:

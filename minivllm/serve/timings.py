@@ -56,30 +56,31 @@ class Timings:
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens of finished requests, and those found cached
         self._engine = engine
         self._now = 0.0  # when the newest tokens came
-        self._arrived: dict[str, float] = {}
+        self._arrived: dict[str, tuple[float, int]] = {}  # when, and how many completions it asks for
         self._last = np.zeros(size)
         self._fresh = np.zeros(size, dtype=bool)
         self._request: list[str | None] = [None] * size  # whose first token a fresh slot's first one is
 
     # ------------------------------------------------------------------ requests
 
-    def arrived(self, request_id: str, at: float) -> None:
-        self._arrived[request_id] = at
+    def arrived(self, request_id: str, at: float, completions: int) -> None:
+        self._arrived[request_id] = at, completions
 
     def finished(self, output: RequestOutput) -> None:
-        at = self._arrived.pop(output.request_id, None)
-        if at is not None:
-            self.whole_request.add(self._now - at)
+        known = self._arrived.pop(output.request_id, None)
+        if known is not None:
+            self.whole_request.add(self._now - known[0])
         self.ends.update(str(completion.finish_reason) for completion in output.outputs)
         self.prefix_queries += len(output.prompt_token_ids)
         self.prefix_hits += output.num_cached_tokens
 
     def aborted(self, request_ids: Iterable[str]) -> None:
+        """Each counts with all its completions, those that had come to their end as well: nobody got an answer."""
         self.ends["abort"] += self.forget(request_ids)
 
     def forget(self, request_ids: Iterable[str]) -> int:
-        """Returns how many of them were known."""
-        return sum(self._arrived.pop(name, None) is not None for name in request_ids)
+        """Returns how many completions those of them asked for that were known."""
+        return sum(self._arrived.pop(name, (0.0, 0))[1] for name in request_ids)
 
     # ------------------------------------------------------------------ steps
 
@@ -91,8 +92,8 @@ class Timings:
             first = seq.num_preemptions == 0
             self._request[slot] = name = request_of(seq) if first else None
             self._fresh[slot] = True
-            if name is not None and (at := self._arrived.get(name)) is not None:
-                self.queue.add(began - at)
+            if name is not None and (known := self._arrived.get(name)) is not None:
+                self.queue.add(began - known[0])
 
     def launched(self, batch: Batch) -> None:
         pass
@@ -103,8 +104,8 @@ class Timings:
         fresh = self._fresh[slots]
         if fresh.any():
             for slot in slots[fresh].tolist():
-                if (at := self._arrived.get(self._request[slot] or "")) is not None:
-                    self.first_token.add(done - at)
+                if (known := self._arrived.get(self._request[slot] or "")) is not None:
+                    self.first_token.add(done - known[0])
             self._fresh[slots] = False
         later = slots[~fresh]
         if len(later):

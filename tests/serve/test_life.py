@@ -138,7 +138,7 @@ def metrics(server: Running) -> dict[tuple[str, str], float]:
 
 def test_metrics_count(server: Running) -> None:
     before = metrics(server)
-    with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+    with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True, "n": 2}) as response:
         stream = events(response.iter_lines())  # kept: httpx hangs up when it is collected
         next(stream)
         during = metrics(server)
@@ -153,7 +153,7 @@ def test_metrics_count(server: Running) -> None:
     def grown(name: str, label: str = "") -> float:
         return after[name, label] - middle[name, label]
 
-    assert middle["request_success_total", "abort"] - before["request_success_total", "abort"] == 1
+    assert middle["request_success_total", "abort"] - before["request_success_total", "abort"] == 2
     assert (grown("prompt_tokens_total"), grown("generation_tokens_total")) == (40, 18)
     assert (grown("prefix_cache_queries_total"), grown("prefix_cache_hits_total")) == (40, 16)
     assert grown("request_success_total", "length") == 3
