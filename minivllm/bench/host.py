@@ -140,7 +140,7 @@ def build(config: EngineConfig, options: WorkloadOptions, registry: Registry, ru
         max_tokens=outputs, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
     for number in range(running):
-        engine.add_request(f"running-{number}", make_prompt(options, _VOCAB, draw), params)
+        engine.add_request(f"running-{number}", make_prompt(options, range(_VOCAB), draw), params)
     _fill(engine, running)
     prompt = list(range(_QUEUED_PROMPT))
     for number in range(waiting):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -19,39 +19,43 @@ class BenchRequest:
     prompt: list[int]
     max_tokens: int
     arrival: float = 0.0  # seconds after the run began
+    text: str | None = None  # the prompt's, where that is sent and no tokens
 
 
 def make_requests(
-    options: WorkloadOptions, vocab_size: int, encode: Callable[[str], list[int]] | None = None
+    options: WorkloadOptions, vocabulary: int | Sequence[int], encode: Callable[[str], list[int]] | None = None
 ) -> list[BenchRequest]:
     """All prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's bench.py.
     Prefixes come last, and stand before the prompts in turn. ``request_rate`` changes none of these: arrivals are a
     Poisson process of its own generator, from 0 on.
 
-    Ids past the vocabulary of a small model are taken modulo its size. ``encode`` makes tokens of a trace's texts.
+    Args:
+        vocabulary: its size, or the ids to draw from. A number past a small one's end is taken modulo its size.
+        encode: makes tokens of a trace's texts.
 
     Raises:
         ConfigError: a trace that cannot be read.
     """
+    ids = range(vocabulary) if isinstance(vocabulary, int) else vocabulary
     draw = random.Random(options.seed)
     if options.path is not None:
         from minivllm.bench.trace_workload import read_requests
 
-        return read_requests(options, lambda length: _ids(options, length, vocab_size, draw), encode)
+        return read_requests(options, lambda length: _ids(options, length, ids, draw), encode)
     assert options.num_requests is not None and options.output_len is not None
-    prompts = [make_prompt(options, vocab_size, draw) for _ in range(options.num_requests)]
+    prompts = [make_prompt(options, ids, draw) for _ in range(options.num_requests)]
     lengths = [_length(options.output_len, draw) for _ in prompts]
     if options.prefix_len is not None:
-        prefixes = [_ids(options, options.prefix_len, vocab_size, draw) for _ in range(options.num_prefixes or 1)]
+        prefixes = [_ids(options, options.prefix_len, ids, draw) for _ in range(options.num_prefixes or 1)]
         prompts = [prefixes[i % len(prefixes)] + prompt for i, prompt in enumerate(prompts)]
     arrivals = _arrivals(options.request_rate, len(prompts), random.Random(options.seed))
     return [BenchRequest(*request) for request in zip(prompts, lengths, arrivals, strict=True)]
 
 
-def make_prompt(options: WorkloadOptions, vocab_size: int, draw: random.Random) -> list[int]:
-    """Token ids of one prompt."""
+def make_prompt(options: WorkloadOptions, ids: Sequence[int], draw: random.Random) -> list[int]:
+    """Token ids of one prompt, drawn from ``ids``."""
     assert options.input_len is not None
-    return _ids(options, _length(options.input_len, draw), vocab_size, draw)
+    return _ids(options, _length(options.input_len, draw), ids, draw)
 
 
 def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model_len: int) -> None:
@@ -75,8 +79,8 @@ def _arrivals(rate: float | None, count: int, draw: random.Random) -> list[float
     return list(accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
-def _ids(options: WorkloadOptions, length: int, vocab_size: int, draw: random.Random) -> list[int]:
-    return [draw.randint(0, options.max_token_id) % vocab_size for _ in range(length)]
+def _ids(options: WorkloadOptions, length: int, ids: Sequence[int], draw: random.Random) -> list[int]:
+    return [ids[draw.randint(0, options.max_token_id) % len(ids)] for _ in range(length)]
 
 
 def _length(bounds: int | tuple[int, int], draw: random.Random) -> int:
