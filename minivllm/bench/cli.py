@@ -82,7 +82,7 @@ def run(composed: Composed) -> int:
         files = files.nowhere()
     record: dict[str, Any] = {**environment(), "overrides": list(composed.overrides)}
     if options.url is not None:
-        held = _served(options, record, composed.overrides)
+        held = _served(options, composed.engine.model.tokenizer, record, composed.overrides)
     elif options.workload.host:
         held = _host(composed.engine, options, record)
     else:
@@ -287,7 +287,7 @@ _SERVED_ROWS = (
 )
 
 
-def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[str]) -> bool:
+def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any], overrides: Sequence[str]) -> bool:
     """A server; returns whether no request failed."""
     import asyncio
 
@@ -299,11 +299,12 @@ def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[s
         raise MinivllmError(
             f"url= needs the package {e.name!r}, which is not installed; install it with: pip install 'minivllm[bench]'"
         ) from e
-    check_alone(overrides)
-    server, requests, runs, why = asyncio.run(measure(options, _say))
+    check_alone(overrides, options.endpoint)
+    server, requests, runs, why = asyncio.run(measure(options, tokenizer, _say))
     record |= summarize(runs)
     record |= {
         "url": server.url,
+        "endpoint": options.endpoint,
         "model": server.model,
         "max_concurrency": options.max_concurrency,
         "workload": asdict(options.workload),
@@ -311,12 +312,18 @@ def _served(options: BenchOptions, record: dict[str, Any], overrides: Sequence[s
         "requests": requests,
     }
     _show_figures(
-        f"{server.url}, model={server.model}, workload={options.workload.name}: {requests:,} requests, "
-        f"{record['tokens_in']:,} tokens in, {record['tokens_out']:,} out",
+        f"{server.url}, endpoint={options.endpoint}, model={server.model}, workload={options.workload.name}: "
+        f"{requests:,} requests, {record['tokens_in']:,} tokens in, {record['tokens_out']:,} out",
         record,
         _SERVED_ROWS,
     )
-    failed = sum(run.failed for run in runs)
+    failed, uncounted = sum(run.failed for run in runs), sum(run.uncounted for run in runs)
+    if uncounted:
+        out, asked = sum(run.tokens_out for run in runs), sum(run.tokens_asked for run in runs)
+        print(
+            f"{uncounted:,} answers came without usage, so that tokens are counted here: out, messages that brought "
+            f"one ({out:,} of {asked:,} tokens asked for); in, the prompts without a chat template"
+        )
     if failed:
         print(f"{failed} requests failed; the first: {why}")
     return not failed

@@ -195,6 +195,7 @@ class BenchOptions:
     repeat: int = 1
     output: str | None = None
     url: str | None = None
+    endpoint: str = "completions"
     max_concurrency: int | None = None
     detokenize: bool = False
     profile: str = "false"
@@ -217,6 +218,8 @@ class BenchOptions:
                 f"max_concurrency={self.max_concurrency} is of requests to a server: add url=, or type "
                 "scheduler.max_num_seqs"
             )
+        if self.url is None and self.endpoint != "completions":
+            raise ConfigError(f"endpoint={self.endpoint} is of requests to a server: add url=, or leave it out")
         if self.workload.host or self.url is not None:
             why = "it runs no model" if self.workload.host else "the model runs elsewhere"
             with_ = f"workload={name}" if self.workload.host else "url="

@@ -32,6 +32,11 @@ class LoadFormat(Enum):
     dummy = "dummy"
 
 
+class Endpoint(Enum):
+    completions = "completions"
+    chat = "chat"
+
+
 def key(default: Any, help: str, **meta: Any) -> Any:
     """A field with its help and limits.
 
@@ -247,6 +252,11 @@ class BenchSchema(EngineSchema):
         None,
         "measure the server with OpenAI's interface that is there, over HTTP, and no engine of one's own",
         text=True,
+    )
+    endpoint: Endpoint = key(
+        Endpoint.completions,
+        "with url: what is asked. completions: /v1/completions, with tokens; chat: /v1/chat/completions, with text, "
+        "made by the server's /tokenize and /detokenize or by the tokenizer that model.tokenizer names",
     )
     max_concurrency: int | None = key(None, "with url: so many requests are under way at once, at most", ge=1)
     detokenize: bool = key(False, "make text of the tokens, and count the time")

@@ -48,12 +48,15 @@ def test_the_schema_and_the_frozen_classes_have_the_same_fields_and_defaults(reg
             found |= leaves(inner, f"{prefix}{f.name}.") if is_dataclass(inner) else {prefix + f.name: inner}
         return found
 
-    plain = {k.name: getattr(k.default, "value", k.default) for k in keys_of(EngineSchema).values()}
+    def defaults(schema: type) -> dict[str, Any]:
+        return {k.name: getattr(k.default, "value", k.default) for k in keys_of(schema).values()}
+
+    plain = defaults(EngineSchema)
     assert plain.pop("mode") == "generate"
     assert plain == leaves(EngineConfig())
     engine = keys_of(EngineSchema)
     for name, mode in MODES.items():
-        own = {name: key.default for name, key in keys_of(mode.schema).items() if name not in engine}
+        own = {name: default for name, default in defaults(mode.schema).items() if name not in engine}
         frozen = leaves(compose([], registry, mode=name).options)
         assert own.keys() == frozen.keys()
         # A group's keys (bench's workload) come from its option, and null may mean an empty tuple.

@@ -17,10 +17,12 @@ import pytest
 from running import Running, until
 from test_process import Process
 
-from minivllm.bench import served
+from minivllm.bench import client
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
 from minivllm.config.compose import compose
+from minivllm.models.checkpoint import DEMO
+from minivllm.models.tokenizer import ByteTokenizer
 from minivllm.plugins import default_registry
 
 SMALL = ("workload.num_requests=6", "workload.input_len=[3,20]", "workload.output_len=[2,9]")
@@ -98,6 +100,10 @@ def test_a_process_is_measured_and_one_that_is_killed_costs_only_what_it_had(
         (["url=http://127.0.0.1:9", "profile=true"], "profile=true with url=: the model runs elsewhere"),
         (["url=http://127.0.0.1:9", "workload=host"], "url= with workload=host"),
         (["max_concurrency=4"], "max_concurrency=4 is of requests to a server: add url="),
+        (["endpoint=chat"], "endpoint=chat is of requests to a server: add url="),
+        (["url=http://127.0.0.1:9", "endpoint=openai-chat"], "endpoint is one of completions, chat"),
+        (["url=http://127.0.0.1:9", "model.tokenizer=x"], "model.tokenizer=x: only requests of endpoint=chat are text"),
+        (["url=http://127.0.0.1:9", "endpoint=chat", "model=qwen3"], "model=qwen3: with url= the server has settings"),
         (["-m", "url=http://127.0.0.1:9", "workload=mixed,bs1"], "a sweep starts engines of its own"),
     ],
 )
@@ -120,28 +126,40 @@ def test_a_workload_that_does_not_fit_is_refused(server: Running, capsys: pytest
 
 @contextmanager
 def standing_in(
-    answer: Callable[[int], tuple[int, list[bytes]]],
+    answer: Callable[[int], tuple[int, list[bytes] | Callable[[Callable[[bytes], None]], None]]],
     models: str = '{"data": [{"id": "m"}]}',
     bodies: list[dict[str, Any]] | None = None,
+    path: str | None = None,
 ) -> Iterator[str]:
-    """A server that says what ``answer`` gives for its n-th completion, status and lines; its address. It puts what
-    it was sent into ``bodies``."""
-    asked = iter(range(10**6))
+    """A server that says what ``answer`` gives for its n-th completion, status and lines (or what sends them, one by
+    one); its address. It puts what it was sent into ``bodies``. With a ``path`` it has that only, and a tokenizer of
+    bytes."""
+    asked, tokenizer = iter(range(10**6)), ByteTokenizer(256)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._say(200, [models.encode()])
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            if bodies is not None:
-                bodies.append(json.loads(body))
-            self._say(*answer(next(asked)))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if path is not None and self.path == "/tokenize":
+                self._say(200, [json.dumps({"tokens": tokenizer.encode(body["prompt"])}).encode()])
+            elif path is not None and self.path == "/detokenize":
+                self._say(200, [json.dumps({"prompt": tokenizer.decode(body["tokens"])}).encode()])
+            elif path is not None and self.path != path:
+                self._say(404, [b'{"detail": "Not Found"}'])
+            else:
+                if bodies is not None:
+                    bodies.append(body)
+                self._say(*answer(next(asked)))
 
-        def _say(self, status: int, lines: list[bytes]) -> None:
+        def _say(self, status: int, lines: list[bytes] | Callable[[Callable[[bytes], None]], None]) -> None:
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(b"\n".join(lines) + b"\n")
+            if callable(lines):
+                lines(lambda line: self.wfile.write(line + b"\n") and self.wfile.flush())
+            else:
+                self.wfile.write(b"\n".join(lines) + b"\n")
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -294,7 +312,151 @@ def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_server_that_does_not_name_its_model_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(served, "_CONNECT_TIMEOUT", 0.3)
+    monkeypatch.setattr(client, "CONNECT_TIMEOUT", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert main(["bench", f"url=http://127.0.0.1:{silent.getsockname()[1]}", *SMALL]) == 1
     assert "no answer from" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- endpoint=chat
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_our_servers_chats_are_measured(
+    server: Running, tiny_checkpoint: Callable[..., Path], tmp_path: Path, named: bool
+) -> None:
+    file = tmp_path / "out.jsonl"
+    typed = [f"model.tokenizer={tiny_checkpoint('qwen3')}"] if named else []
+    keys = (*SMALL, IDS, "workload.logprobs=2", f"output={file}", *typed)
+    assert main(["bench", f"url={server.client.base_url}", "endpoint=chat", *keys]) == 0
+    record = json.loads(file.read_text())
+    options: Any = compose([IDS, *SMALL], default_registry(), mode="bench").options
+    requests = make_requests(options.workload, 512)
+    empty = server.post("/tokenize", messages=[{"role": "user", "content": ""}]).json()["count"]
+    assert record["tokens_in"] == sum(empty + len(r.prompt) for r in requests)  # each word is one token
+    assert record["tokens_out"] == record["tokens_asked"] == sum(r.max_tokens for r in requests)
+    assert (record["endpoint"], record["failed"], record["uncounted"]) == ("chat", 0, 0)
+    assert 0 < record["ttft_ms_p50"] <= record["latency_ms_p50"]
+
+
+def said(delta: dict[str, Any] | None, reason: str | None = None, **more: Any) -> bytes:
+    choices = [{"index": 0, "delta": delta, "finish_reason": reason}]
+    return b"data: " + json.dumps({"choices": choices, **more}).encode()
+
+
+def counted(tokens_in: int, tokens_out: int) -> bytes:
+    usage = {"prompt_tokens": tokens_in, "completion_tokens": tokens_out, "total_tokens": tokens_in + tokens_out}
+    return b"data: " + json.dumps({"choices": [], "usage": usage}).encode()
+
+
+ROLE = said({"role": "assistant", "content": ""})
+
+
+def test_what_a_chat_is_asked_and_what_counts(tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+    words = [ROLE, said({"reasoning": "a"}), said({"content": "b"}), said({"content": ""}, "length")]
+    keys = ("workload.num_requests=1", "workload.input_len=5", "workload.logprobs=3", f"output={tmp_path / 'o'}")
+    with standing_in(lambda n: (200, [*words, counted(17, 64), b"data: [DONE]"]), bodies=bodies, path=CHAT) as url:
+        assert main(["bench", f"url={url}", "endpoint=chat", *keys]) == 0
+    for body in bodies:  # the first warms up
+        (message,), most = body.pop("messages"), body.pop("max_tokens")
+        assert message.pop("role") == "user" and len(message.pop("content")) == 5 and not message and most in (8, 64)
+        assert body.pop("stream") is True and body.pop("stream_options") == {"include_usage": True}
+        assert body.pop("logprobs") is True and body.pop("top_logprobs") == 3
+        assert body == {"model": "m", "temperature": 0.6, "ignore_eos": True}
+    record = json.loads((tmp_path / "o").read_text())
+    assert len(bodies) == 2 and (record["tokens_in"], record["tokens_out"], record["uncounted"]) == (17, 64, 0)
+
+
+def test_a_traces_texts_and_tokens_are_what_a_chat_says(tmp_path: Path) -> None:
+    trace, bodies = tmp_path / "trace.jsonl", list[dict[str, Any]]()
+    tokens = list(b"as it is, too")
+    lines = [{"prompt": "Is it so?"}, {"prompt_token_ids": tokens}, {"input_len": 4}]
+    trace.write_text("".join(json.dumps(line | {"output_len": 2}) + "\n" for line in lines))
+    whole = [said({"content": "x"}), said({"content": "y"}, "length")]
+    with standing_in(lambda n: (200, whole), bodies=bodies, path=CHAT) as url:
+        keys = ("workload=trace", f"workload.path={trace}", "max_concurrency=1")
+        assert main(["bench", f"url={url}", "endpoint=chat", *keys]) == 0
+        assert main(["bench", f"url={url}", *keys]) == 2  # no texts there
+    first, second, third = (body["messages"][0]["content"] for body in bodies[1:])
+    assert (first, second) == ("Is it so?", "as it is, too") and len(third) == 4 and third.isalpha()
+
+
+def test_a_chat_server_that_counts_nothing_and_has_no_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As mini-sglang's: one message a token, the first with the role, some without text, and always an end by stop."""
+    half = [said({"role": "assistant", "content": "a"}), b"", said({}), b"", said({"content": "b"}), b""]
+    lines = [*half, said({}, "stop"), b"", b"data: [DONE]"]
+    models = json.dumps({"data": [{"id": "Org/Name"}]})
+    keys = (*SMALL, "workload.output_len=3", f"output={tmp_path / 'o'}")
+    with standing_in(lambda n: (404, [b'{"detail": "Not Found"}']), models) as url:
+        assert main(["bench", f"url={url}", "endpoint=chat", *keys]) == 1
+    told = capsys.readouterr().err
+    assert "POST /tokenize, which makes text of tokens for endpoint=chat, gives 404" in told
+    assert "a folder or repository: model.tokenizer=Org/Name" in told
+    with standing_in(lambda n: (200, lines), models) as url:
+        assert main(["bench", f"url={url}", "endpoint=chat", f"model.tokenizer={DEMO}", *keys]) == 0
+    record = json.loads((tmp_path / "o").read_text())
+    options: Any = compose([*SMALL], default_registry(), mode="bench").options
+    asked = sum(len(r.prompt) for r in make_requests(options.workload, 512))
+    assert (record["tokens_out"], record["tokens_in"], record["uncounted"]) == (6 * 3, asked, 6)
+    assert "6 answers came without usage" in (told := capsys.readouterr().out) and "(18 of 18 tokens asked for)" in told
+
+
+def test_a_first_message_that_only_names_the_role_is_no_token(tmp_path: Path) -> None:
+    def slowly(send: Callable[[bytes], None]) -> None:
+        send(ROLE)
+        time.sleep(0.4)
+        send(said({"content": "a"}))
+        time.sleep(0.2)
+        send(said({}, "length"))
+
+    with standing_in(lambda n: (200, slowly), path=CHAT) as url:
+        keys = ("workload.num_requests=1", "workload.output_len=3", f"output={tmp_path / 'o'}")
+        assert main(["bench", f"url={url}", "endpoint=chat", *keys]) == 0
+    record = json.loads((tmp_path / "o").read_text())
+    assert record["ttft_ms_p50"] >= 400 and record["latency_ms_p50"] >= 600
+    assert record["tpot_ms_p50"] == pytest.approx((record["latency_ms_p50"] - record["ttft_ms_p50"]) / 2)
+
+
+def test_answers_without_any_text_have_their_end_as_their_first_token() -> None:
+    with standing_in(lambda n: (200, [ROLE, said({}, "length"), counted(9, 7)]), path=CHAT) as url:
+        assert main(["bench", f"url={url}", "endpoint=chat", *SMALL, "workload.output_len=7"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("has", "asked", "told"),
+    [
+        (CHAT, "completions", '404: {"detail": "Not Found"}; if it has no /v1/completions, type endpoint=chat'),
+        ("/v1/completions", "chat", "if it has no /v1/chat/completions, type endpoint=completions"),
+    ],
+)
+def test_a_server_with_the_other_endpoint_is_told(
+    capsys: pytest.CaptureFixture[str], has: str, asked: str, told: str
+) -> None:
+    with standing_in(lambda n: (200, WHOLE), path=has) as url:
+        assert main(["bench", f"url={url}", f"endpoint={asked}", *SMALL]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_chats_ids_beyond_the_vocabulary_are_told(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", f"url={server.client.base_url}", "endpoint=chat", *SMALL]) == 1
+    assert "is outside the vocabulary: 0 to 511; lower workload.max_token_id" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (b"{}", "missing required field `tokens`"),
+        (b"<html>", "JSON is malformed"),
+        (b'{"tokens": "abc"}', "got `str`"),
+    ],
+)
+def test_a_tokenizer_of_another_form_is_told(capsys: pytest.CaptureFixture[str], answer: bytes, told: str) -> None:
+    with standing_in(lambda n: (200, [answer])) as url:
+        assert main(["bench", f"url={url}", "endpoint=chat", *SMALL]) == 1
+    assert told in (said := capsys.readouterr().err)
+    assert "name its model's tokenizer instead, a folder or repository: model.tokenizer=ORG/NAME" in said

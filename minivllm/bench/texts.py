@@ -1,0 +1,96 @@
+"""Prompts as text, for servers that take no tokens: of words that are one token each, so that the text of N of them is
+N tokens. Random tokens will not do: a tokenizer cuts their text into others, and mostly into more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import MinivllmError
+
+_FEWEST = 16  # words; of fewer, prompts would begin alike too often
+_WORDS = re.compile(r"^ [A-Za-z]+$", re.MULTILINE)
+_LETTERS = re.compile(r"^[A-Za-z]$", re.MULTILINE)  # for vocabularies of bytes, which have no words
+
+
+@dataclass(frozen=True, slots=True)
+class Coder:
+    """A tokenizer, wherever it is: text to tokens without special ones around it, and back with those that are in."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+class Texts:
+    """Text for token ids.
+
+    Args:
+        vocab_size: words are looked for among the ids below it.
+
+    Raises:
+        MinivllmError: there are too few.
+    """
+
+    def __init__(self, coder: Coder, vocab_size: int) -> None:
+        self._coder = coder
+        self._line_end = coder.encode("\n")[-1:]
+        lines = self._one_a_line(range(vocab_size))
+        for pattern in (_WORDS, _LETTERS):
+            words = self._that_stay(dict.fromkeys(pattern.findall(lines)))
+            if len(words) >= _FEWEST:
+                break
+        else:
+            raise MinivllmError(
+                f"endpoint=chat makes text of tokens that are a word each: the tokenizer has {len(words)} of them "
+                f"below {vocab_size}, and {_FEWEST} are needed; raise workload.max_token_id if it has more tokens, or "
+                "type endpoint=completions"
+            )
+        self.words = words  # token id -> its text
+
+    def of(self, ids: Sequence[int]) -> str:
+        """A prompt's text. Of words it is put together here; what a trace brought is the tokenizer's to decode."""
+        known = [self.words.get(token) for token in ids]
+        return self._coder.decode(ids) if None in known else "".join(word for word in known if word is not None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._coder.encode(text)
+
+    def _one_a_line(self, ids: Iterable[int]) -> str:
+        """The text of each token, as it reads alone: in one go, as a server may be asked for it."""
+        return self._coder.decode([token for one in ids for token in (one, *self._line_end)])
+
+    def _that_stay(self, words: Iterable[str]) -> dict[int, str]:
+        """Those that are still one token with others around them."""
+        wanted = set(words)
+        if not wanted:
+            return {}
+        ids = self._coder.encode("".join(words))
+        return {
+            token: word for token, word in zip(ids, self._one_a_line(ids).split("\n"), strict=False) if word in wanted
+        }
+
+
+def local_coder(name: str) -> tuple[Coder, int]:
+    """The tokenizer in a folder or repository, and the size of its vocabulary. Nothing else is fetched of a repository.
+
+    Raises:
+        MinivllmError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(os.path.expanduser(name))
+    except Exception as error:  # the hub's client, its HTTP library and each format's parser raise their own
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise MinivllmError(
+            f"model.tokenizer={name} is no tokenizer that can be read ({why}); type a folder, or a repository that can "
+            "be reached, as model.tokenizer=Qwen/Qwen3-0.6B"
+        ) from error
+    return Coder(
+        lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False),
+        lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
+    ), len(tokenizer)
