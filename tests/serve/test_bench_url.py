@@ -406,6 +406,22 @@ def test_a_chat_server_that_counts_nothing_and_has_no_tokenizer(
     assert "6 answers came without usage" in (told := capsys.readouterr().out) and "(18 of 18 tokens asked for)" in told
 
 
+@pytest.mark.parametrize(("usage", "tokens"), [({}, 3), ({"completion_tokens": 5}, 5)])
+def test_what_is_not_counted_is_counted_here_and_may_be_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], usage: dict[str, int], tokens: int
+) -> None:
+    """A server that names the role each time, and says something in its last message."""
+    role = {"role": "assistant"}
+    lines = [said(role), said(role | {"reasoning": "a"}), said(role | {"content": "b"})]
+    lines.append(said(role | {"content": "c"}, "stop", usage=usage))
+    with standing_in(lambda n: (200, lines), path=CHAT) as url:
+        keys = (*SMALL, "workload.output_len=5", f"output={tmp_path / 'o'}")
+        assert main(["bench", f"url={url}", "endpoint=chat", *keys]) == 0
+    record = json.loads((tmp_path / "o").read_text())
+    assert (record["tokens_out"], record["tokens_asked"], record["uncounted"]) == (6 * tokens, 30, 6)
+    assert f"({6 * tokens} of 30 tokens asked for)" in capsys.readouterr().out
+
+
 def test_a_first_message_that_only_names_the_role_is_no_token(tmp_path: Path) -> None:
     def slowly(send: Callable[[bytes], None]) -> None:
         send(ROLE)
