@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
@@ -124,7 +124,7 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
         params = params.clone()  # the caller may change theirs
-        self._check_extra_args(params)
+        self._check_for_sampler(params)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:
@@ -146,6 +146,7 @@ class LLMEngine:
                 )
                 base = params.seed if params.seed is not None else self._seed_of(self._arrivals)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
+                seq.sampler_words = self._sampler_class.words(seq)
                 seq.tells_tokens = self._sampler_class.wants_tokens(seq)
                 self.scheduler.add(seq)
                 added.append(seq)
@@ -372,7 +373,12 @@ class LLMEngine:
                 "scheduler that has priorities"
             )
 
-    def _check_extra_args(self, params: SamplingParams) -> None:
+    def _check_for_sampler(self, params: SamplingParams) -> None:
+        named = {"logit_bias": params.logit_bias, "allowed_token_ids": params.allowed_token_ids}
+        for name, tokens in named.items():
+            if tokens and not self._sampler_class.takes_biases:
+                raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
+            self._check_vocabulary(name, tokens or ())
         taken = self._sampler_class.extra_args
         if unknown := set(params.extra_args or ()) - taken:
             raise RequestError(
@@ -398,12 +404,15 @@ class LLMEngine:
         return longest
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        vocab = self.model_config.vocab_size
-        for token in params.stop_token_ids or ():
-            if token >= vocab:
-                raise RequestError(f"stop_token_ids: {token} is outside the vocabulary: 0 to {vocab - 1}")
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
         own = () if params.ignore_eos else self._eos
         return tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
+
+    def _check_vocabulary(self, name: str, tokens: Iterable[int]) -> None:
+        vocab = self.model_config.vocab_size
+        for token in tokens:
+            if token >= vocab:
+                raise RequestError(f"{name}: {token} is outside the vocabulary: 0 to {vocab - 1}")
 
     def _seed_of(self, number: int) -> int:
         """A seed for a request that names none: the engine's seed and the request's number, mixed (splitmix64)."""

@@ -372,11 +372,13 @@ class Sampler(ABC):
 
     ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``; its
     size is a multiple of 4 bytes. What a request draws depends on its logits, its seed and its position only.
-    ``extra_args`` names the keys of ``SamplingParams.extra_args`` that ``encode`` reads; others are refused.
+    ``extra_args`` names the keys of ``SamplingParams.extra_args`` that ``encode`` reads; others are refused, and so are
+    ``logit_bias`` and ``allowed_token_ids`` unless it ``takes_biases``.
     """
 
     row: ClassVar[np.dtype]
     extra_args: ClassVar[frozenset[str]] = frozenset()
+    takes_biases: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict) -> None:
@@ -388,15 +390,22 @@ class Sampler(ABC):
         """A request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
 
     @classmethod
+    def words(cls, seq: Sequence) -> np.ndarray:
+        """What ``take_tokens`` brings in front of the tokens of this sequence, whose ``sampler_row`` is ``encode``'s:
+        int32, (n,)."""
+        return seq.sampler_words
+
+    @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:
         """Whether ``take_tokens`` is to be called when this sequence starts, whose ``sampler_row`` is ``encode``'s."""
         return False
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
-        """After ``prepare``: tokens of sequences that start, the prompt's and, after a preemption, what they had said.
+        """After ``prepare``: ``words`` of sequences that start, then their tokens, if these are wanted: the prompt's
+        and, after a preemption, what they had said.
 
-        slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another. Those that did not ask
-        have length 0.
+        slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another. Those that have none and
+        did not ask have length 0.
         """
         raise NotImplementedError
 

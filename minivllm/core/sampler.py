@@ -3,6 +3,7 @@
 Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
 # temperature, top_p, min_p float32   top_k int32   seed int64   best int32 (of log-probabilities; -1: none asked for)
 # presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
+# bias (slots, vocab) float32: of biased sequences, what is added to logits; zeros of others; made when needed
 # counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/adjust_logits.py; made when needed
 """
 
@@ -26,7 +27,7 @@ from minivllm.kernels.sampling import Shard, sample_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
-_ADJUSTS, _FILTERS, _LOGPROBS = 1, 2, 4  # what a slot asks for
+_ADJUSTS, _FILTERS, _LOGPROBS, _BIASED = 1, 2, 4, 8  # what a slot asks for
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
@@ -37,19 +38,21 @@ class Refinement(NamedTuple):
     """What ``DefaultSampler.refine_captured`` does for a batch."""
 
     draws: bool  # again, of whole rows: filters had no part in what shards were sampled from
-    adjusts: bool  # penalties, ``min_tokens``
+    adjusts: bool  # penalties, ``min_tokens``, biases
     best: int  # log-probabilities of so many of the best tokens, and of the sampled one; 0: none
+    biased: bool = False  # ``logit_bias``, ``allowed_token_ids``
 
 
 class DefaultSampler(Sampler):
-    """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties and log-probabilities.
+    """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties, biases and log-probabilities.
 
     ``sample`` serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches that need more
-    are sampled again, in the order min_tokens, penalties, temperature, min-p, top-k, top-p, as vLLM does. Ties at a
-    filter's bound stay together. Log-probabilities are of the model's own distribution, before temperature and filters,
-    as in vLLM.
+    are sampled again, in the order allowed tokens, biases, min_tokens, penalties, temperature, min-p, top-k, top-p, as
+    vLLM does. Ties at a filter's bound stay together. Log-probabilities are of the model's own distribution, before all
+    of that, as in vLLM.
     """
 
+    takes_biases = True
     row = np.dtype(
         [
             ("temperature", "<f4"),
@@ -64,6 +67,8 @@ class DefaultSampler(Sampler):
             ("repetition", "<f4"),
             ("prompt_len", "<i4"),
             ("suppress", "<i4", (_MAX_SUPPRESSED,)),
+            ("allowed", "<i4"),  # how many tokens are; 0: all
+            ("biased", "<i4"),  # how many tokens are
         ]
     )
 
@@ -85,6 +90,7 @@ class DefaultSampler(Sampler):
         suppress = torch.full((num_slots, _MAX_SUPPRESSED), -1, dtype=torch.int64, device=device)
         self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
+        self.bias = torch.empty((0, vocab_size), dtype=torch.float32, device=device)
         self._asks, self._anyone, self._shards = np.zeros(num_slots, dtype=np.uint8), False, False
 
     @classmethod
@@ -106,7 +112,22 @@ class DefaultSampler(Sampler):
                     f"{_MAX_SUPPRESSED} can be held back; give fewer stop_token_ids or leave min_tokens=0"
                 )
             row["suppress"][: len(seq.stop_ids)] = seq.stop_ids
+            if params.allowed_token_ids and set(params.allowed_token_ids) <= set(seq.stop_ids):
+                raise RequestError(
+                    f"allowed_token_ids={params.allowed_token_ids} are stop or end tokens, which "
+                    f"min_tokens={params.min_tokens} holds back; allow another, or leave min_tokens=0"
+                )
+        row["allowed"], row["biased"] = len(params.allowed_token_ids or ()), len(params.logit_bias or ())
         return row
+
+    @classmethod
+    def words(cls, seq: Sequence) -> np.ndarray:
+        """The allowed tokens, then those that are biased, then their biases, as the bits of float32."""
+        allowed, biases = seq.params.allowed_token_ids or [], seq.params.logit_bias or {}
+        if not allowed and not biases:
+            return super().words(seq)
+        ids = np.array([*allowed, *biases], dtype=np.int32)
+        return np.concatenate((ids, np.array(list(biases.values()), dtype=np.float32).view(np.int32)))
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:
@@ -118,9 +139,12 @@ class DefaultSampler(Sampler):
     ) -> None:
         self.host[slots] = rows
         filters = (rows["temperature"] > 0) & ((rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0))
-        adjusts = _penalizes(rows) | (rows["min_position"] > 0)
+        biased = (rows["allowed"] > 0) | (rows["biased"] > 0)
+        adjusts = _penalizes(rows) | (rows["min_position"] > 0) | biased
         adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
-        self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * (rows["logprobs"] >= 0)
+        self._clear_biases(slots[(self._asks[slots] & _BIASED) > 0])
+        wants_logprobs = rows["logprobs"] >= 0
+        self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
         self._anyone = bool(self._asks.any())
         words = device_rows
         self._words.index_copy_(1, device_slots, words[:, :5].T)
@@ -129,16 +153,36 @@ class DefaultSampler(Sampler):
             for column, of_slots in enumerate(self.adjustments[:3], 8):
                 of_slots[device_slots] = words[:, column].view(torch.float32)
             self.adjustments.min_position[device_slots] = words[:, 5].long()
-            self.adjustments.suppress[device_slots] = words[:, 12:].long()
-            if not len(self.counts):
-                shape = (len(self.temperature), self.vocab_size)
-                self.counts = torch.zeros(shape, dtype=torch.int16, device=self.counts.device)
+            self.adjustments.suppress[device_slots] = words[:, 12 : 12 + _MAX_SUPPRESSED].long()
+            self.counts = self._of_vocabulary(self.counts)
+        if biased.any():
+            self.bias = self._of_vocabulary(self.bias)
+
+    def _of_vocabulary(self, held: torch.Tensor) -> torch.Tensor:
+        """(slots, vocab), zeros, if ``held`` is nothing yet."""
+        return held if len(held) else held.new_zeros((len(self.temperature), self.vocab_size))
+
+    def _clear_biases(self, slots: np.ndarray) -> None:
+        for slot in slots.tolist():
+            self.bias[slot].zero_()
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
-        for slot, known in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
+        for slot, told in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
+            row = self.host[slot]
+            allowed, biased, prompt = (int(row[name]) for name in ("allowed", "biased", "prompt_len"))
+            words, known = told[: allowed + 2 * biased], told[allowed + 2 * biased :]
+            if len(words):
+                self._set_bias(slot, *words.split((allowed, biased, biased)))
             if len(known):
-                prompt = int(self.host["prompt_len"][slot])
                 count_known(self.counts, slot, known[:prompt], known[prompt:])
+
+    def _set_bias(self, slot: int, allowed: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Of a row of zeros. int32, the values as bits; no id comes twice among ``ids``."""
+        bias = self.bias[slot]
+        if len(allowed):
+            bias.fill_(-torch.inf)
+            bias[allowed.long()] = 0.0
+        bias[ids.long()] += values.view(torch.float32)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._draw(logits, slots, positions)
@@ -170,14 +214,16 @@ class DefaultSampler(Sampler):
         if asked & _LOGPROBS:  # rounded up, so that few numbers come
             best = min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
         adjusts = bool(asked & _ADJUSTS)
-        return Refinement(self._shards and not adjusts and bool(asked & _FILTERS), adjusts, best)
+        draws = self._shards and not adjusts and bool(asked & _FILTERS)
+        return Refinement(draws, adjusts, best, bool(asked & _BIASED))
 
     def refine_captured(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
         assert isinstance(kind, Refinement)
         if kind.adjusts:
-            tokens = self.resample(logits, slots, positions)
+            scores = logits.float() + self.bias.index_select(0, slots) if kind.biased else logits
+            tokens = self.resample(scores, slots, positions)
         elif kind.draws:
             tokens = self._draw(logits, slots, positions)
         if not kind.best:
@@ -193,6 +239,8 @@ class DefaultSampler(Sampler):
 
     def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         super().launch_all_kinds(logits, slots, positions)
+        if logits.dtype != torch.float32:  # as biased ones are
+            adjust_logits(logits.float(), self.counts, self.adjustments, slots, positions)
         logprobs(logits, slots, 1, slots, slots.int())
 
     def _asked(self, host_slots: np.ndarray) -> int:

@@ -14,8 +14,6 @@ from minivllm.errors import RequestError
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {
     "prompt_logprobs": None,
-    "logit_bias": None,
-    "allowed_token_ids": None,
     "bad_words": None,
     "structured_outputs": None,
     "logits_processors": None,
@@ -25,6 +23,7 @@ _NOT_YET: dict[str, Any] = {
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 _LARGEST = 3.4e38  # float32, as samplers have temperatures
+_MOST_BIAS = 1e30  # what float32 can still divide by a temperature
 _GREEDY = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
@@ -43,8 +42,10 @@ class SamplingParams:
     ``temperature=0`` is greedy; ``top_k=0`` or ``-1`` and ``top_p=1`` keep every token; ``max_tokens=None`` goes on to
     ``max_model_len``. ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty``
     for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
-    negative ones. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
-    prompt use the seeds ``seed, seed + 1, …``. ``extra_args`` are for samplers of plugins: ``Sampler.extra_args``.
+    negative ones. Before these ``logit_bias``, token id -> number, is added; tokens other than
+    ``allowed_token_ids``, if there are any, are not drawn. ``seed=None`` draws from the engine's seed and the request's
+    number. ``n`` completions of one prompt use the seeds ``seed, seed + 1, …``. ``extra_args`` are for samplers of
+    plugins: ``Sampler.extra_args``.
 
     Raises:
         RequestError: a value out of range, or a field that minivllm does not support yet.
@@ -84,6 +85,9 @@ class SamplingParams:
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
         self.bad_words = [] if self.bad_words is None else self.bad_words
+        self.logit_bias = _as_biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
         self.extra_args = dict(self.extra_args) if isinstance(self.extra_args, dict) else self.extra_args
         if self.logprobs is True:  # as in vLLM, both
             self.logprobs = 1
@@ -123,6 +127,11 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63))
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0)
+        for token in self.allowed_token_ids or ():
+            _integer("allowed_token_ids", token, 0)
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias: token id", token, 0)
+            _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
         if any(not isinstance(s, str) or not s for s in self.stop or ()):
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
         if self.stop and not self.detokenize:
@@ -152,6 +161,15 @@ def _as_list(name: str, values: Any) -> list[Any]:
         return [] if values is None else list(values)
     except TypeError:
         raise RequestError(f"{name}={values!r} is not a list") from None
+
+
+def _as_biases(biases: Any) -> dict[int, float] | None:
+    """A copy; JSON's keys are strings."""
+    if biases is None:
+        return None
+    if not isinstance(biases, dict):
+        raise RequestError(f"logit_bias={biases!r} is not a mapping from token ids to numbers")
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in biases.items()}
 
 
 def _integer(name: str, value: Any, low: int, why: str = "") -> None:

@@ -387,14 +387,13 @@ class SlotScheduler(Scheduler):
         return np.concatenate(parts)
 
     def _admitted_params(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Of those admitted in this step, what ``Batch`` has of each; no tokens at all if no sampler wants any."""
+        """Of those admitted in this step, what ``Batch`` has of each; no words at all if there are none of any."""
         params = np.zeros(len(self._admitted), dtype=self._row)
         for i, seq in enumerate(self._admitted):
             if seq.sampler_row is not None:
                 params[i] = seq.sampler_row
-        if not any(seq.tells_tokens for seq in self._admitted):
-            return params, []
-        return params, [seq.known if seq.tells_tokens else seq.known[:0] for seq in self._admitted]
+        told = [seq.told for seq in self._admitted]
+        return params, told if any(map(len, told)) else []
 
     # ------------------------------------------------------------------ what came back
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
 
 
+_NONE = np.empty(0, dtype=np.int32)
+
+
 class Status(Enum):
     """Where a sequence is: preempted ones wait again."""
 
@@ -48,6 +51,7 @@ class Sequence:
         "prompt_len",
         "request_id",
         "sampler_row",
+        "sampler_words",
         "slot",
         "status",
         "stop_ids",
@@ -74,6 +78,7 @@ class Sequence:
         self.cache_salt = cache_salt
         self.priority = priority  # smaller is more urgent, for schedulers that heed it
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
+        self.sampler_words = _NONE  # Sampler.words
         self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts
         self.status = Status.WAITING
         self.slot = -1
@@ -87,6 +92,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.known[self.prompt_len :].tolist()
+
+    @property
+    def told(self) -> np.ndarray:
+        """What the ranks' samplers hear when it starts, int32."""
+        return np.concatenate((self.sampler_words, self.known)) if self.tells_tokens else self.sampler_words
 
     def __repr__(self) -> str:
         return (

@@ -348,6 +348,57 @@ def test_many_penalized_rows_among_others() -> None:
                     ids.append(token)
 
 
+def test_biases_are_of_their_row_and_gone_with_it() -> None:
+    """Slots that change their owners, of which some have biases, some penalties, some both, and some neither."""
+    vocab, rows = 30, 24
+    kinds: list[dict[str, Any]] = [
+        {}, {"logit_bias": {3: 4.0, 7: -100.0}}, {"allowed_token_ids": [1, 2, 5, 8]},
+        {"allowed_token_ids": [4, 6], "logit_bias": {6: 3.0, 9: 1e30}, "frequency_penalty": 1.5, "min_tokens": 2},
+        {"repetition_penalty": 1.4},
+    ]  # fmt: skip
+    world = Rows(vocab, [encode(temperature=0) for _ in range(rows)])
+    slots = np.arange(rows, dtype=np.int32)
+    for owner in range(3):
+        params = [kinds[(i + owner) % 5] for i in range(rows)]
+        seqs = [
+            Sequence("r", list(range(PROMPT_LEN)), SamplingParams(temperature=0, **p), max_len=99, stop_ids=(6,))
+            for p in params
+        ]
+        for seq in seqs:
+            seq.sampler_row = DefaultSampler.encode(seq, 0)
+            seq.sampler_words, seq.tells_tokens = DefaultSampler.words(seq), DefaultSampler.wants_tokens(seq)
+        packed = np.array([seq.sampler_row for seq in seqs])
+        words = torch.from_numpy(packed.view(np.int32).reshape(rows, -1).copy())
+        world.sampler.prepare(slots, packed, torch.from_numpy(slots).long(), words)
+        told = [seq.told for seq in seqs]
+        world.sampler.take_tokens(slots, np.array([len(w) for w in told]), torch.from_numpy(np.concatenate(told)))
+        said: list[list[int]] = [[] for _ in params]
+        for step in range(5):
+            logits = random_logits(rows, vocab, seed=10 * owner + step)
+            before = logits.clone()
+            tokens, _ = world.draw(logits, slots, PROMPT_LEN + step)
+            assert torch.equal(logits, before), "the model's own logits were written to"
+            for i, (token, p) in enumerate(zip(tokens, params, strict=True)):
+                scores = logits[i].tolist()
+                for t in range(vocab):
+                    scores[t] += p.get("logit_bias", {}).get(t, 0.0)
+                    if t not in p.get("allowed_token_ids", range(vocab)) or (t == 6 and step < p.get("min_tokens", 0)):
+                        scores[t] = float("-inf")
+                    if t in said[i] or t < PROMPT_LEN:
+                        repetition = p.get("repetition_penalty", 1.0)
+                        scores[t] = scores[t] / repetition if scores[t] > 0 else scores[t] * repetition
+                    scores[t] -= p.get("frequency_penalty", 0.0) * said[i].count(t)
+                assert scores[token] >= max(scores) - 1e-4, (i, p, step)
+                said[i].append(token)
+
+
+def test_what_may_be_said_must_not_be_all_held_back() -> None:
+    encode(min_tokens=1, stop_ids=(3, 4), allowed_token_ids=[3, 5])
+    encode(stop_ids=(3, 4), allowed_token_ids=[3])
+    with pytest.raises(RequestError, match=r"allowed_token_ids=\[3\] are stop or end tokens, which min_tokens=1 holds"):
+        encode(min_tokens=1, stop_ids=(3, 4), allowed_token_ids=[3])
+
+
 @pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1 + 1e-12, 1e38, 1e300])
 def test_a_repetition_penalty_at_the_ends_of_float32(penalty: float) -> None:
     """No NaN, and a sampler that is not told tokens is one that needs none."""

@@ -890,3 +890,16 @@ def test_a_step_runs_on_its_own_gpu_whatever_the_thread_that_asks_uses(
     worker.launch("another")
     assert seen[1:] == [("another", 1)]
     monkeypatch.undo()
+
+
+def test_biases_are_for_samplers_that_take_them(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine()
+    params = GREEDY.clone(logit_bias={"7": 1e30}, max_tokens=3)  # JSON's keys are strings
+    assert run(llm, [1], params)[0].outputs[0].token_ids == [7, 7, 7]
+    for wrong in ({"logit_bias": {10**6: 1.0}}, {"allowed_token_ids": [10**6]}):
+        with pytest.raises(RequestError, match=f"{next(iter(wrong))}: 1000000 is outside the vocabulary"):
+            run(llm, [1], GREEDY.clone(**wrong))
+    monkeypatch.setattr(DefaultSampler, "takes_biases", False)
+    with pytest.raises(RequestError, match="sampler=default takes no logit_bias; leave it out"):
+        run(llm, [1], params)
+    run(llm, [1], GREEDY)

@@ -1,4 +1,4 @@
-"""Penalties: greedy tokens equal those of a loop in Python over transformers' logits, however the work is cut."""
+"""Penalties and biases: greedy tokens equal those of a loop over transformers' logits, however the work is cut."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from test_equality import PROMPTS
 
 from minivllm import LLM, SamplingParams
 
-KINDS: list[dict[str, float]] = [
+KINDS: list[dict[str, Any]] = [
     {},
     {"presence_penalty": 1.5},
     {"frequency_penalty": 0.3},
     {"repetition_penalty": 1.4},
     {"repetition_penalty": 0.8},
     {"frequency_penalty": -0.5, "presence_penalty": 2.0, "repetition_penalty": 1.1},
+    {"logit_bias": {5: 3.0, 9: -2.5, 40: 0.25}},
+    {"allowed_token_ids": [*range(20, 60)], "frequency_penalty": 0.2, "logit_bias": {21: 1.0}},
 ]
 REQUESTS = list(zip(PROMPTS, itertools.cycle(KINDS), strict=False))
 MAX_TOKENS = 24
@@ -34,8 +36,10 @@ def logits_of(folder: Path, tokens: tuple[int, ...], last: int) -> torch.Tensor:
         return reference_model(folder)(torch.tensor([tokens])).logits[0, -last:]
 
 
-def penalized(logits: list[float], prompt: list[int], said: list[int], kind: dict[str, float]) -> list[float]:
-    out = list(logits)
+def penalized(logits: list[float], prompt: list[int], said: list[int], kind: dict[str, Any]) -> list[float]:
+    out = [x if i in kind.get("allowed_token_ids", (i,)) else float("-inf") for i, x in enumerate(logits)]
+    for token, bias in kind.get("logit_bias", {}).items():
+        out[token] += bias
     for token in {*prompt, *said}:
         repetition = kind.get("repetition_penalty", 1.0)
         out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
@@ -100,7 +104,7 @@ def test_sampled_answers_do_not_depend_on_neighbours(engine: Callable[..., LLM])
     """Drawn with a seed, with top-k and log-probabilities, penalized: the same alone and in a crowd."""
     llm = engine()
     params = [
-        SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True, top_k=20, logprobs=2, **KINDS[i % 6])
+        SamplingParams(temperature=0.9, seed=i, max_tokens=20, ignore_eos=True, top_k=20, logprobs=2, **KINDS[i % 8])
         for i in range(len(PROMPTS))
     ]
     crowd = llm.generate(PROMPTS, params, use_tqdm=False)
