@@ -10,10 +10,11 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from minivllm.config.modes import GenerateOptions
+from minivllm.config.modes import GenerateOptions, SamplingOptions
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,10 +26,7 @@ _STDOUT = "-"
 _PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
 _LINE_KEYS = (*_PROMPT_KEYS, "priority")
-_TYPED_ONCE = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "seed",
-)  # fmt: skip
+_TYPED_ONCE = (*(f.name for f in fields(SamplingOptions)), "seed")
 _OTHERS = "n", "best_of", "max_completion_tokens", "max_new_tokens", "messages", "sampling_params"
 
 Prompt = str | list[int]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -41,22 +41,7 @@ class SamplingOptions:
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """The request's parameters. Raises ConfigError for a value out of range."""
-        return _sampling_params(
-            "",
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            stop=list(self.stop),
-            stop_token_ids=list(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-            **more,
-        )
+        return _sampling_params("", **{f.name: getattr(self, f.name) for f in fields(SamplingOptions)}, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +111,7 @@ class WorkloadOptions:
 
     def request_fields(self) -> dict[str, Any]:
         """Each request's sampling parameters as a server is asked for them."""
-        given = {name: getattr(self, name) for name in ("temperature", *_SAMPLING) if getattr(self, name) is not None}
-        return {**given, "ignore_eos": self.ignore_eos}
+        return {name: value for name in _REQUEST if (value := getattr(self, name)) is not None}
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Each request's, but for ``max_tokens``. Raises ConfigError for a value out of range."""
@@ -160,9 +144,9 @@ class WorkloadOptions:
             raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
 
 
-_SAMPLING = (
-    "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs",
-)  # fmt: skip
+# Those that a request has in mode=generate, too, by the same names.
+_REQUEST = [f.name for f in fields(WorkloadOptions) if f.name in GenerateOptions.__dataclass_fields__]
+_SAMPLING = [name for name in _REQUEST if name not in ("temperature", "ignore_eos")]
 
 # The keys that a workload must have, and those that it may have; all others of these are refused.
 _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
