@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from minivllm.bench.replay import captured
 from minivllm.bench.table import show
 from minivllm.core.parallel import TensorParallel
 from minivllm.executors.group import join, open_store
@@ -25,14 +26,12 @@ _CALLS, _REPEATS = 20, 20
 
 def time_of(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
     """Seconds a call."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call(x)
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+
+    def many() -> None:
         for _ in range(_CALLS):
             call(x)
+
+    graph = captured(many)
     for _ in range(3):
         graph.replay()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

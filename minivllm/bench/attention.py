@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from minivllm.bench.replay import captured, median_seconds
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 
@@ -141,27 +143,9 @@ class Bench:
         t = time.perf_counter()
         self.run_layers(backend)
         host = (time.perf_counter() - t) / self.layers
-        step: Callable[[], None] = lambda: self.run_layers(backend)  # noqa: E731
-        if self.work.decode:
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                self.run_layers(backend)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self.run_layers(backend)
-            step = graph.replay
-        for _ in range(3):
-            step()
-        times = []
-        for _ in range(repeats):
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            step()
-            after.record()
-            after.synchronize()
-            times.append(before.elapsed_time(after) / 1e3 / self.layers)
-        return sorted(times)[len(times) // 2], host, min(plans)
+        step = partial(self.run_layers, backend)
+        seconds = median_seconds(captured(step).replay if self.work.decode else step, repeats)
+        return seconds / self.layers, host, min(plans)
 
     def rate(self, seconds: float) -> str:
         if self.work.decode:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from minivllm.bench.replay import replay_seconds
 from minivllm.kernels import cluster_linear as cluster_module
 from minivllm.kernels import rms_norm as norm_module
 from minivllm.kernels import skinny_linear as skinny
@@ -177,27 +178,6 @@ def compile_ahead(launches: Iterable[tuple]) -> None:
     with ThreadPoolExecutor(16) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         for kernel, grid, args, keywords in launches:
             kernel.warmup(*args, grid=grid, **keywords)
-
-
-def replay_seconds(run: Callable[[], None], repeats: int = 7) -> float:
-    """The median of a CUDA graph's replays."""
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for i in range(repeats + 2):
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        graph.replay()
-        after.record()
-        after.synchronize()
-        if i >= 2:
-            times.append(before.elapsed_time(after) / 1e3)
-    return sorted(times)[len(times) // 2]
 
 
 @contextmanager

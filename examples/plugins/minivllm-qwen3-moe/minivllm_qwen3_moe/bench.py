@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from minivllm.bench.linear import compile_ahead, replay_seconds
+from minivllm.bench.linear import compile_ahead
+from minivllm.bench.replay import replay_seconds
 from minivllm.kernels.skinny_linear import linear, norm_linear
 from minivllm.layers.norm import RMSNorm
 from minivllm_qwen3_moe.experts import BACKENDS
@@ -103,7 +104,7 @@ class Bench:
 
 
 def seconds(run: Callable[[], object], layers: int = LAYERS) -> float:
-    return replay_seconds(run) / layers  # type: ignore[arg-type]
+    return replay_seconds(run) / layers
 
 
 def compare(counts: list[int], tp: int) -> None:

@@ -1,0 +1,36 @@
+"""Times kernels by replays of a CUDA graph, without the host's part; ``measure.py`` times whole engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What ``run`` launches, as a graph; it has run once before."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog may ask the device meanwhile
+        run()
+    return graph
+
+
+def median_seconds(step: Callable[[], object], repeats: int) -> float:
+    """On the device, of ``repeats`` calls after three that warm up."""
+    times = []
+    for _ in range(repeats + 3):
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        step()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)
+    return sorted(times[3:])[repeats // 2]
+
+
+def replay_seconds(run: Callable[[], object], repeats: int = 7) -> float:
+    return median_seconds(captured(run).replay, repeats)
