@@ -1,5 +1,7 @@
 """Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v, gated MLP, pre-norm."""
 
+import json
+
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
@@ -20,9 +22,10 @@ class Qwen2ForCausalLM(CausalLM):
     layer = Qwen2Layer
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        if config.hf_config.get("use_sliding_window", config.hf_config.get("sliding_window")):
+        uses, window = (config.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
+        if window if uses is None else uses:
             raise CheckpointError(
-                "config.json says use_sliding_window=true, and Qwen2's layers would differ then, which is not "
-                "supported; set it to false to attend to everything"
+                f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for Qwen2, whose "
+                "layers would differ: set use_sliding_window to false to attend to everything"
             )
         super().__init__(config, tp)

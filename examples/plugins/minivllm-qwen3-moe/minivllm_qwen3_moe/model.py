@@ -1,5 +1,7 @@
 """Qwen3-MoE: Qwen3's attention; in most layers the MLP is a router and many small experts, a few of them a token."""
 
+import json
+
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
@@ -22,10 +24,11 @@ class Qwen3MoeForCausalLM(CausalLM):
     layer = Qwen3MoeLayer
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        if config.hf_config.get("use_sliding_window"):
+        uses, window = (config.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
+        if window if uses is None else uses:
             raise CheckpointError(
-                f"use_sliding_window=true (sliding_window={config.hf_config.get('sliding_window')}) is not supported "
-                "for Qwen3-MoE; no published checkpoint sets it"
+                f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for Qwen3-MoE; no "
+                "published checkpoint sets it: set use_sliding_window to false"
             )
         super().__init__(config, tp)
         self.packed = {**CausalLM.packed, **packed_experts(config)}  # type: ignore[misc]  # as many as the config has

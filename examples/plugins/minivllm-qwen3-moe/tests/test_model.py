@@ -163,6 +163,7 @@ def test_ranks_hold_slices_of_every_expert(checkpoint: Path, dummy: bool) -> Non
     ("changes", "error", "message"),
     [
         ({"use_sliding_window": True, "sliding_window": 8}, CheckpointError, "use_sliding_window=true"),
+        ({"use_sliding_window": None, "sliding_window": 8}, CheckpointError, "use_sliding_window=null"),
         ({"num_experts_per_tok": 9}, CheckpointError, "num_experts_per_tok=9 is more than the 8 experts"),
         ({"moe_intermediate_size": None}, CheckpointError, "lacks moe_intermediate_size"),
         ({"hidden_act": "gelu"}, CheckpointError, "hidden_act='gelu'"),
