@@ -393,7 +393,7 @@ class Sampler(ABC):
     def words(cls, seq: Sequence) -> np.ndarray:
         """What ``take_tokens`` brings in front of the tokens of this sequence, whose ``sampler_row`` is ``encode``'s:
         int32, (n,)."""
-        return seq.sampler_words
+        return np.empty(0, dtype=np.int32)
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:

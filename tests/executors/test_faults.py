@@ -352,6 +352,11 @@ def start_script(folder: Path, tmp_path: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+def interrupts(err: str) -> int:
+    """Processes that say so. One that is met while an import handles an exception has a traceback for each."""
+    return sum(line.startswith("KeyboardInterrupt") for line in err.splitlines())
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_ranks_end_with_their_parent(tiny_checkpoint: Checkpoints, tmp_path: Path, how: signal.Signals) -> None:
     process = start_script(tiny_checkpoint("qwen3"), tmp_path)
@@ -365,7 +370,7 @@ def test_ranks_end_with_their_parent(tiny_checkpoint: Checkpoints, tmp_path: Pat
     _, err = process.communicate(timeout=10)
     assert gone(ranks, 5)
     if how is signal.SIGINT:
-        assert err.count("Traceback") == 1 and err.strip().endswith("KeyboardInterrupt")
+        assert interrupts(err) == 1 and err.strip().endswith("KeyboardInterrupt")
     else:
         assert err == ""
 
@@ -378,4 +383,4 @@ def test_ctrl_c_while_ranks_start(tiny_checkpoint: Checkpoints, tmp_path: Path) 
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=10)
     assert gone(ranks, 5)
-    assert out == "" and err.count("Traceback") == 1 and "KeyboardInterrupt" in err
+    assert out == "" and interrupts(err) == 1
