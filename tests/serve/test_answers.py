@@ -92,6 +92,8 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
             "repetition_penalty": 1.2,
         },
     ),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "logit_bias": {"14": -100, "302": 2.5}}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 20, "seed": 2, "allowed_token_ids": [*range(200, 400)], "n": 2}),
     (COMPLETIONS, {"prompt": "naïve 日本語 🎈", "max_tokens": 60, "seed": 11, "temperature": 2}),
     (CHAT, {"messages": HELLO, "max_tokens": 20, "temperature": 0}),
     (CHAT, {"messages": HELLO, "max_tokens": 20, "seed": 5, "n": 3}),
@@ -104,7 +106,8 @@ def test_streamed_text_is_the_whole_text(server: Running, alone: LLM, path: str,
     choices = same_both_ways(server, path, body)
     if path == COMPLETIONS:
         names = {"n", "max_tokens", "temperature", "seed", "top_p", "top_k", "min_p", "ignore_eos", "min_tokens",
-                 "presence_penalty", "frequency_penalty", "repetition_penalty"}  # fmt: skip
+                 "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+                 "allowed_token_ids"}  # fmt: skip
         params = SamplingParams(**{key: value for key, value in body.items() if key in names})
         prompts = body["prompt"]
         expected = [one for output in alone.generate(prompts, params, use_tqdm=False) for one in output.outputs]
