@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from minivllm.bench.replay import captured
+from minivllm.bench.replay import captured, need_gpu
 from minivllm.bench.table import show
 from minivllm.core.parallel import TensorParallel
 from minivllm.executors.group import join, open_store
@@ -85,8 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank is not None:
         return run_rank(args.rank, args.ranks, args.port)
-    if torch.cuda.device_count() < args.ranks:
-        sys.exit(f"--ranks {args.ranks} needs as many GPUs, and torch sees {torch.cuda.device_count()}")
+    need_gpu(ranks=args.ranks)
     store = open_store("127.0.0.1")
     command = [sys.executable, "-m", "minivllm.bench.all_reduce", "--ranks", str(args.ranks), "--port", str(store.port)]
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.ranks)]

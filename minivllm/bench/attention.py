@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from minivllm.bench.replay import captured, median_seconds
+from minivllm.bench.replay import captured, median_seconds, need_gpu
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 
@@ -266,6 +266,7 @@ def main() -> None:
     args.add_argument("--sweep", action="store_true", help="the triton backend's prefill configurations, best first")
     args.add_argument("--sweep-decode", action="store_true", help="its decode configurations, for three models' heads")
     opt = args.parse_args()
+    need_gpu()
     spec = AttentionSpec(
         device="cuda",
         dtype="bfloat16",

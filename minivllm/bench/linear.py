@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from minivllm.bench.replay import replay_seconds
+from minivllm.bench.replay import need_gpu, replay_seconds
 from minivllm.kernels import cluster_linear as cluster_module
 from minivllm.kernels import rms_norm as norm_module
 from minivllm.kernels import skinny_linear as skinny
@@ -320,6 +320,7 @@ def main() -> None:
     args.add_argument("--chain", action="store_true")
     args.add_argument("--rows", default="1", help="of the sweep: 1,4,16")
     opt = args.parse_args()
+    need_gpu()
     model = MODELS[opt.model]
     print(f"{torch.cuda.get_device_name()}, {opt.model}, bfloat16")
     with torch.inference_mode():

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
+
+
+def need_gpu(*, ranks: int = 1) -> None:
+    """Leaves the program if there is none, or not as many as ranks."""
+    if (seen := torch.cuda.device_count()) < ranks:
+        sys.exit(f"this times kernels on {ranks} GPU{'s' * (ranks > 1)}, and torch sees {seen or 'none'}")
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from minivllm.bench.linear import compile_ahead
-from minivllm.bench.replay import replay_seconds
+from minivllm.bench.replay import need_gpu, replay_seconds
 from minivllm.kernels.skinny_linear import linear, norm_linear
 from minivllm.layers.norm import RMSNorm
 from minivllm_qwen3_moe.experts import BACKENDS
@@ -184,6 +184,7 @@ def main() -> None:
     args.add_argument("--tp", type=int, default=1, help="one rank's part of so many")
     args.add_argument("--sweep", action="store_true")
     opt = args.parse_args()
+    need_gpu()
     counts = [int(t) for t in opt.tokens.split(",")]
     print(f"{torch.cuda.get_device_name()}, {HIDDEN} x {INNER // opt.tp}, {EXPERTS} experts, {TOP_K} a token, bfloat16")
     with torch.inference_mode():
