@@ -4,13 +4,12 @@ N tokens. Random tokens will not do: a tokenizer cuts their text into others, an
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from minivllm.errors import MinivllmError
+from minivllm.errors import CheckpointError, MinivllmError
 
 _FEWEST = 16  # words; of fewer, prompts would begin alike too often
 _WORDS = re.compile(r"^ [A-Za-z]+$", re.MULTILINE)
@@ -75,22 +74,21 @@ class Texts:
 
 
 def local_coder(name: str) -> tuple[Coder, int]:
-    """The tokenizer in a folder or repository, and the size of its vocabulary. Nothing else is fetched of a repository.
+    """The tokenizer in a folder or repository, and the size of its vocabulary.
 
     Raises:
         MinivllmError: there is none.
     """
-    from transformers import AutoTokenizer
+    from minivllm.models.tokenizer import CheckpointTokenizer, tokenizer_folder
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(os.path.expanduser(name))
-    except Exception as error:  # the hub's client, its HTTP library and each format's parser raise their own
-        why = " ".join(f"{type(error).__name__}: {error}".split())
+        tokenizer = CheckpointTokenizer(tokenizer_folder(name))
+    except CheckpointError as error:
         raise MinivllmError(
-            f"model.tokenizer={name} is no tokenizer that can be read ({why}); type a folder, or a repository that can "
-            "be reached, as model.tokenizer=Qwen/Qwen3-0.6B"
+            f"model.tokenizer={name} is no tokenizer that can be read ({error}); type a folder, or a repository that "
+            "can be reached, as model.tokenizer=Qwen/Qwen3-0.6B"
         ) from error
-    return Coder(
-        lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False),
-        lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False),
-    ), len(tokenizer)
+    coder = Coder(
+        partial(tokenizer.encode, add_special_tokens=False), partial(tokenizer.decode, skip_special_tokens=False)
+    )
+    return coder, tokenizer.vocab_size

@@ -13,7 +13,8 @@ from minivllm.errors import CheckpointError
 
 DEMO = Path(__file__).parent / "demo"
 LISTED = 8  # names that an error gives of each kind
-_DOWNLOADED = ["*.json", "*.safetensors", "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
+_WEIGHTS = "*.safetensors"
+_DOWNLOADED = ["*.json", _WEIGHTS, "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]  # folders beside the checkpoint, and a second copy of it
 
 
@@ -31,10 +32,10 @@ def fetch(options: ModelOptions) -> Path:
     raise CheckpointError(f"model={options.name} names neither a folder nor a repository; set model.path=DIR")
 
 
-def download(repo: str, revision: str | None = None, *, offline: bool = False) -> Path:
-    """Fetch a repository's config, tokenizer and safetensors, or find them in the local cache."""
+def download(repo: str, revision: str | None = None, *, offline: bool = False, weights: bool = True) -> Path:
+    """Fetch a repository's config, tokenizer and, with ``weights``, safetensors, or find them in the local cache."""
     if offline and not _is_cached(repo):
-        raise _cannot_fetch(repo, _NOT_CACHED)
+        raise _cannot_fetch(repo, _NOT_CACHED, weights)
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -43,7 +44,7 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False) -
                 repo,
                 revision=revision,
                 allow_patterns=_DOWNLOADED,
-                ignore_patterns=_NOT_DOWNLOADED,
+                ignore_patterns=_NOT_DOWNLOADED if weights else [*_NOT_DOWNLOADED, _WEIGHTS],
                 local_files_only=offline,
             )
         )
@@ -58,7 +59,7 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False) -
             errors.RevisionNotFoundError: f"it has no revision {revision!r}",
             errors.HFValidationError: "that is not a repository's name",
         }.get(type(error), not_cached)
-        raise _cannot_fetch(repo, reason) from error
+        raise _cannot_fetch(repo, reason, weights) from error
 
 
 _NOT_CACHED = "it is not in the local cache and cannot be downloaded from here"
@@ -71,10 +72,11 @@ def _is_cached(repo: str) -> bool:
     return (Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir()
 
 
-def _cannot_fetch(repo: str, reason: str) -> CheckpointError:
+def _cannot_fetch(repo: str, reason: str, weights: bool) -> CheckpointError:
+    then = "model.path=DIR, or try the shape alone with load_format=dummy" if weights else "model.tokenizer=DIR"
     return CheckpointError(
         f"cannot fetch {repo}: {reason}; on a connected machine run `hf download {repo} --local-dir DIR` "
-        "and pass model.path=DIR, or try the shape alone with load_format=dummy"
+        f"and pass {then}"
     )
 
 

@@ -88,7 +88,7 @@ class CheckpointTokenizer(Tokenizer):
         try:
             self._inner = _load(path)
         except Exception as error:  # whatever transformers, or the format's own parser, makes of a broken file
-            raise CheckpointError(f"the tokenizer in {path} cannot be read: {error}") from error
+            raise CheckpointError(f"the tokenizer in {path} cannot be read: {' '.join(str(error).split())}") from error
         self.path = path
         self.vocab_size = len(self._inner)
         config_ids = model_config.eos_token_ids if model_config is not None else ()
@@ -252,13 +252,18 @@ def load_tokenizer(
     )
 
 
+def tokenizer_folder(name: str) -> Path:
+    """``model.tokenizer``: a folder, or what is fetched of a repository. Raises CheckpointError."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else download(name, weights=False)
+
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def _find(options: ModelOptions, path: Path | None, *, offline: bool) -> Path | None:
     if options.tokenizer is not None:
-        folder = Path(options.tokenizer).expanduser()
-        return folder if folder.is_dir() else download(options.tokenizer)
+        return tokenizer_folder(options.tokenizer)
     if path is not None:
         return path
     if options.path is not None:

@@ -25,6 +25,7 @@ from minivllm.models.checkpoint import download
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import build_model, fetch, iterate_safetensors, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
+from minivllm.models.tokenizer import tokenizer_folder
 
 Checkpoints = Callable[..., Path]
 CLASSES: dict[str, type[Model]] = {c.__name__: c for c in (Qwen3ForCausalLM, LlamaForCausalLM)}
@@ -129,6 +130,21 @@ def test_what_is_not_cached_is_known_without_the_hubs_client(monkeypatch: pytest
     assert not asked
     (tmp_path / "models--nobody--nothing").mkdir()
     assert download("nobody/nothing", offline=True) == tmp_path and asked == ["nobody/nothing"]
+
+
+def test_a_tokenizers_repository_is_fetched_without_its_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: asked.append(options) or tmp_path)
+    assert tokenizer_folder("some/model") == download("some/model") == tmp_path
+    without, whole = (set(options["allow_patterns"]) - set(options["ignore_patterns"]) for options in asked)
+    assert whole - without == {"*.safetensors"} and "tokenizer*" in without
+    assert tokenizer_folder(str(tmp_path)) == tmp_path and len(asked) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"cannot fetch nobody/nothing: .* and pass model.tokenizer=DIR$"):
+        tokenizer_folder("nobody/nothing")
 
 
 # --------------------------------------------------------------------------- its files
