@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,15 @@ class ModelConfig:
     dtype: str = "bfloat16"
     hf_config: FrozenDict = field(default_factory=FrozenDict)
     options: FrozenDict = field(default_factory=FrozenDict)
+
+    def refuse_sliding_window(self) -> None:
+        """For an architecture whose layers would differ with one. Raises CheckpointError if config.json asks for it."""
+        uses, window = (self.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
+        if window if uses is None else uses:
+            raise CheckpointError(
+                f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for "
+                f"{self.architecture}, whose layers would differ: set use_sliding_window to false to attend to all"
+            )
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:

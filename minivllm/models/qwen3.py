@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import CheckpointError
 from minivllm.layers.decoder import CausalLM, DecoderLayer, SelfAttention
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.rotary import RotaryTable
@@ -25,10 +22,5 @@ class Qwen3ForCausalLM(CausalLM):
     layer = Qwen3Layer
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        uses, window = (config.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
-        if window if uses is None else uses:
-            raise CheckpointError(
-                f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for Qwen3, whose "
-                "layers would differ; no published Qwen3 checkpoint asks for it: set use_sliding_window to false"
-            )
+        config.refuse_sliding_window()
         super().__init__(config, tp)

@@ -1,10 +1,7 @@
 """Qwen3-MoE: Qwen3's attention; in most layers the MLP is a router and many small experts, a few of them a token."""
 
-import json
-
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import CheckpointError
 from minivllm.layers.decoder import CausalLM, DecoderLayer, SelfAttention
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.rotary import RotaryTable
@@ -24,12 +21,7 @@ class Qwen3MoeForCausalLM(CausalLM):
     layer = Qwen3MoeLayer
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        uses, window = (config.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
-        if window if uses is None else uses:
-            raise CheckpointError(
-                f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for Qwen3-MoE; no "
-                "published checkpoint sets it: set use_sliding_window to false"
-            )
+        config.refuse_sliding_window()
         super().__init__(config, tp)
         self.packed = {**CausalLM.packed, **packed_experts(config)}  # type: ignore[misc]  # as many as the config has
 
