@@ -85,7 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank is not None:
         return run_rank(args.rank, args.ranks, args.port)
-    need_gpu(ranks=args.ranks)
+    need_gpu(args.ranks, "lower --ranks, or run it on a machine that has as many")
     store = open_store("127.0.0.1")
     command = [sys.executable, "-m", "minivllm.bench.all_reduce", "--ranks", str(args.ranks), "--port", str(store.port)]
     ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(args.ranks)]

@@ -18,6 +18,8 @@ CONNECT_TIMEOUT = 30.0  # seconds; as long as a server may take to name its mode
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}  # by endpoint=
 LOWER = "; lower workload.max_token_id"  # the way out of ids that a model does not have
 
+_FAILURES = aiohttp.ClientError, TimeoutError, ValueError, OSError  # of a request, or of what comes back
+
 T = TypeVar("T")
 
 # What is read of a server's JSON; anything else in it is passed over, and another type is an error.
@@ -104,7 +106,7 @@ class Server:
             timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)
             async with self._session.get(where, timeout=timeout) as response:
                 status, text = response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
+        except _FAILURES as error:
             raise MinivllmError(
                 f"url={self.url}: no answer from {where} ({_said(error)}); start a server, as with `minivllm serve`"
             ) from error
@@ -136,7 +138,7 @@ class Server:
                 if response.status == 200:
                     return msgspec.json.decode(text, type=answer)
                 why = f"{response.status}: {_reason(text)}"
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
+        except _FAILURES as error:
             why = _said(error)
         name = self.model if "/" in self.model else "ORG/NAME"
         instead = f"; name its model's tokenizer instead, a folder or repository: model.tokenizer={name}"
@@ -159,7 +161,7 @@ class Server:
                     answer.error = f"{response.status}: {_reason(await response.text())}"
                 else:
                     await self._read(response, answer, request.max_tokens, sampling["ignore_eos"])
-        except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
+        except _FAILURES as error:
             answer.error = _said(error)
         return answer
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 
-def need_gpu(*, ranks: int = 1) -> None:
-    """Leaves the program if there is none, or not as many as ranks."""
-    if (seen := torch.cuda.device_count()) < ranks:
-        sys.exit(f"this times kernels on {ranks} GPU{'s' * (ranks > 1)}, and torch sees {seen or 'none'}")
+def need_gpu(count: int = 1, way_out: str = "run it on a machine that has one") -> None:
+    """Leaves the program if there are not so many."""
+    if (seen := torch.cuda.device_count()) < count:
+        sys.exit(f"this times kernels on {count} GPU{'s' * (count > 1)}, and torch sees {seen or 'none'}; {way_out}")
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -40,7 +40,7 @@ class Refinement(NamedTuple):
     draws: bool  # again, of whole rows: filters had no part in what shards were sampled from
     adjusts: bool  # penalties, ``min_tokens``, biases
     best: int  # log-probabilities of so many of the best tokens, and of the sampled one; 0: none
-    biased: bool = False  # ``logit_bias``, ``allowed_token_ids``
+    biased: bool  # ``logit_bias``, ``allowed_token_ids``
 
 
 class DefaultSampler(Sampler):
@@ -142,7 +142,8 @@ class DefaultSampler(Sampler):
         biased = (rows["allowed"] > 0) | (rows["biased"] > 0)
         adjusts = _penalizes(rows) | (rows["min_position"] > 0) | biased
         adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
-        self._clear_biases(slots[(self._asks[slots] & _BIASED) > 0])
+        for slot in slots[(self._asks[slots] & _BIASED) > 0].tolist():
+            self.bias[slot].zero_()
         wants_logprobs = rows["logprobs"] >= 0
         self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
         self._anyone = bool(self._asks.any())
@@ -161,10 +162,6 @@ class DefaultSampler(Sampler):
     def _of_vocabulary(self, held: torch.Tensor) -> torch.Tensor:
         """(slots, vocab), zeros, if ``held`` is nothing yet."""
         return held if len(held) else held.new_zeros((len(self.temperature), self.vocab_size))
-
-    def _clear_biases(self, slots: np.ndarray) -> None:
-        for slot in slots.tolist():
-            self.bias[slot].zero_()
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
         for slot, told in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):

@@ -128,9 +128,9 @@ class SamplingParams:
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0)
         for token in self.allowed_token_ids or ():
-            _integer("allowed_token_ids", token, 0)
+            _integer("allowed_token_ids", token, 0, "token ids begin there")
         for token, bias in (self.logit_bias or {}).items():
-            _integer("logit_bias: token id", token, 0)
+            _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
             _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
         if any(not isinstance(s, str) or not s for s in self.stop or ()):
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
@@ -160,7 +160,7 @@ def _as_list(name: str, values: Any) -> list[Any]:
     try:
         return [] if values is None else list(values)
     except TypeError:
-        raise RequestError(f"{name}={values!r} is not a list") from None
+        raise RequestError(f"{name}={values!r} is not a list; type [{values!r}]") from None
 
 
 def _as_biases(biases: Any) -> dict[int, float] | None:
@@ -168,20 +168,21 @@ def _as_biases(biases: Any) -> dict[int, float] | None:
     if biases is None:
         return None
     if not isinstance(biases, dict):
-        raise RequestError(f"logit_bias={biases!r} is not a mapping from token ids to numbers")
+        raise RequestError(f"logit_bias={biases!r} is not a mapping from token ids to numbers, as {{42: -100.0}}")
     return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in biases.items()}
 
 
 def _integer(name: str, value: Any, low: int, why: str = "") -> None:
+    why = f" ({why})" if why else ""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"{name}={value!r} is not a whole number")
+        raise RequestError(f"{name}={value!r} is not a whole number{why}")
     if value < low:
-        raise RequestError(f"{name}={value} is less than {low}" + (f" ({why})" if why else ""))
+        raise RequestError(f"{name}={value} is less than {low}{why}")
 
 
 def _number(name: str, value: Any, low: float, high: float, why: str, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
-        raise RequestError(f"{name}={value!r} is not a number")
+        raise RequestError(f"{name}={value!r} is not a number ({why})")
     value = value if isinstance(value, int) else float(value)
     if value < low or value > high or (open_low and value == low) or math.isinf(value):
         bounds = f"more than {low:g}" if open_low else f"at least {low:g}"
