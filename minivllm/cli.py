@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minivllm.bytecode import kept_bytecode
 from minivllm.errors import ConfigError, MinivllmError
 
 if TYPE_CHECKING:
@@ -138,7 +139,8 @@ def _run(args: Arguments) -> int:
         if args.flags:
             raise ConfigError(f"{args.flags[0]}: bench compare takes no flag; type bench compare A.json B.json")
         return compare(args.rest[1:], args.overrides)
-    return _run_mode(args)
+    with kept_bytecode():
+        return _run_mode(args)
 
 
 def _run_mode(args: Arguments) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from minivllm.bytecode import kept_bytecode
 from minivllm.core.engine import LLMEngine, Prompt
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
@@ -56,12 +57,13 @@ class LLM:
         overrides: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        from minivllm.config.compose import compose_engine_config
+        with kept_bytecode():
+            from minivllm.config.compose import compose_engine_config
 
-        config = compose_engine_config(
-            model=model, attention=attention, tp=tp, device=device, dtype=dtype, overrides=overrides, **options
-        )
-        self._begin(LLMEngine.from_config(config))
+            config = compose_engine_config(
+                model=model, attention=attention, tp=tp, device=device, dtype=dtype, overrides=overrides, **options
+            )
+            self._begin(LLMEngine.from_config(config))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:

@@ -19,9 +19,9 @@ from minivllm.bench.record import (
     mark,
     peak_memory,
     process_seconds,
-    without_bytecode,
 )
 from minivllm.bench.table import show
+from minivllm.bytecode import without_bytecode
 from minivllm.config.modes import BenchOptions
 from minivllm.errors import ConfigError, MinivllmError
 

@@ -41,14 +41,6 @@ def mark(record: dict[str, Any]) -> str:
     return " · ".join(filter(None, [*parts, f"Python {record.get('python')}", str(record.get("date", ""))[:10]]))
 
 
-def without_bytecode(package: str) -> Path | None:
-    """The folder that holds ``package``, which is imported, if Python keeps no bytecode of it: it came without, and
-    PYTHONDONTWRITEBYTECODE is set or the folder cannot be written. None: it does."""
-    spec = sys.modules[package].__spec__
-    assert spec is not None and spec.origin is not None
-    return None if spec.cached and os.path.exists(spec.cached) else Path(spec.origin).parents[1]
-
-
 def commit() -> str | None:
     """The commit of a source tree, with ``-dirty`` if tracked files differ from it; None for an installed package.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from minivllm.bytecode import kept_bytecode
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Request, TextPrompt, TokensPrompt, TokenTexts
@@ -91,9 +92,10 @@ class LLMEngine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
         """Load and start everything that ``config`` names."""
-        from minivllm.assemble import build_engine
+        with kept_bytecode():
+            from minivllm.assemble import build_engine
 
-        return build_engine(config)
+            return build_engine(config)
 
     # ------------------------------------------------------------------ requests
 

@@ -18,6 +18,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from minivllm.bytecode import kept_bytecode
 from minivllm.core.garbage import frozen
 from minivllm.executors.messages import Failed, Hello, Link, Ready
 from minivllm.executors.progress import Progress
@@ -179,4 +180,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with kept_bytecode():
+        main()

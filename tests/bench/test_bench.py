@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import py_compile
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from test_workloads import options
 
 from minivllm.bench.measure import Bench, Run, summarize
 from minivllm.bench.profile import busy_share, kernels_of, largest
-from minivllm.bench.record import environment, process_seconds, without_bytecode
+from minivllm.bench.record import environment, process_seconds
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
 from minivllm.config.compose import compose
@@ -146,18 +145,6 @@ def test_the_process_knows_its_age():
     time.sleep(0.05)
     second = process_seconds()
     assert first is not None and second is not None and 0.03 < second - first < 5
-
-
-def test_a_package_whose_bytecode_python_does_not_keep_is_found(tmp_path, monkeypatch):
-    source = tmp_path / "compiled_each_time" / "__init__.py"
-    source.parent.mkdir()
-    source.write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    __import__("compiled_each_time")
-    assert without_bytecode("compiled_each_time") == tmp_path
-    py_compile.compile(str(source))
-    assert without_bytecode("compiled_each_time") is None
 
 
 def test_a_copy_without_its_git_folder_can_say_its_commit(monkeypatch):
