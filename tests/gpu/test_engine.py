@@ -91,13 +91,15 @@ def test_graphs_change_no_token_in_float32() -> None:
 @pytest.mark.parametrize("pipeline", ["true", "false"])
 def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
     """Answers end at different lengths and others come in, so that graphs of all sizes, steps with prompts, filters
-    and, as long as a request for log-probabilities or one with penalties runs, refined and resampled ones alternate."""
+    and, as long as a request for log-probabilities or one with penalties or biases runs, refined and resampled ones
+    alternate."""
     prompts = [p for p in PROMPTS for _ in range(5)]
     params = [
         SamplingParams(
             temperature=0.8 if i % 3 else 0, seed=i, max_tokens=3 + 11 * i % 50, ignore_eos=True,
             logprobs=1 if i % 8 == 0 and i < 24 else None, top_k=20 if i % 5 == 1 else 0, top_p=0.9 if i % 4 else 1,
             frequency_penalty=0.3 if i % 7 == 0 else 0, min_tokens=2 if i % 9 == 0 else 0,
+            logit_bias={7: 2.5, 300: -4.0} if i % 6 == 2 else None, allowed_token_ids=[*range(99)] if i == 9 else None,
         )
         for i in range(len(prompts))
     ]  # fmt: skip
