@@ -17,6 +17,7 @@ def need_gpu(count: int = 1, way_out: str = "run it on a machine that has one") 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """What ``run`` launches, as a graph; it has run once before."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # kernels share buffers that two streams must not use at once
     with torch.cuda.stream(side):
         run()
     torch.cuda.synchronize()
