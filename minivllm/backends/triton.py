@@ -34,6 +34,7 @@ class TritonBackend(AttentionBackend):
         packages=("triton",),
     )
     fused_decode_rows = 16  # in the Triton kernel: beyond, norming q in every program costs more than a kernel for it
+    few_decode_rows = 4  # of queries apart: one long context's pages are read by more programs than the stream gives it
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -153,8 +154,10 @@ class TritonBackend(AttentionBackend):
         assert batch is not None and workspace is not None
         rows, (k_cache, v_cache), cascade = q.shape[0], self.kv_cache[layer.index], batch.cascade
         if stream is not None:
-            scaled = new is not None and new.scale is not None
-            suits = stream.takes_heads() if new is None else scaled or rows > self.fused_decode_rows
+            if new is None:
+                suits = rows > self.few_decode_rows and stream.takes_heads()
+            else:
+                suits = new.scale is not None or rows > self.fused_decode_rows
             suits = suits if cascade is None else stream.takes_shared()
             stream = stream if suits else None
         holder = stream or workspace

@@ -10,6 +10,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,3 +91,22 @@ def test_a_kernel_of_all_layers_may_decode_in_its_place_unless_it_is_asked_for_s
     assert not TritonBackend(replace(SPEC, sliding_window=64)).plain_decode
     assert not OwnDecode(SPEC).plain_decode and not OwnPlan(SPEC).plain_decode
     assert not HybridBackend(plain, TorchBackend(SPEC)).plain_decode, "decodes are the other one's"
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernel"), [(1, "paged_decode_triton"), (4, "paged_decode_triton"), (5, "stream_decode")]
+)
+def test_few_queries_are_not_streamed(rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, which the stream is for: one long context is read by more programs without it."""
+    called: list[str] = []
+    for name in ("schedule_stream", "stream_decode", "schedule_decode", "paged_decode_triton"):
+        note = partial(lambda its_name, *args, **keywords: called.append(its_name), name)
+        monkeypatch.setattr(f"minivllm.backends.triton.{name}", note)
+    world = Step(SPEC, [(1, 40)] * rows, rows)
+    backend = TritonBackend(SPEC)
+    backend.bind(world.cache)
+    backend._stream = SimpleNamespace(takes_heads=lambda: True)  # type: ignore[assignment]
+    backend.plan(world.batch)
+    for index in range(2):
+        backend.decode(world.q, SimpleNamespace(index=index), torch.empty_like(world.q))  # type: ignore[arg-type]
+    assert set(called[1:]) == {kernel} and called[0].startswith("schedule")
