@@ -1,8 +1,8 @@
 """Every package of examples/plugins, and one a kind from ``plugins new``, pass their own tests, all installed together.
 
 They are installed as pip would from their wheels, without a network: built by hatchling, unpacked into one folder. One
-run of pytest goes through all their tests but those marked slow, because importing torch is most of what a short run
-costs, and one through tensor parallelism; a package's other slow ones run in its own folder.
+run of pytest goes through all their tests, because importing torch is most of what a short run costs; of those marked
+slow it takes tensor parallelism, a package's others run in its own folder.
 """
 
 from __future__ import annotations
@@ -60,18 +60,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def _tests(site: Site, packages: dict[str, Path], cwd: Path) -> tuple[dict[str, Counter[str]], str]:
     files = {file.stem: name for name, package in packages.items() for file in package.glob("tests/test_*.py")}
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in packages}
-    output = ""
-    for i, selected in enumerate((["-mnot slow"], ["-mslow", "-ktest_tensor_parallel"])):
-        report = cwd / f"report{i}.xml"
-        output += site.run(
-            "pytest", "-q", "-n2", *selected, "-pno:cacheprovider", f"-c{ROOT / 'pyproject.toml'}",
-            f"--rootdir={cwd}", f"--junitxml={report}", *(str(package / "tests") for package in packages.values()),
-            cwd=cwd,
-        ).stdout  # fmt: skip
-        for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
-            package = next(files[part] for part in case.attrib["classname"].split(".") if part in files)
-            ended = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
-            outcomes[package][ended[0] if ended else "passed"] += 1
+    report = cwd / "report.xml"
+    output = site.run(
+        "pytest", "-q", "-n2", "-knot slow or test_tensor_parallel", "-pno:cacheprovider", f"--rootdir={cwd}",
+        f"-c{ROOT / 'pyproject.toml'}", f"--junitxml={report}",
+        *(str(package / "tests") for package in packages.values()), cwd=cwd,
+    ).stdout  # fmt: skip
+    for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():
+        package = next(files[part] for part in case.attrib["classname"].split(".") if part in files)
+        ended = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        outcomes[package][ended[0] if ended else "passed"] += 1
     return outcomes, output
 
 
