@@ -66,8 +66,9 @@ _openings: list[Thread] = []  # under way, or done and not yet waited for
 
 @cache
 def open_device(index: int) -> None:
-    """Make GPU ``index`` ready in the background: its context, and what Triton's first kernel in a process has to wait
-    for. It hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its driver.
+    """Make GPU ``index`` ready in the background: its context, and what the first kernel of Triton and of the library
+    has to wait for. Triton hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its
+    driver; the library loads itself.
 
     Best called before torch is imported, which takes Python longer than all this; without such a GPU, or with a torch
     that has no CUDA, it leaves everything as it was.
@@ -84,9 +85,10 @@ def open_device(index: int) -> None:
             driver.cuDevicePrimaryCtxRelease_v2(device)
             return
         torch.cuda.set_device(index)
-        torch.empty(1, device="cuda")
+        x = torch.empty((64, 64), dtype=torch.bfloat16, device="cuda")
         if compiles:
             _load(_nothing_kernel.warmup(1, grid=(1,)))
+        torch.mm(x, x)
 
     def quietly() -> None:
         with suppress(Exception):  # whoever needs the device next meets it again

@@ -6,6 +6,7 @@ A model file subclasses ``DecoderLayer`` for what is special about it and names 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from itertools import pairwise
 from typing import ClassVar, Protocol, TypeVar, cast
 
@@ -15,6 +16,7 @@ from torch import nn
 from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels._triton import compiling
 from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
@@ -249,7 +251,7 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
-        layers, exchange = list(self.layers), self.tp.exchange
+        layers, exchange = self._different_layers if compiling() else list(self.layers), self.tp.exchange
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
         else:
@@ -262,6 +264,15 @@ class Decoder(nn.Module):
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
+
+    @cached_property
+    def _different_layers(self) -> list[nn.Module]:
+        """Those that launch all kernels there are: the first two, each that is like none before it, and the last."""
+        found: dict[object, nn.Module] = {}
+        for i, layer in enumerate(self.layers):
+            kind = type(layer), *(weight.shape for weight in layer.parameters())
+            found.setdefault(i if i in (0, 1, len(self.layers) - 1) else kind, layer)
+        return list(found.values())
 
     def _shape_of(
         self, layers: list[nn.Module], x: torch.Tensor, of: Callable[[DecoderLayer], _Shape | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
 from minivllm.kernels.capture import rehearsal
+from minivllm.layers.decoder import Decoder
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
     ColumnParallelLinear,
@@ -327,3 +328,26 @@ def test_part_of_a_head_can_turn() -> None:
     assert table(partial_rotary_factor=0.5).shape == (300, 8)
     with pytest.raises(CheckpointError, match="rotary dimension 9 must be even"):
         table(partial_rotary_factor=9 / 16)
+
+
+def test_kernels_are_found_without_all_layers(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+
+    class Layer(nn.Module):
+        def __init__(self, config: ModelConfig, tp: TensorParallel, index: int, rotary: RotaryTable) -> None:
+            super().__init__()
+            self.index, self.weight = index, nn.Parameter(torch.zeros(3 if index in (4, 5) else 2))
+
+        def forward(self, x: torch.Tensor, positions: torch.Tensor, attention: object) -> torch.Tensor:
+            called.append(self.index)
+            return x
+
+    config = replace(read_model_config(tiny_checkpoint("qwen3")), num_layers=8)
+    decoder, ids = Decoder(config, TensorParallel(), Layer), torch.zeros(2, dtype=torch.int64)
+    for compiling, layers in ((True, [0, 1, 2, 4, 7]), (False, [*range(8)])):
+        monkeypatch.setattr("minivllm.layers.decoder.compiling", lambda its=compiling: its)
+        called.clear()
+        decoder(ids, ids, None)
+        assert called == layers
