@@ -27,19 +27,6 @@ def _aligned(n: int) -> int:
     return -(-n // 4) * 4
 
 
-def _pinned(*arrays: np.ndarray) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Arrays of int32 in one pinned tensor, each 16-byte aligned, and each of them alone there. A copy to the device
-    from other memory, as FlashInfer makes some, would wait for the step before."""
-    starts = [0]
-    for array in arrays:
-        starts.append(starts[-1] + _aligned(len(array)))
-    packed = torch.empty(starts[-1], dtype=torch.int32, pin_memory=True)
-    parts = [packed[start : start + len(array)] for start, array in zip(starts[:-1], arrays, strict=True)]
-    for part, array in zip(parts, arrays, strict=True):
-        part.numpy()[:] = array
-    return packed, parts
-
-
 class _Pages:
     """Rows of block tables as FlashInfer wants them: page ids one row after another, on the host."""
 
@@ -51,6 +38,17 @@ class _Pages:
         self.last_len = (self.seq_lens - (counts - 1) * block_size).astype(np.int32)
         width = int(counts.max())
         self.indices = tables[:, :width][np.arange(width) < counts[:, None]]
+
+    def pack(self) -> tuple[torch.Tensor, int, int]:
+        """The three arrays in one pinned tensor, and where the second and third begin."""
+        second = _aligned(len(self.indptr))
+        third = second + _aligned(len(self.last_len))
+        packed = torch.empty(third + len(self.indices), dtype=torch.int32, pin_memory=True)
+        to = packed.numpy()
+        to[: len(self.indptr)] = self.indptr
+        to[second : second + len(self.last_len)] = self.last_len
+        to[third:] = self.indices
+        return packed, second, third
 
 
 class _Staging:
@@ -118,7 +116,7 @@ class FlashInferBackend(AttentionBackend):
         self._float_workspace = torch.zeros(self._workspace_bytes(device), dtype=torch.uint8, device=device)
         self._rows = -(-s.max_num_seqs // 16) * 16
         pages = self._rows * -(-s.max_model_len // s.block_size)
-        self._packed = torch.zeros(2 * _aligned(self._rows + 1) + _aligned(pages), dtype=torch.int32, device=device)
+        self._packed = torch.zeros(2 * _aligned(self._rows + 1) + pages, dtype=torch.int32, device=device)
         self._query_start = torch.arange(self._rows + 1, dtype=torch.int32)  # on the host, as plans want it
         self._device_query_start = self._query_start.to(device)
         self._graph_staging, self._decode_staging, self._prefill_staging = (_Staging(device) for _ in range(3))
@@ -171,20 +169,20 @@ class FlashInferBackend(AttentionBackend):
     def _plan_decode(self, wrapper: Any, staging: _Staging, pages: _Pages, static: torch.Tensor | None) -> None:
         s, rows = self.spec, len(pages.seq_lens)
         device = staging.device_buffer.device
-        packed, (indptr, last_len, ids) = _pinned(pages.indptr, pages.last_len, pages.indices)
+        packed, second, third = pages.pack()
         if static is None:
             on_device = packed.to(device, non_blocking=True)
         else:
             on_device = static[: len(packed)]
             on_device.copy_(packed, non_blocking=True)
-        second, third = last_len.storage_offset(), ids.storage_offset()
+        indptr = torch.from_numpy(pages.indptr)
         self._wrapper = wrapper
         pinned = staging.begin(wrapper)
         if self.direct and self.tensor_cores and getattr(wrapper, "_planned", False):
             if static is None:
                 wrapper._paged_kv_indptr_buf = on_device[: rows + 1]
                 wrapper._paged_kv_last_page_len_buf = on_device[second : second + rows]
-                wrapper._paged_kv_indices_buf = on_device[third : third + len(ids)]
+                wrapper._paged_kv_indices_buf = on_device[third:]
                 wrapper._qo_indptr_buf = self._device_query_start[: rows + 1]
                 wrapper._batch_size = rows
             wrapper._plan_info = wrapper._cached_module.plan(
@@ -211,8 +209,8 @@ class FlashInferBackend(AttentionBackend):
         else:
             wrapper.plan(
                 indptr,
-                on_device[third : third + len(ids)],
-                last_len,
+                on_device[third:],
+                torch.from_numpy(pages.last_len),
                 s.num_heads,
                 s.num_kv_heads,
                 s.head_dim,
@@ -231,14 +229,14 @@ class FlashInferBackend(AttentionBackend):
         pages = _Pages(batch.host_seq_lens[d:], batch.host_block_tables[d:], s.block_size)
         start = np.zeros(len(pages.seq_lens) + 1, dtype=np.int32)
         np.cumsum(batch.host_query_lens[d:], out=start[1:])
-        _, parts = _pinned(start, pages.indptr, pages.last_len, pages.seq_lens, pages.indices)
-        query_start, indptr, last_len, seq_lens, ids = parts
+        packed, _, third = pages.pack()
+        on_device = packed.to(self._prefill_staging.device_buffer.device, non_blocking=True)
         self._prefill_staging.begin(self._prefill_wrapper)
         self._prefill_wrapper.plan(
-            query_start,
-            indptr,
-            ids.to(self._prefill_staging.device_buffer.device, non_blocking=True),
-            last_len,
+            torch.from_numpy(start),
+            torch.from_numpy(pages.indptr),
+            on_device[third:],
+            torch.from_numpy(pages.last_len),
             s.num_heads,
             s.num_kv_heads,
             s.head_dim,
@@ -248,7 +246,7 @@ class FlashInferBackend(AttentionBackend):
             window_left=self.window_left,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
-            seq_lens=seq_lens,
+            seq_lens=torch.from_numpy(pages.seq_lens),
             max_token_per_sequence=int(np.max(batch.host_query_lens[d:])),
         )
         self._prefill_staging.end()
