@@ -46,6 +46,9 @@ def _is_kept(sources: Path) -> bool:
 
 
 def _is_writable(folder: str) -> bool:
+    """Not where the user has no home: ``~`` stands for itself then."""
+    if not os.path.isabs(folder):
+        return False
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError:

@@ -108,6 +108,13 @@ def test_otherwise_nothing_changes(why: Callable[[Path, Path], None], source: Pa
     assert not folder.is_dir()
 
 
+def test_a_user_without_a_home_gets_no_folder(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with kept_bytecode(NAME, "~/.cache/minivllm"):
+        assert sys.pycache_prefix is None
+    assert not (tmp_path / "~").exists()
+
+
 def test_what_a_command_line_imports_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of torch, to which the command line's imports lead."""
     prefixes: list[str | None] = []
