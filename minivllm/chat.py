@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from minivllm.config.modes import ChatOptions
-from minivllm.errors import RequestError
+from minivllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from minivllm.config.compose import Composed
@@ -23,6 +23,8 @@ def run(composed: Composed) -> int:
     options = composed.options
     assert isinstance(options, ChatOptions)
     params = options.sampling_params()
+    if sys.stdin is None:
+        raise ConfigError("chat reads what is typed, and standard input is closed; open it, or pipe lines into it")
     from minivllm.llm import LLM
 
     with LLM.from_config(composed.engine) as llm:

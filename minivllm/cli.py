@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,8 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot hold is no reason to lose the others
     try:
         return _run(parse(sys.argv[1:] if argv is None else argv))
     except MinivllmError as e:

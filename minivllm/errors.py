@@ -1,5 +1,6 @@
 """Every error that minivllm raises on purpose: each message says what was wrong, what was allowed, what to type."""
 
+_QUOTED = 200  # characters
 _LIBRARIES = frozenset(("numpy", "torch", "triton"))  # what they raise is about what they were given
 
 
@@ -25,6 +26,15 @@ class RequestError(MinivllmError, ValueError):
 
 class EngineDeadError(MinivllmError, RuntimeError):
     """The engine stopped: a rank died or raised. Every waiting request ends with this error."""
+
+
+def shown(value: object) -> str:
+    """What somebody gave, as an error quotes it: its repr, which is cut if it is long."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 
 def place_of(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -54,15 +55,15 @@ def run(composed: Composed) -> int:
             print(why, file=sys.stderr)
         started = time.perf_counter()
         prompts, priority = [a.prompt for a in asked], [a.priority for a in asked]
-        outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty(), priority=priority)
+        outputs = llm.generate(prompts, params, use_tqdm=_is_terminal(sys.stderr), priority=priority)
         seconds = time.perf_counter() - started
     if to is None:
         for output in outputs:
-            print(_shown(output, sys.stdout.isatty()), end="\n\n")
+            print(_shown(output, _is_terminal(sys.stdout)), end="\n\n")
     elif to == _STDOUT:
         _write(sys.stdout, outputs)
     else:
-        with Path(to).expanduser().open("w", encoding="utf-8") as file:
+        with Path(expanduser(to)).open("w", encoding="utf-8") as file:
             _write(file, outputs)
     batch = min(len(outputs), composed.engine.scheduler.max_num_seqs)
     print(_summary(outputs, seconds, batch, about), file=sys.stderr if to == _STDOUT else sys.stdout)
@@ -81,7 +82,7 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
             raise ConfigError("prompts_file=-: standard input is closed")
         return _found(parse_prompts(stdin.read(), "standard input"), "standard input")
     if options.prompts_file is not None:
-        path = Path(options.prompts_file).expanduser()
+        path = Path(expanduser(options.prompts_file))
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
@@ -104,7 +105,7 @@ def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[A
 def _json_prompt(line: str, where: str) -> Asked:
     try:
         item: Any = json.loads(line)
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{where} is not JSON: {e}") from e
     if isinstance(item, str):
         return Asked(item)
@@ -184,8 +185,13 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float, batch: int, about
     )
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    """None: it is closed."""
+    return stream is not None and stream.isatty()
+
+
 def _check_writable(name: str) -> None:
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))
     try:
         path.open("a").close()
     except OSError as e:
@@ -194,8 +200,9 @@ def _check_writable(name: str) -> None:
 
 def _write(file: TextIO, outputs: Sequence[RequestOutput]) -> None:
     """One object a request, in the order of the prompts."""
+    utf = (file.encoding or "utf-8").lower().startswith("utf")
     for output in outputs:
-        file.write(json.dumps(_record(output), ensure_ascii=False) + "\n")
+        file.write(json.dumps(_record(output), ensure_ascii=not utf) + "\n")
 
 
 def _record(output: RequestOutput) -> dict[str, Any]:

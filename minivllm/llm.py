@@ -12,7 +12,7 @@ from minivllm.bytecode import kept_bytecode
 from minivllm.core.engine import LLMEngine, Prompt
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 from minivllm.models.tokenizer import check_variables
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ class LLM:
     ) -> list[RequestOutput]:
         many = len(prompts)
         params = self._params(sampling_params, many)
+        if not isinstance(priority, Sequence | None):
+            raise RequestError(f"priority={shown(priority)} is not a list; give one a prompt")
         if priority is not None and len(priority) != many:
             raise RequestError(f"{many} prompts with {len(priority)} priorities; give one a prompt")
         priorities = [0] * many if priority is None else priority
@@ -153,6 +155,8 @@ class LLM:
         ``content``: a string, or OpenAI's text parts, which are joined with line ends. Other arguments as in
         ``generate``."""
         _refuse(others, _CHAT_NEUTRAL)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(_checked(messages)[0], dict)
         many: list[Any] = [messages] if is_one else list(messages)
         conversations = [[_message(message) for message in _checked(conversation)] for conversation in many]
@@ -274,12 +278,14 @@ def _checked(conversation: Any) -> Sequence[Any]:
 def _message(message: Any) -> dict[str, Any]:
     """One message with its content as text."""
     if not isinstance(message, dict) or not {"role", "content"} <= set(message):
-        raise RequestError(f'a message is {{"role": …, "content": …}}, not {message!r}')
+        raise RequestError(f'a message is {{"role": …, "content": …}}, not {shown(message)}')
+    if not isinstance(message["role"], str):
+        raise RequestError(f"a message's role is a string, as 'user', not {shown(message['role'])}")
     content = message["content"]
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise RequestError(f"a message's content is a string or a list of text parts, not {content!r}")
+        raise RequestError(f"a message's content is a string or a list of text parts, not {shown(content)}")
     return {**message, "content": content}
 
 

@@ -9,6 +9,7 @@ import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def run(files: Sequence[str], overrides: Sequence[str]) -> int:
             "output= wrote"
         )
     threshold = _threshold(overrides)
-    before, after = (_read(Path(name).expanduser()) for name in files)
+    before, after = (_read(Path(expanduser(name))) for name in files)
     both = [settings for settings in before if settings in after]
     if not both:
         raise ConfigError(
@@ -158,7 +159,7 @@ def _read(file: Path) -> dict[str, _Config]:
         raise ConfigError(f"{file} is a folder; type {file / 'results.json'}, if a sweep wrote it") from e
     except OSError as e:
         raise ConfigError(f"{file} cannot be read: {e.strerror}") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(
             f"{file} is neither results.json of a sweep nor the JSON lines of output=: {type(e).__name__}: {e}"
         ) from e
@@ -170,7 +171,7 @@ def _read(file: Path) -> dict[str, _Config]:
 def _rows(text: str) -> list[dict[str, Any]]:
     try:
         tree = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         tree = None
     if isinstance(tree, dict) and "rows" in tree:
         return tree["rows"]

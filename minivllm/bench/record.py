@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def peak_memory(device: str) -> dict[str, int | None]:
 
 def check_writable(name: str, key: str) -> Path:
     """The path of a file that can be appended to. Raises ConfigError."""
-    path = Path(name).expanduser()
+    path = Path(expanduser(name))
     try:
         path.open("a").close()
     except OSError as e:

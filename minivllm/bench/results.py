@@ -137,7 +137,7 @@ class Sweep:
             ) from e
         except OSError as e:
             raise ConfigError(f"sweep.resume={folder}: {file} cannot be read: {e.strerror}") from e
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             if isinstance(e, ConfigError):
                 raise
             raise ConfigError(f"sweep.resume={folder}: {file} is not a sweep's results ({e})") from e

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from os.path import expanduser
 from pathlib import Path
 
 from minivllm.bench.child import Outcome, run_child
@@ -38,7 +39,7 @@ def run(overrides: Sequence[str], registry: Registry) -> int:
     own = [text for text in overrides if Override.parse(text).key.startswith("sweep.")]
     typed = [text for text in overrides if text not in own]
     options = _options(own, registry)
-    resumed = None if options.resume is None else Path(options.resume).expanduser().resolve()
+    resumed = None if options.resume is None else Path(expanduser(options.resume)).resolve()
     sweep = _new(typed, options, registry) if resumed is None else _resumed(resumed, typed, options)
     refused = {row.job: why for row in sweep.rows if row.status != "ok" and (why := _refused(row, registry))}
     if len(refused) == len(sweep.rows):
@@ -92,7 +93,7 @@ def _make_folder(name: str | None) -> Path:
         while folder.exists():
             folder, number = stem.with_name(f"{stem.name}-{number}"), number + 1
     else:
-        folder = Path(name).expanduser()
+        folder = Path(expanduser(name))
         if (folder / "results.json").exists():
             raise ConfigError(
                 f"sweep.dir={name} holds a sweep already: type sweep.resume={name} to go on with it, or take another"

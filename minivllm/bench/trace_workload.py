@@ -16,16 +16,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import BenchRequest
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 from minivllm.plugins.naming import did_you_mean
 
 if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions
 
+_LATEST = 1e15  # in whichever unit
 _PROMPTS = ("input_len", "prompt", "prompt_token_ids")
 _KEYS = ("arrival", *_PROMPTS, "output_len")
 _PUBLISHED = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -47,7 +49,7 @@ def read_requests(
     """
     assert options.path is not None
     try:
-        lines = Path(options.path).expanduser().read_text(encoding="utf-8-sig").split("\n")
+        lines = Path(expanduser(options.path)).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"workload.path={options.path} cannot be read: {why}") from e
@@ -82,7 +84,7 @@ def _object(line: str) -> dict[str, Any]:
     """Raises ValueError, which says what is wrong with the line."""
     try:
         value = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{e}; a line is one JSON object, as {_EXAMPLE}") from e
     if not isinstance(value, dict):
         raise ValueError(f"it is not a JSON object, as {_EXAMPLE}")
@@ -126,8 +128,8 @@ def _request(
 def _seconds(value: dict[str, Any], key: str) -> float:
     """What stands there, in whichever unit."""
     arrival = value.get(key, 0)
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival < float("inf"):
-        raise ValueError(f"{key}={arrival!r} is not a time from 0 on")
+    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival <= _LATEST:
+        raise ValueError(f"{key}={shown(arrival)} is not a time from 0 on")
     return float(arrival)
 
 

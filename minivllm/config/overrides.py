@@ -38,7 +38,7 @@ class Override:
                 raise ConfigError(f"{text}: a key cannot be removed; set it to its default, or to null")
             raise ConfigError(f"{text!r} is not key=value; `minivllm --help` lists the keys")
         if not match[4]:
-            raise ConfigError(f"{text}: the value is missing; type {match[2]}=null for none")
+            raise ConfigError(f"{text}: the value is missing; `minivllm --help` says what {match[2]} takes")
         return cls(text, match[1] is not None, match[2], match[4])
 
 

@@ -176,8 +176,9 @@ class LLMEngine:
             request = self._requests.pop(name, None)
             self._touched.pop(name, None)
             for completion in request.completions if request is not None else []:
-                self.scheduler.abort(completion.seq.request_id)
-                self._by_sequence.pop(completion.seq.request_id, None)
+                if completion.finish_reason is None:  # else its name may be another request's by now
+                    self.scheduler.abort(completion.seq.request_id)
+                    self._by_sequence.pop(completion.seq.request_id, None)
 
     def has_request(self, request_id: str) -> bool:
         """Whether a request of that name waits or runs."""

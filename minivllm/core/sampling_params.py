@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {
@@ -24,6 +24,7 @@ MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 _LARGEST = 3.4e38  # float32, as samplers have temperatures
 _MOST_BIAS = 1e30  # what float32 can still divide by a temperature
+_DIGITS = 20  # of a token id, fewer
 _GREEDY = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
@@ -84,7 +85,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else _as_list("stop", self.stop)
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
-        self.bad_words = [] if self.bad_words is None else self.bad_words
+        self.bad_words = _as_list("bad_words", self.bad_words)
         self.logit_bias = _as_biases(self.logit_bias)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
@@ -149,7 +150,7 @@ class SamplingParams:
         for name, only in _NOT_YET.items():
             value = getattr(self, name)
             if value != only and value not in ([], {}):
-                raise RequestError(f"{name}={value!r} is not supported yet; leave it at {only!r}")
+                raise RequestError(f"{name}={shown(value)} is not supported yet; leave it at {only!r}")
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
@@ -169,22 +170,25 @@ def _as_biases(biases: Any) -> dict[int, float] | None:
         return None
     if not isinstance(biases, dict):
         raise RequestError(f"logit_bias={biases!r} is not a mapping from token ids to numbers, as {{42: -100.0}}")
-    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in biases.items()}
+    return {
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _DIGITS else key: bias
+        for key, bias in biases.items()
+    }
 
 
 def _integer(name: str, value: Any, low: int, why: str = "") -> None:
     why = f" ({why})" if why else ""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(f"{name}={value!r} is not a whole number{why}")
+        raise RequestError(f"{name}={shown(value)} is not a whole number{why}")
     if value < low:
-        raise RequestError(f"{name}={value} is less than {low}{why}")
+        raise RequestError(f"{name}={shown(value)} is less than {low}{why}")
 
 
 def _number(name: str, value: Any, low: float, high: float, why: str, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
-        raise RequestError(f"{name}={value!r} is not a number ({why})")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
+        raise RequestError(f"{name}={shown(value)} is not a number ({why})")
     value = value if isinstance(value, int) else float(value)
-    if value < low or value > high or (open_low and value == low) or math.isinf(value):
+    if value < low or value > high or (open_low and value == low) or value == math.inf:
         bounds = f"more than {low:g}" if open_low else f"at least {low:g}"
         limit = "" if math.isinf(high) else f" and at most {high:g}"
-        raise RequestError(f"{name}={value} is out of range: it must be {bounds}{limit} ({why})")
+        raise RequestError(f"{name}={shown(value)} is out of range: it must be {bounds}{limit} ({why})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ _NOT_DOWNLOADED = ["*/*", "consolidated*"]  # folders beside the checkpoint, and
 def fetch(options: ModelOptions) -> Path:
     """The checkpoint's folder: ``path``, or ``repo`` downloaded, or the demo that ships in the package."""
     if options.path is not None:
-        return _folder(Path(options.path).expanduser())
+        return _folder(Path(expanduser(options.path)))
     if options.repo is not None:
         return download(options.repo, options.revision)
     if options.name == "demo":

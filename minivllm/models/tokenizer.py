@@ -7,12 +7,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import CheckpointError, RequestError
+from minivllm.errors import CheckpointError, RequestError, shown
 from minivllm.models.checkpoint import DEMO, download
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -73,6 +74,8 @@ def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> Mappi
     argument of what renders the template."""
     if not variables:
         return variables
+    if not isinstance(variables, Mapping) or any(not isinstance(name, str) for name in variables):
+        raise RequestError(f"chat_template_kwargs: {shown(variables)} is not a mapping of names")
     arguments = inspect.signature(tokenizer.hf_tokenizer.apply_chat_template).parameters
     if taken := variables.keys() & {*arguments, "messages"}:
         raise RequestError(
@@ -254,7 +257,7 @@ def load_tokenizer(
 
 def tokenizer_folder(name: str) -> Path:
     """``model.tokenizer``: a folder, or what is fetched of a repository. Raises CheckpointError."""
-    folder = Path(name).expanduser()
+    folder = Path(expanduser(name))
     return folder if folder.is_dir() else download(name, weights=False)
 
 
@@ -267,7 +270,7 @@ def _find(options: ModelOptions, path: Path | None, *, offline: bool) -> Path | 
     if path is not None:
         return path
     if options.path is not None:
-        return Path(options.path).expanduser()
+        return Path(expanduser(options.path))
     if options.repo is None:
         return DEMO if options.name == "demo" and DEMO.is_dir() else None
     try:

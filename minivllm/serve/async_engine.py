@@ -314,6 +314,7 @@ class AsyncEngine:
                 self.timings.aborted(message.request_ids)
 
     def _add(self, add: _Add) -> BaseException | None:
+        accepted = self.engine.stats.prompt_tokens
         for i, (name, prompt) in enumerate(zip(add.request_ids, add.prompts, strict=True)):
             self.timings.arrived(name, add.arrived, add.params.n)  # before: it may be scheduled at once
             try:
@@ -322,6 +323,7 @@ class AsyncEngine:
                 raise
             except Exception as error:  # the request's fault, or a bug that it came upon: the others go on
                 self.engine.abort(list(add.request_ids[:i]))
+                self.engine.stats.prompt_tokens = accepted
                 self.timings.forget(add.request_ids[: i + 1])
                 if isinstance(error, RequestError) and len(add.prompts) > 1:
                     return RequestError(f"prompt {i}: {error}")

@@ -16,6 +16,11 @@ from minivllm.serve.async_engine import Aborted
 
 _GONE = 499  # nobody reads it: the client has hung up
 _RETRY = {"Retry-After": "1"}
+_TYPE = re.compile(r"(str|int|float|bool|list|dict|function-\w+)\b(\[|$)")  # pydantic's, of a union, in a place
+_TYPES = {  # of fields that take several
+    "stop": "it is a string, or a list of strings",
+    "content": 'it is a string, or a list of text parts: {"type": "text", "text": …}',
+}
 _FIRST_WORD = re.compile(r"(?:prompt \d+: )?([a-z_]+)(?:=|: )")
 
 
@@ -89,10 +94,12 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
 
 def _as_client_error(first: Mapping[str, Any]) -> ClientError:
     """Pydantic's first complaint."""
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part != "body" and not _TYPE.match(str(part))]
     if first["type"] == "json_invalid":
         return ClientError(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if not place:
         return ClientError(f"the body is not a JSON object: {first['msg']}")
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"].endswith("_type"):
+        message = next((_TYPES[part] for part in reversed(place) if part in _TYPES), message)
     return ClientError(f"{'.'.join(place)}: {message}", param=place[0])

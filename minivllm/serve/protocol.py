@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from minivllm.errors import shown
 from minivllm.plugins.naming import did_you_mean
 from minivllm.serve.errors import ClientError
 
@@ -86,7 +87,7 @@ class Body(BaseModel):
                 cls._refuse_unless_neutral(name, value)
             elif name == "best_of":
                 if type(value) is not int or value != (data.get("n") or 1):
-                    raise ClientError(f"best_of={value!r} is not supported: only n itself is", param=name)
+                    raise ClientError(f"best_of={shown(value)} is not supported: only n itself is", param=name)
             else:
                 raise ClientError(f"there is no field {name!r}.{did_you_mean(name, cls.model_fields)}", param=name)
         return known
@@ -96,8 +97,7 @@ class Body(BaseModel):
         allowed = _NEUTRAL[name]
         if value not in allowed:
             but = f", other than {' or '.join(map(repr, allowed))}" if allowed else ""
-            shown = repr(value) if len(repr(value)) < 60 else "it"
-            raise ClientError(f"{name}: {shown} is not supported{but}; leave {name} out", param=name)
+            raise ClientError(f"{name}: {shown(value)} is not supported{but}; leave {name} out", param=name)
 
 
 class StreamOptions(Body):

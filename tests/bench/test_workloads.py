@@ -246,6 +246,8 @@ def test_a_trace_may_be_cut_to_its_first_requests(tmp_path):
         ('{"input_len": 5, "output_len": 2, "arival": 3}', "no key 'arival'. Did you mean arrival"),
         ('{"input_len": 5, "output_len": 2, "arrival": -1}', "arrival=-1 is not a time from 0"),
         ('{"input_len": 5, "output_len": 2, "arrival": NaN}', "arrival=nan is not"),
+        (f'{{"input_len": 5, "output_len": 2, "arrival": 1{"0" * 400}}}', "arrival=1000.* is not a time from 0"),
+        ("[" * 100_000, "a line is one JSON object"),
         ('{"prompt": "", "output_len": 2}', "is not a text of at least one token"),
         ('{"prompt_token_ids": [], "output_len": 2}', "at least one whole number"),
         ('{"prompt_token_ids": [1.5], "output_len": 2}', "at least one whole number"),

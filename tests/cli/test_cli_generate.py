@@ -62,6 +62,8 @@ def test_lines_and_jsonl() -> None:
     ("line", "told"),
     [
         ("{nonsense}", "x, line 2 is not JSON"),
+        ("9" * 5000, "x, line 2 is not JSON"),
+        ("[" * 100_000, "x, line 2 is not JSON"),
         ("5", "x, line 2 is neither a string nor an object"),
         ('{"text": "a"}', "x, line 2 has neither prompt nor prompt_token_ids, only text"),
         ("{}", "x, line 2 has neither prompt nor prompt_token_ids$"),
@@ -212,6 +214,15 @@ def test_output_to_standard_output_is_nothing_else(small: list[str], capsys: pyt
     said = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in said.out.splitlines()] == ["one", "two"]
     assert "tokens/s" in said.err
+
+
+def test_a_terminal_that_holds_few_characters_loses_no_answer(small: list[str]) -> None:
+    command = [sys.executable, "-m", "minivllm", *small, 'prompts=["漢é"]', "max_tokens=2"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for to in ([], ["output=-"]):
+        done = subprocess.run([*command, *to], env=env, capture_output=True, stdin=subprocess.DEVNULL, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert not to or json.loads(done.stdout)["prompt"] == "漢é"
 
 
 @pytest.mark.usefixtures("no_stdin")

@@ -38,6 +38,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"n": 1.5}, ["n=1.5", "whole number"]),
     ({"n": 16385}, ["n=16385", "more than 16384"]),
     ({"temperature": 1e39}, ["temperature=1e+39", "at most 3.4e+38"]),
+    ({"temperature": 10**400}, ["temperature=1000", "at most 3.4e+38"]),
+    ({"logit_bias": {"9" * 5000: 1.0}}, ["logit_bias: token id='9999", "whole number"]),
+    ({"bad_words": np.array(["a"])}, ["bad_words=[", "not supported yet"]),
+    ({"structured_outputs": [[["a"] * 500]]}, ["structured_outputs=[[['a'", "…", "not supported yet"]),
     ({"stop": 5}, ["stop=5", "not a list"]),
     ({"stop_token_ids": 5}, ["stop_token_ids=5", "not a list"]),
     ({"skip_special_tokens": "no"}, ["skip_special_tokens='no'", "neither True nor False"]),
@@ -169,3 +173,8 @@ def test_a_clone_differs_only_where_it_is_told() -> None:
     assert params.stop == ["x"] and params.stop_token_ids == [7]
     with pytest.raises(RequestError):
         params.clone(n=0)
+
+
+def test_a_number_that_python_does_not_write_is_refused() -> None:
+    with pytest.raises(RequestError, match="top_p=<int> is out of range"):
+        SamplingParams(top_p=10**5000)

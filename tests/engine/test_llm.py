@@ -371,6 +371,11 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     for name in ("tokenize", "chat_template", "add_generation_prompt", "messages"):
         with pytest.raises(RequestError, match=f"{name} cannot be set there"):
             llm.chat(messages, use_tqdm=False, chat_template_kwargs={name: True})
+    for names in (5, [1], {5: 1}):
+        with pytest.raises(RequestError, match="is not a mapping of names"):
+            llm.chat(messages, use_tqdm=False, chat_template_kwargs=names)
+    with pytest.raises(RequestError, match="priority=1 is not a list; give one a prompt"):
+        llm.generate(["a"], GREEDY, use_tqdm=False, priority=1)
     assert llm.chat([], GREEDY, use_tqdm=False) == []
     bare = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
     assert bare[0].prompt_token_ids == prompt[:-1]
@@ -379,6 +384,8 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
         ({"role": "user", "content": "x"}, "a conversation is a list"),
         (["hello"], "a message is"),
         ([{"role": "user"}], "a message is"),
+        (None, "a conversation is a list"),
+        ([{"role": 5, "content": "x"}], "a message's role is a string, as 'user', not 5"),
         ([{"role": "user", "content": None}], "a string or a list of text parts"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "a string or a list of text parts"),
     ]:
@@ -690,6 +697,20 @@ def test_abort_of_one_with_several_completions(engine: Engine) -> None:
     llm.engine.abort("many")
     assert llm.engine.num_unfinished_requests == 1
     assert [o.request_id for o in drain(llm)] == ["one"]
+    usable(llm)
+
+
+def test_a_name_of_a_completion_that_has_ended_is_anybodys(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    first = llm.generate([1, 2, 3], GREEDY.clone(n=2, temperature=1.0, seed=0), use_tqdm=False)[0].outputs
+    index = next(i for i, one in enumerate(first) if one.token_ids[0] != first[1 - i].token_ids[0])
+    ends = GREEDY.clone(n=2, temperature=1.0, seed=0, max_tokens=40, stop_token_ids=[first[index].token_ids[0]])
+    llm.engine.add_request("x", [1, 2, 3], ends)
+    while f"{index}_x" in llm.engine._by_sequence:
+        llm.engine.step()
+    llm.engine.add_request(f"{index}_x", [4, 5, 6], GREEDY)
+    llm.engine.abort("x")
+    assert [(o.request_id, len(o.outputs[0].token_ids)) for o in drain(llm)] == [(f"{index}_x", 8)]
     usable(llm)
 
 

@@ -101,10 +101,26 @@ def test_what_cannot_be_done_is_refused(
 
 
 def test_one_bad_prompt_refuses_all_and_leaves_nothing(server: Running) -> None:
-    before = server.engine.stats.output_tokens
+    before, accepted = server.engine.stats.output_tokens, server.engine.stats.prompt_tokens
     told(server.post(COMPLETIONS, prompt=[[5, 6], [7], [512]], max_tokens=500), 400, "prompt 2: token id 512")
     server.settled()
+    assert server.engine.stats.prompt_tokens == accepted
     assert server.engine.stats.output_tokens - before <= 4  # a step that was under way at most
+
+
+def test_what_is_nested_or_long_is_quoted_in_part(server: Running) -> None:
+    headers = {"Content-Type": "application/json"}
+    for depth in range(940, 1000, 2):  # until the parser refuses it
+        body = b'{"prompt": "a", "tools": ' + b"[" * depth + b"]" * depth + b"}"
+        assert server.client.post(COMPLETIONS, content=body, headers=headers).status_code == 400
+    error = told(server.post(COMPLETIONS, prompt="a", tools=["x" * 5000]), 400, "tools: ['xxx", "tools")
+    assert len(error["message"]) < 400
+    told(server.post(COMPLETIONS, prompt="a", stop=5), 400, "stop: it is a string, or a list of strings", "stop")
+    told(server.post(COMPLETIONS, prompt="a", stop=["a", 5]), 400, "a list of strings", "stop")
+    told(
+        server.post(CHAT, messages=[{"role": "user", "content": 5}]), 400, "messages.0.content: it is a string, or a",
+        "messages",
+    )  # fmt: skip
 
 
 def test_unknown_models_and_paths(server: Running) -> None:
