@@ -218,7 +218,8 @@ def test_a_device_is_opened_before_torch_and_without_one_nothing_is_done(
     _triton.triton.runtime.cache = SimpleNamespace(triton_key=lambda: log.append("key"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: log.append(f"torch {index}"))
-    monkeypatch.setattr(torch, "empty", lambda size, device: log.append(f"first tensor on {device}"))
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: log.append(f"first tensor on {device}"))
+    monkeypatch.setattr(torch, "mm", lambda x, y: log.append("first product"))
     kernel = SimpleNamespace(warmup=lambda *args, grid: SimpleNamespace(run=log.append("first kernel")))
     monkeypatch.setattr(_triton, "_nothing_kernel", kernel)
     _triton.open_device.__wrapped__(2)
@@ -228,7 +229,7 @@ def test_a_device_is_opened_before_torch_and_without_one_nothing_is_done(
     elif not has_cuda:
         assert log == [*CALLS, "key", "cuDevicePrimaryCtxRelease_v2"]
     else:
-        assert log == [*CALLS, "key", "torch 2", "first tensor on cuda", "first kernel"]
+        assert log == [*CALLS, "key", "torch 2", "first tensor on cuda", "first kernel", "first product"]
 
 
 def test_there_is_no_such_device() -> None:
