@@ -15,6 +15,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
+from minivllm.bench.record import check_writable
 from minivllm.config.modes import GenerateOptions, SamplingOptions
 from minivllm.errors import ConfigError
 
@@ -46,7 +47,7 @@ def run(composed: Composed) -> int:
     asked = read_prompts(options, sys.stdin)
     to = options.output if composed.speaks or options.output is None else os.devnull
     if to not in (None, _STDOUT):
-        _check_writable(to)
+        check_writable(to, "output")
     from minivllm.llm import LLM
 
     with LLM.from_config(composed.engine) as llm:
@@ -188,14 +189,6 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float, batch: int, about
 def _is_terminal(stream: TextIO | None) -> bool:
     """None: it is closed."""
     return stream is not None and stream.isatty()
-
-
-def _check_writable(name: str) -> None:
-    path = Path(expanduser(name))
-    try:
-        path.open("a").close()
-    except OSError as e:
-        raise ConfigError(f"output={name} cannot be written: {e.strerror}") from e
 
 
 def _write(file: TextIO, outputs: Sequence[RequestOutput]) -> None:

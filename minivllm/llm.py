@@ -157,7 +157,7 @@ class LLM:
         _refuse(others, _CHAT_NEUTRAL)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
-        is_one = bool(messages) and isinstance(_checked(messages)[0], dict)
+        is_one = bool(messages) and isinstance(messages[0], dict)
         many: list[Any] = [messages] if is_one else list(messages)
         conversations = [[_message(message) for message in _checked(conversation)] for conversation in many]
         variables = check_variables(chat_template_kwargs or {}, self.engine.tokenizer)

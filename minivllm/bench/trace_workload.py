@@ -129,7 +129,7 @@ def _seconds(value: dict[str, Any], key: str) -> float:
     """What stands there, in whichever unit."""
     arrival = value.get(key, 0)
     if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival <= _LATEST:
-        raise ValueError(f"{key}={shown(arrival)} is not a time from 0 on")
+        raise ValueError(f"{key}={shown(arrival)} is not a time from 0 to {_LATEST:g}")
     return float(arrival)
 
 

@@ -169,7 +169,7 @@ def _as_biases(biases: Any) -> dict[int, float] | None:
     if biases is None:
         return None
     if not isinstance(biases, dict):
-        raise RequestError(f"logit_bias={biases!r} is not a mapping from token ids to numbers, as {{42: -100.0}}")
+        raise RequestError(f"logit_bias={shown(biases)} is not a mapping from token ids to numbers, as {{42: -100.0}}")
     return {
         int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _DIGITS else key: bias
         for key, bias in biases.items()

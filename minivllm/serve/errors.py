@@ -17,7 +17,7 @@ from minivllm.serve.async_engine import Aborted
 _GONE = 499  # nobody reads it: the client has hung up
 _RETRY = {"Retry-After": "1"}
 _TYPE = re.compile(r"(str|int|float|bool|list|dict|function-\w+)\b(\[|$)")  # pydantic's, of a union, in a place
-_TYPES = {  # of fields that take several
+_TAKES = {  # of fields that take several
     "stop": "it is a string, or a list of strings",
     "content": 'it is a string, or a list of text parts: {"type": "text", "text": …}',
 }
@@ -101,5 +101,5 @@ def _as_client_error(first: Mapping[str, Any]) -> ClientError:
         return ClientError(f"the body is not a JSON object: {first['msg']}")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"].endswith("_type"):
-        message = next((_TYPES[part] for part in reversed(place) if part in _TYPES), message)
+        message = next((_TAKES[part] for part in reversed(place) if part in _TAKES), message)
     return ClientError(f"{'.'.join(place)}: {message}", param=place[0])
