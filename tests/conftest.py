@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models of a few thousand weights: more threads only wait for each other
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +19,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read by Triton when kernels are defined: before any import of ours
 
 from helpers import save_checkpoint
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test has random numbers of its own, the same in every run and in any order: a failure can be repeated."""
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="session")

@@ -243,12 +243,13 @@ def test_prefill_of_more_queries_than_keys_gives_zeros_before_the_first_key(wher
 
 
 def test_the_reference_gives_zeros_to_queries_before_the_first_key():
-    k = v = torch.randn(2, 4, 1, 8)
+    q, k, v = torch.randn(6, 1, 8), torch.randn(2, 4, 1, 8), torch.randn(2, 4, 1, 8)
     table, start, lens = (torch.tensor(x, dtype=torch.int32) for x in ([[1]], [0, 6], [2]))
-    out = prefill_module.paged_attention_reference(torch.randn(6, 1, 8), k, v, table, start, lens, 1.0)
+    out = prefill_module.paged_attention_reference(q, k, v, table, start, lens, 1.0)
     assert not out[:4].any()
     assert torch.allclose(out[4], v[1, 0])
-    assert not torch.allclose(out[5], v[1, 0])
+    both = (k[1, :2, 0] @ q[5, 0]).softmax(0) @ v[1, :2, 0]
+    assert torch.allclose(out[5, 0], both, atol=1e-5)
 
 
 def test_query_tiles_cover_every_token_longest_first():
