@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minivllm.child_process import importing_env
+
 _TICK = 0.25  # seconds between two looks
 _GRACE = 10.0  # between asking a job to end and ending it
 _PR_SET_PDEATHSIG = 1
@@ -48,10 +50,9 @@ def run_child(
     """
     result.unlink(missing_ok=True)
     began = time.monotonic()
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+            command, cwd=cwd, env=importing_env(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True, preexec_fn=_die_with_parent(),
         )  # fmt: skip
     late = False

@@ -1,4 +1,4 @@
-"""What a rank and its parent say to each other beside the steps: msgpack on a socket, each message behind its length.
+"""What a rank and its parent say to each other beside the steps: msgpack on a socket.
 
 That the socket ends tells either side that the other is gone.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 import traceback
@@ -19,11 +18,11 @@ import msgspec
 
 from minivllm import errors
 from minivllm.config.engine_config import EngineConfig
+from minivllm.core.frames import Frames, frame
 from minivllm.core.model_config import FrozenDict, ModelConfig, frozen
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.plugins.ranks import ParentView
 
-_LENGTH = struct.Struct("<I")
 _MOST_FDS = 253  # that Linux takes in one message: of 125 ranks
 
 
@@ -141,14 +140,14 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         self.ended = False
-        self._buffer = bytearray()
+        self._frames = Frames()
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
         """Raises nothing if the other side is gone: whoever waits for an answer will see that."""
         data = encode(message)
         with self._lock, contextlib.suppress(OSError):
-            self.socket.sendall(_LENGTH.pack(len(data)) + data)
+            self.socket.sendall(frame(data))
 
     def hand_over(self, fds: Sequence[int]) -> None:
         """Descriptors, ahead of the first message, for ``take_over``."""
@@ -181,16 +180,9 @@ class Link:
             data = self.socket.recv(1 << 16)
         except ConnectionError:
             data = b""
-        self._buffer += data
+        self._frames.add(data)
         self.ended = self.ended or not data
 
     def _next(self) -> Message | None:
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        message = decode(bytes(self._buffer[_LENGTH.size : end]))
-        del self._buffer[:end]
-        return message
+        data = self._frames.next()
+        return None if data is None else decode(data)

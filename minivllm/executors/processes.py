@@ -16,13 +16,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from minivllm import child_process
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executors.messages import Failed, Hello, Link, Ready, Still
 from minivllm.executors.progress import START_TIMEOUT, nobody_moves
@@ -99,20 +99,16 @@ def start_children(size: int, gpus: bool) -> list[Child]:
 def _start_child(size: int, gpu: list[str]) -> Child:
     ours, theirs = socket.socketpair()
     threads = max((os.cpu_count() or 1) // size, 1)
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),  # what we import, they can
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
-    command = [sys.executable, "-P", "-m", "minivllm.executors.rank", *gpu, str(theirs.fileno())]
-    # Blocked here, SIGINT is blocked in the child from its first moment: Ctrl-C is the parent's to handle.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    fd = theirs.fileno()
     try:
-        process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        process = child_process.start(
+            "minivllm.executors.rank", *gpu, fd, fds=[fd],
+            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(threads)),
+        )  # fmt: skip
     except BaseException:
         ours.close()
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
     # What the parent dies of may end the thread that made the rank first; only the main thread lives as long as it.
     return Child(process, Link(ours), threading.current_thread() is threading.main_thread())

@@ -1,4 +1,4 @@
-"""The server's routes, OpenAI's and vLLM's: each a few lines between ``protocol``, ``AsyncEngine`` and ``replies``."""
+"""The server's routes, OpenAI's and vLLM's: each a few lines between ``protocol``, ``EngineClient`` and ``replies``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.errors import EngineDeadError
 from minivllm.models.tokenizer import check_variables
-from minivllm.serve.async_engine import Aborted, AsyncEngine, Generation
+from minivllm.serve.engine_client import EngineClient
 from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
-from minivllm.serve.metrics import registry_of
+from minivllm.serve.generation import Aborted, Generation
+from minivllm.serve.handshake import ServerOptions
 from minivllm.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -38,17 +38,7 @@ T = TypeVar("T")
 _OPEN = ("/health", "/version", "/metrics")  # without a key: they tell nothing that anybody said
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """``root`` is where the model came from; ``max_waiting`` None is without limit."""
-
-    model_name: str
-    root: str
-    api_key: str | None = None
-    max_waiting: int | None = None
-
-
-def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
+def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     """The ASGI application; it starts and stops ``engine`` with its own lifespan."""
 
     @asynccontextmanager
@@ -78,11 +68,10 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
 class Server:
     """The endpoints and what they share."""
 
-    def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
-        self.tokenizer = engine.engine.tokenizer
+        self.tokenizer = engine.tokenizer
         self.started = int(time.time())
-        self.registry = registry_of(engine, options.model_name)
         # One thread: a long prompt holds up other prompts, not the tokens of those that run.
         self.tokenizing = ThreadPoolExecutor(1, "minivllm-tokenizer")
 
@@ -129,7 +118,7 @@ class Server:
 
     def _check_room(self, sequences: int) -> None:
         """For so many more, if ``max_waiting`` says how many there may be."""
-        there, most = self.engine.num_completions, self.engine.engine.config.scheduler.max_num_seqs
+        there, most = self.engine.num_completions, self.engine.limits.max_num_seqs
         waiting = self.options.max_waiting
         if waiting is None or there + sequences <= most + waiting:
             return
@@ -147,11 +136,11 @@ class Server:
             tokens = await self._conversation(body)
         else:
             tokens = await self._encode(self.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
-        return {"count": len(tokens), "max_model_len": self.engine.engine.max_model_len, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": self.engine.limits.max_model_len, "tokens": tokens}
 
     async def detokenize(self, body: Detokenize) -> dict[str, str]:
         self._check_model(body.model)
-        vocab = self.engine.engine.model_config.vocab_size
+        vocab = self.engine.limits.vocab_size
         if wrong := [token for token in body.tokens if not 0 <= token < vocab]:
             said = f"tokens: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             raise ClientError(said, param="tokens")
@@ -192,7 +181,7 @@ class Server:
         return {"version": __version__}
 
     async def metrics(self) -> Response:
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self.engine.metrics(self.options.model_name), media_type=CONTENT_TYPE_LATEST)
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -201,7 +190,7 @@ class Server:
             "created": self.started,
             "owned_by": "minivllm",
             "root": self.options.root,
-            "max_model_len": self.engine.engine.max_model_len,
+            "max_model_len": self.engine.limits.max_model_len,
         }
 
     def _check_model(self, name: str | None) -> None:

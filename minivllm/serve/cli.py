@@ -1,36 +1,46 @@
-"""``minivllm serve``: the process around the server. Where it listens, what it says, how it ends."""
+"""``minivllm serve``: the engine's process. Where the server listens, how it starts, what it ends with.
+
+HTTP is another process's (``front``), so that steps never wait for Python's lock: this one runs the engine in its main
+thread, and they exchange ``messages``.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
-import logging
 import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
-
+from minivllm import child_process
+from minivllm.assemble import find_model
 from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
-from minivllm.errors import ConfigError, MinivllmError
-from minivllm.serve.app import ServerOptions, create_app
-from minivllm.serve.async_engine import AsyncEngine
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.serve.engine_client import Limits
+from minivllm.serve.engine_loop import EngineLoop
+from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, ServerOptions, Serving
+from minivllm.serve.messages import Died
+from minivllm.serve.wire import EngineEnd, Wire
 
 if TYPE_CHECKING:
     from minivllm.config.compose import Composed
     from minivllm.config.engine_config import EngineConfig
 
+for _package in ("fastapi", "uvicorn"):  # which the other process imports
+    if find_spec(_package) is None:
+        raise ModuleNotFoundError(f"No module named {_package!r}", name=_package)
+
 _HOSTS = "type host=127.0.0.1 to be reached from this machine only, host=0.0.0.0 at each of its addresses"
-_LAST_WORDS = 1.0  # seconds that clients have to take the error that ends their requests
+_GRACE = 5.0  # seconds that the other process may take beside ``shutdown_timeout``
 
 
 def run(composed: Composed) -> int:
@@ -40,94 +50,99 @@ def run(composed: Composed) -> int:
     if composed.engine.executor.name == "torchrun":
         raise ConfigError("executor=torchrun in serve: its ranks need the same requests; use multiproc or ray")
     listener = _bind(options.host, options.port)  # before anything is loaded: a taken port is known at once
-    with listener, LLMEngine.from_config(composed.engine) as engine:
-        _listen(listener, options.host, options.port)
-        about = engine.describe()
-        if why := about.get("attention_why"):
-            print(why, file=sys.stderr)
-        name = options.served_model_name or _name(composed.engine)
-        key = find_key(options)
-        async_engine = AsyncEngine(engine)
-        app = create_app(async_engine, ServerOptions(name, str(about["model"]), key, options.max_waiting))
-        _log_requests(options.log_requests)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="info" if options.log_requests else "warning",
-            access_log=options.log_requests,
-            server_header=False,
-        )
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        hello = f"minivllm serves {name} on {url} ({about['device']}, attention {about['attention']}). Try:"
-        server = _Server(
-            config, async_engine, options.shutdown_timeout, f"{hello}\n{curl_line(url, name, key=key is not None)}"
-        )
-        try:
-            with frozen():
-                server.run(sockets=[listener])
-        finally:
-            async_engine.stop()
-        if async_engine.error is not None:
-            async_engine.check()
-    if server.interrupted:
+    with listener, Front(listener) as front:
+        path, model_config = find_model(composed.engine)
+        front.begin(Begin(composed.engine.model, path, model_config, composed.engine.load_format))
+        with LLMEngine.from_config(composed.engine) as engine:
+            _listen(listener, options.host, options.port)
+            front.go(_go(composed.engine, options, engine, listener))
+            engine_loop = EngineLoop(engine, front.end, front.end.tell)
+            with frozen(), front.signals():
+                engine_loop.run()
+                code = front.wait(options.shutdown_timeout + _GRACE)
+    if engine_loop.error is not None:
+        raise EngineDeadError(f"the engine has stopped: {Died.of(engine_loop.error).why}") from engine_loop.error
+    if code == INTERRUPTED:
         raise KeyboardInterrupt
+    if code:
+        raise MinivllmError(f"the process that speaks HTTP {_end(code)}")
     return 0
 
 
-class _Server(uvicorn.Server):
-    """Ends in three steps: it stops accepting; after ``timeout`` seconds, or with a second Ctrl-C, what still runs ends
-    with an error; and who does not even take that is cut off."""
+def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener: socket.socket) -> Go:
+    about = engine.describe()
+    if why := about.get("attention_why"):
+        print(why, file=sys.stderr)
+    name = options.served_model_name or _name(config)
+    key = find_key(options)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    hello = f"minivllm serves {name} on {url} ({about['device']}, attention {about['attention']}). Try:"
+    return Go(
+        ServerOptions(name, str(about["model"]), key, options.max_waiting),
+        Limits.of(engine),
+        f"{hello}\n{curl_line(url, name, key=key is not None)}",
+        options.shutdown_timeout,
+        options.log_requests,
+    )
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, timeout: float, hello: str) -> None:
-        super().__init__(config)
-        self._engine, self._timeout, self._hello = engine, timeout, hello
-        self._ending = False
-        self.interrupted = False
-        engine.on_death = self._stop
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
-        print(self._hello, flush=True)
+class Front:
+    """The process that speaks HTTP, as the engine's sees it. ``with``: it is gone at the end."""
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = self._loop.call_later(self._timeout, self._end_all)
-        await super().shutdown(sockets)
-        timer.cancel()
+    def __init__(self, listener: socket.socket) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = theirs.fileno(), listener.fileno()
+            self._process: subprocess.Popen[bytes] = child_process.start("minivllm.serve.front", *fds, fds=fds)
+        self.end = EngineEnd(Wire(ours))
 
-    def _stop(self) -> None:
-        self.should_exit = True
+    def begin(self, begin: Begin) -> None:
+        self.end.wire.send_object(begin)
 
-    def _end_all(self) -> None:
-        self._ending = True
-        self._engine.end()
-        self._loop.call_later(_LAST_WORDS, self._force)
-
-    def _force(self) -> None:
-        self.force_exit = True
+    def go(self, go: Go) -> None:
+        """Returns when requests are taken. Raises what it raised at its start."""
+        self.end.wire.send_object(go)
+        answer = self.end.wire.wait()
+        if isinstance(answer, MinivllmError):
+            raise answer
+        if not isinstance(answer, Serving):
+            raise MinivllmError(f"the process that speaks HTTP {_end(self._process.wait())} before it was ready")
 
     @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """As uvicorn's own, which sends itself each signal once more at the end."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    def signals(self) -> Generator[None, None, None]:
+        """Those that end a server go there: it knows whose requests still run."""
+
+        def pass_on(number: int, _: Any) -> None:
+            self._process.send_signal(CTRL_C if number == signal.SIGINT else number)
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.interrupted |= sig == signal.SIGINT
-        running = len(self.server_state.tasks)
-        if self.should_exit and not self._ending:
-            if sig == signal.SIGINT:
-                self._loop.call_soon_threadsafe(self._end_all)
-            return
-        if running and not self.should_exit:
-            limit = f"{self._timeout:g} s"
-            print(f"\nminivllm: {running} requests may end within {limit}; Ctrl-C ends them at once", file=sys.stderr)
-        super().handle_exit(sig, frame)
+    def wait(self, timeout: float) -> int:
+        """Its exit code, for which it has ``timeout`` seconds."""
+        self.end.finish(timeout)
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.end.wire.socket.close()
+
+
+def _end(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -182,12 +197,3 @@ def curl_line(url: str, name: str, *, key: bool) -> str:
 def find_key(options: ServeOptions) -> str | None:
     """What clients must send, if anything. A command line can be read by others on the machine, the environment not."""
     return options.api_key or os.environ.get("MINIVLLM_API_KEY") or None
-
-
-def _log_requests(wanted: bool) -> None:
-    """One line a request on standard error; of all else only what went wrong."""
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    if wanted:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        logging.getLogger("uvicorn.access").addHandler(handler)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.serve.async_engine import Aborted
+from minivllm.serve.generation import Aborted
 
 _GONE = 499  # nobody reads it: the client has hung up
 _RETRY = {"Retry-After": "1"}

@@ -11,13 +11,13 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from minivllm.serve.async_engine import AsyncEngine
+    from minivllm.serve.engine_loop import EngineLoop
     from minivllm.serve.timings import Histogram
 
 _PREFIX = "minivllm:"
 
 
-def registry_of(engine: AsyncEngine, model: str) -> CollectorRegistry:
+def registry_of(engine: EngineLoop, model: str) -> CollectorRegistry:
     """A registry of its own, so that two servers can live in one process."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, model))
@@ -27,7 +27,7 @@ def registry_of(engine: AsyncEngine, model: str) -> CollectorRegistry:
 class EngineCollector(Collector):
     """Reads everything when it is asked, so that counting costs the engine nothing."""
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
+    def __init__(self, engine: EngineLoop, model: str) -> None:
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:

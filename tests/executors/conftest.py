@@ -23,8 +23,8 @@ def forked_ranks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> Zygote:
     """Ranks of executor=multiproc start at once: they are forked from a process that has imported torch."""
     import subprocess
 
-    from minivllm.executors import processes
+    from minivllm import child_process
 
-    names = {"Popen": zygote.popen, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(**names))
+    names = {"Popen": zygote.popen, "DEVNULL": subprocess.DEVNULL}
+    monkeypatch.setattr(child_process, "subprocess", SimpleNamespace(**names))
     return zygote

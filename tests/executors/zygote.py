@@ -1,7 +1,7 @@
 """Ranks forked from a process that has imported torch, for tests of what ranks do, not of how they are started.
 
 To import torch takes a rank three seconds of CPU, and to run a test's steps a tenth of one. ``Zygote`` starts that
-process; its ``popen`` stands in for ``subprocess.Popen`` in ``minivllm.executors.processes``.
+process; its ``popen`` stands in for ``subprocess.Popen`` in ``minivllm.child_process``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Servers in a thread of the test's process: real sockets, and an engine to look into."""
+"""Servers in threads of the test's process: real sockets, and an engine to look into."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +15,12 @@ import uvicorn
 
 from minivllm import LLM
 from minivllm.core.engine import LLMEngine
-from minivllm.serve.app import ServerOptions, create_app
-from minivllm.serve.async_engine import AsyncEngine
+from minivllm.serve.app import create_app
+from minivllm.serve.engine_client import Limits
+from minivllm.serve.engine_loop import EngineLoop
+from minivllm.serve.front import RemoteEngine
+from minivllm.serve.handshake import ServerOptions
+from minivllm.serve.wire import EngineEnd, Wire
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "attention": "torch"}
 OVERRIDES = ["cache.num_blocks=256", "cache.block_size=8"]
@@ -27,7 +32,8 @@ class Running:
 
     client: httpx.Client
     engine: LLMEngine
-    async_engine: AsyncEngine
+    engine_client: RemoteEngine
+    engine_loop: EngineLoop
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -39,7 +45,7 @@ class Running:
         """Wait until nothing runs, and see that nothing is left behind."""
         blocks = self.engine.scheduler.blocks
         until(lambda: not self.engine.has_unfinished_requests() and blocks.num_free == blocks.num_blocks)
-        assert self.async_engine.num_running == self.async_engine.num_waiting == 0
+        assert self.engine_loop.num_running == self.engine_loop.num_waiting == self.engine_client.num_requests == 0
         self.engine.scheduler.check()
 
 
@@ -52,18 +58,26 @@ def until(happens: Callable[[], bool], seconds: float = 20) -> None:
 
 @contextmanager
 def serving(llm: LLM, name: str = "tiny", **options: Any) -> Iterator[Running]:
-    async_engine = AsyncEngine(llm.engine)
-    app = create_app(async_engine, ServerOptions(name, "somewhere", **options))
+    """As ``minivllm serve`` has it, but for its two processes, which are two threads here."""
+    ours, theirs = socket.socketpair()
+    end = EngineEnd(Wire(ours))
+    engine_loop = EngineLoop(llm.engine, end, end.tell)
+    engine_client = RemoteEngine(Wire(theirs), llm.engine.tokenizer, Limits.of(llm.engine))
+    app = create_app(engine_client, ServerOptions(name, "somewhere", **options))
     config = uvicorn.Config(app, port=0, log_config=None, log_level="critical", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
+    threads = threading.Thread(target=server.run), threading.Thread(target=engine_loop.run)
+    for thread in threads:
+        thread.start()
     try:
-        until(lambda: server.started or not thread.is_alive())
+        until(lambda: server.started or not threads[0].is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            yield Running(client, llm.engine, async_engine)
+            yield Running(client, llm.engine, engine_client, engine_loop)
     finally:
         server.should_exit = True
-        thread.join()
-    assert not async_engine._thread.is_alive()
+        threads[0].join()
+        theirs.close()
+        threads[1].join(10)
+        ours.close()
+    assert not threads[1].is_alive()

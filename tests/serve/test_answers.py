@@ -15,7 +15,8 @@ from streams import joined, streamed, whole
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.outputs import CompletionOutput
-from minivllm.serve import async_engine
+from minivllm.serve import engine_client, engine_loop
+from minivllm.serve.front import RemoteEngine
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 
@@ -142,10 +143,10 @@ def test_a_loop_that_falls_behind_sends_fewer_and_larger_events(
         return step()
 
     monkeypatch.setattr(server.engine, "step", slowly)
-    monkeypatch.setattr(async_engine, "_REST", 0.0)
     small = streamed(server.client, COMPLETIONS, body)
-    monkeypatch.setattr(async_engine, "_REST", 1e6)  # as long as it may be, …
-    monkeypatch.setattr(async_engine, "_MOST_REST", 0.2)  # … of steps that take 5 ms and more
+    monkeypatch.setattr(engine_loop, "_MANY", 1)
+    monkeypatch.setattr(RemoteEngine, "rest", 1e6)  # as long as it may be, …
+    monkeypatch.setattr(engine_client, "_MOST_REST", 0.2)  # … of steps that take 5 ms and more
     large = streamed(server.client, COMPLETIONS, body)
     assert joined(small, chat=False) == joined(large, chat=False) == [expected]
     assert len(large) < len(small) / 2

@@ -84,7 +84,7 @@ def test_a_process_is_measured_and_one_that_is_killed_costs_only_what_it_had(
         process.process.stdout.close()
     record = json.loads(file.read_text())
     assert (record["failed"], record["tokens_out"]) == (1, 4)
-    assert "1 requests failed; the first: Client" in capsys.readouterr().out
+    assert "1 requests failed; the first: the engine has stopped: its process has ended" in capsys.readouterr().out
     assert main(["bench", f"url={url}", IDS, *SMALL]) == 1
     assert "no answer from" in capsys.readouterr().err
 

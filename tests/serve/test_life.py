@@ -17,8 +17,9 @@ from streams import events, streamed
 from minivllm import LLM, SamplingParams
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.serve import async_engine
-from minivllm.serve.async_engine import Aborted, AsyncEngine
+from minivllm.serve import engine_client, engine_loop
+from minivllm.serve.async_engine import AsyncEngine
+from minivllm.serve.generation import Aborted
 
 T = TypeVar("T")
 COMPLETIONS = "/v1/completions"
@@ -59,7 +60,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(make_llm: Callable[..., LLM
             next(stream)
             with pytest.raises(httpx.ReadTimeout):
                 server.client.post(COMPLETIONS, json=LONG, timeout=0.1)
-            until(lambda: server.async_engine.num_waiting == 0)
+            until(lambda: server.engine_loop.num_waiting == 0)
         server.settled()
 
 
@@ -71,12 +72,12 @@ def test_a_dead_engine_is_one_error_for_all(make_llm: Callable[..., LLM]) -> Non
         answers: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, **LONG)))
         died = threading.Event()
-        server.async_engine.on_death = died.set
+        server.engine_client.on_death = died.set
         with server.client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
             waiting.start()
-            until(lambda: server.async_engine.num_running == 2)
+            until(lambda: server.engine_loop.num_running == 2)
 
             def fail(batch: Any) -> None:
                 raise ArithmeticError("the numbers ran out")
@@ -91,12 +92,13 @@ def test_a_dead_engine_is_one_error_for_all(make_llm: Callable[..., LLM]) -> Non
             server.post(COMPLETIONS, prompt="a"),
             server.get("/health"),
             server.post(COMPLETIONS, prompt="a", stream=True),
+            server.get("/metrics"),
         )
         for answer in (*answers, *later):
             assert answer.status_code == 503
             error = answer.json()["error"]
             assert why in error["message"] and (error["type"], error["code"]) == ("server_error", "engine_dead")
-        assert server.get("/v1/models").status_code == server.get("/metrics").status_code == 200
+        assert server.get("/v1/models").status_code == 200
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(make_llm: Callable[..., LLM]) -> None:
@@ -241,7 +243,7 @@ def test_many_readers_hear_the_same_in_fewer_pieces(
 
     said = []
     for most in (1000, 4):
-        monkeypatch.setattr(async_engine, "_MANY", most)
+        monkeypatch.setattr(engine_loop, "_MANY", most)
         llm = make_llm("scheduler.max_num_seqs=8")
         held.clear()
         said.append(run_session(llm, session)[1])
@@ -253,19 +255,20 @@ def test_beginnings_and_ends_do_not_wait_for_those_that_go_on(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the loop rests from telling many."""
-    monkeypatch.setattr(async_engine, "_REST", 1e9)
-    monkeypatch.setattr(async_engine, "_MOST_REST", 20.0)
+    monkeypatch.setattr(engine_loop, "_MANY", 1)
+    monkeypatch.setattr(AsyncEngine, "rest", 1e9)
+    monkeypatch.setattr(engine_client, "_MOST_REST", 20.0)
 
     async def session(engine: AsyncEngine) -> None:
         engine.start()
         params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         long = await engine.generate(["long"], [[1, 2]], params)
-        while not engine._telling:
+        while not engine.engine.hold_outputs:
             await asyncio.sleep(0.001)
         began = time.perf_counter()
         short = await engine.generate(["short"], [[3, 4]], params.clone(max_tokens=300))
         pieces = [output.outputs[0].token_ids async for output in short]
-        assert engine._telling and time.perf_counter() - began < 10
+        assert engine.engine.hold_outputs and time.perf_counter() - began < 10
         assert len(pieces) == 2 and len(pieces[0]) < 300 and sum(map(len, pieces)) == 300
         long.abort()
 
@@ -287,6 +290,6 @@ def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM])
             await asyncio.sleep(0.01)
 
     engine, _ = run_session(make_llm("scheduler.max_num_batched_tokens=16"), session)
-    timings = engine.timings
+    timings = engine.engine_loop.timings
     queued, first, whole = (int(h.counts.sum()) for h in (timings.queue, timings.first_token, timings.whole_request))
     assert first == whole == 2 <= queued and not timings._arrived

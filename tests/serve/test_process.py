@@ -177,7 +177,7 @@ def serve_and(ask: Callable[[str], None], *settings: str) -> int:
 
 
 def test_sigterm_ends_what_takes_too_long(
-    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tiny_checkpoint: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     said: list[str] = []
 
@@ -193,7 +193,7 @@ def test_sigterm_ends_what_takes_too_long(
     assert serve_and(ask, model, "cache.num_blocks=4000", "shutdown_timeout=0.3") == 0
     assert time.monotonic() - began < 20
     assert '"message":"the server is shutting down"' in said[-2] and said[-1] == ""
-    err = capsys.readouterr().err
+    err = capfd.readouterr().err
     assert "1 requests may end within 0.3 s" in err and "Traceback" not in err
 
 
@@ -213,6 +213,19 @@ def test_a_dead_engine_ends_the_process_with_an_error(
     why = f"the engine has stopped: a step failed: ArithmeticError: the numbers ran out {place}"
     assert capsys.readouterr().err.endswith(f"minivllm: {why}\n")
     assert (answers[0].status_code, answers[0].json()["error"]["message"]) == (503, why)
+
+
+def test_the_end_of_the_process_that_speaks_http_is_an_error(
+    tiny_checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kill_it(url: str) -> None:
+        for task in Path("/proc/self/task").iterdir():
+            for child in (task / "children").read_text().split():
+                if b"minivllm.serve.front" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(int(child), signal.SIGKILL)
+
+    assert serve_and(kill_it, f"model.path={tiny_checkpoint('qwen3')}") == 1
+    assert capsys.readouterr().err.endswith("minivllm: the process that speaks HTTP was killed by SIGKILL\n")
 
 
 # --------------------------------------------------------------------------- before anything is loaded

@@ -1,0 +1,25 @@
+"""A process of ours: it imports what this one can import, and leaves Ctrl-C to this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def start(module: str, *arguments: object, fds: Sequence[int] = (), **env: str) -> subprocess.Popen[bytes]:
+    """``python -m module arguments``; ``fds`` are open there under the same numbers."""
+    command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
+    # Blocked here, SIGINT is blocked in the child from its first moment.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(command, env=importing_env(**env), stdin=subprocess.DEVNULL, pass_fds=fds)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def importing_env(**more: str) -> dict[str, str]:
+    """This process's environment, in which another one imports what this one can."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)} | more

@@ -1,0 +1,167 @@
+"""The event loop's side of a server's engine, wherever that runs: which request's outputs go to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from minivllm.errors import EngineDeadError
+from minivllm.serve.generation import Generation
+from minivllm.serve.messages import Abort, Add, News, ToEngine, Told
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minivllm.core.engine import LLMEngine, Prompt
+    from minivllm.core.sampling_params import SamplingParams
+    from minivllm.models.tokenizer import Tokenizer
+
+_MOST_REST = 0.05  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of an engine, as a server tells them or checks them itself."""
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, engine: LLMEngine) -> Limits:
+        return cls(engine.max_model_len, engine.config.scheduler.max_num_seqs, engine.model_config.vocab_size)
+
+
+class EngineClient(ABC):
+    """Its methods are for one event loop's thread."""
+
+    rest = 0.0  # of the time that readers took, before the engine hears that they have been told
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self.tokenizer, self.limits = tokenizer, limits
+        self.on_death: Callable[[], None] | None = None  # called once
+        self.why_dead: str | None = None
+        self._ended = False
+        self._generations: dict[str, Generation] = {}
+
+    @abstractmethod
+    def start(self) -> None:
+        """Call it once, in the event loop that will ask."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """What still runs gets no more outputs. Safe to call twice."""
+
+    @abstractmethod
+    async def metrics(self, model_name: str) -> bytes:
+        """Prometheus' text, of a model of this name. Raises EngineDeadError where a dead one can say nothing."""
+
+    @abstractmethod
+    def _post(self, message: ToEngine) -> None:
+        """Into the engine's inbox."""
+
+    @property
+    def num_requests(self) -> int:
+        """Those that have not ended."""
+        return len(self._generations)
+
+    @property
+    def num_completions(self) -> int:
+        """Of requests that have not ended."""
+        return sum(generation.completions for generation in self._generations.values())
+
+    def check(self) -> None:
+        """Raises EngineDeadError if the engine is dead, or ``end`` was called."""
+        if (error := self._why_not()) is not None:
+            raise error
+
+    def end(self) -> None:
+        """End every generation with an error, and refuse new ones."""
+        self._ended = True
+        self._post(Abort(tuple(self._generations)))
+        self._fail_all()
+
+    async def generate(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Generation:
+        """Queue prompts, all or none, and return once the engine has them.
+
+        ``request_ids`` are new ones, one a prompt, without an underscore (a sequence of several is INDEX_ID).
+
+        Raises:
+            RequestError: one of them can never run. EngineDeadError.
+        """
+        self.check()
+        by_name = dict(zip(request_ids, prompts, strict=True))
+        generation = Generation(by_name, params.output_kind, params.n, self._abort)
+        self._generations |= dict.fromkeys(by_name, generation)
+        self._post(Add(tuple(by_name), tuple(prompts), params, cache_salt, priority, arrived=time.perf_counter()))
+        try:
+            await generation.accepted
+        except BaseException:
+            generation.abort()
+            raise
+        return generation
+
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        for name in request_ids:
+            self._generations.pop(name, None)
+        self._post(Abort(request_ids))
+
+    def _why_not(self) -> EngineDeadError | None:
+        if self.why_dead is not None:
+            return EngineDeadError(f"the engine has stopped: {self.why_dead}")
+        return EngineDeadError("the server is shutting down") if self._ended else None
+
+    def _fail_all(self) -> None:
+        for generation in set(self._generations.values()):
+            error = self._why_not()  # one a reader: each adds its own traceback
+            assert error is not None
+            generation.end(error)
+        self._generations.clear()
+
+    # ------------------------------------------------------------------ what the engine says
+
+    def _hear(self, news: News) -> None:
+        for name, error in news.taken:
+            generation = self._generations.get(name)
+            if generation is None:
+                continue  # aborted meanwhile
+            if error is not None:
+                for other in generation.prompts:
+                    del self._generations[other]
+                generation.end(error)
+            elif not generation.accepted.done():
+                generation.accepted.set_result(None)
+        for output in news.outputs:
+            generation = self._generations.get(output.request_id)
+            if generation is not None:
+                generation.take(output)
+                if output.finished:
+                    del self._generations[output.request_id]
+        if news.outputs:
+            asyncio.get_running_loop().call_soon(self._told, time.perf_counter())  # behind all that were woken
+
+    def _told(self, began: float) -> None:
+        rest = min(self.rest * (time.perf_counter() - began), _MOST_REST)
+        if rest:
+            asyncio.get_running_loop().call_later(rest, self._post, Told())
+        else:
+            self._post(Told())
+
+    def _die(self, why: str) -> None:
+        if self.why_dead is None:
+            self.why_dead = why
+            self._fail_all()
+            if self.on_death is not None:
+                self.on_death()

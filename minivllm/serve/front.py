@@ -1,0 +1,202 @@
+"""The process that speaks HTTP: ``python -m minivllm.serve.front WIRE LISTENER``, two sockets that its parent opened.
+
+It has the tokenizer and the event loop; the engine is in the parent (``cli``), whose steps wait for nobody here.
+Signals come from the parent: SIGTERM, and ``CTRL_C`` for SIGINT, which a terminal would send to both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from minivllm.bytecode import kept_bytecode
+from minivllm.core.garbage import frozen
+from minivllm.errors import MinivllmError
+from minivllm.models.tokenizer import load_tokenizer
+from minivllm.serve.app import create_app
+from minivllm.serve.engine_client import EngineClient, Limits
+from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Serving
+from minivllm.serve.messages import AskMetrics, Died, Metrics, News, ToEngine
+from minivllm.serve.wire import Wire, decode_from_engine
+
+if TYPE_CHECKING:
+    from minivllm.models.tokenizer import Tokenizer
+
+_LAST_WORDS = 1.0  # seconds that clients have to take the error that ends their requests
+
+
+class RemoteEngine(EngineClient):
+    """An engine on the other end of a wire. Prompts are mappings with ``prompt_token_ids``."""
+
+    def __init__(self, wire: Wire, tokenizer: Tokenizer, limits: Limits) -> None:
+        super().__init__(tokenizer, limits)
+        self._wire = wire
+        self._asked: deque[asyncio.Future[bytes]] = deque()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._wire.socket, self._read)
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._wire.socket)
+        self._loop.remove_writer(self._wire.socket)
+
+    async def metrics(self, model_name: str) -> bytes:
+        self.check()
+        answer = self._loop.create_future()
+        self._asked.append(answer)
+        self._post(AskMetrics(model_name))
+        return await answer
+
+    def _post(self, message: ToEngine) -> None:
+        self._wire.send_object(message)
+        if self._wire.unsent:
+            self._loop.add_writer(self._wire.socket, self._write)
+
+    def _write(self) -> None:
+        self._wire.flush()
+        if not self._wire.unsent:
+            self._loop.remove_writer(self._wire.socket)
+
+    def _read(self) -> None:
+        while (data := self._wire.receive()) is not None:
+            message = decode_from_engine(data)
+            if isinstance(message, News):
+                for output in message.outputs:
+                    if (generation := self._generations.get(output.request_id)) is not None:
+                        prompt: Any = generation.prompts[output.request_id]
+                        output.prompt_token_ids = prompt["prompt_token_ids"]
+                self._hear(message)
+            elif isinstance(message, Metrics):
+                self._asked.popleft().set_result(message.text)
+            elif isinstance(message, Died):
+                self._die(message.why)
+        if self._wire.ended:
+            self._loop.remove_reader(self._wire.socket)
+            self._die("its process has ended")
+
+    def _die(self, why: str) -> None:
+        super()._die(why)
+        while self._asked:
+            answer = self._asked.popleft()
+            if not answer.done() and (error := self._why_not()) is not None:
+                answer.set_exception(error)
+
+
+class HttpServer(uvicorn.Server):
+    """Ends in three steps: it stops accepting; after ``timeout`` seconds, or with a second Ctrl-C, what still runs ends
+    with an error; and who does not even take that is cut off."""
+
+    def __init__(
+        self, config: uvicorn.Config, engine: EngineClient, timeout: float, started: Callable[[], None]
+    ) -> None:
+        super().__init__(config)
+        self._engine, self._timeout, self._started = engine, timeout, started
+        self._ending = False
+        self.interrupted = False
+        engine.on_death = self._stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = self._loop.call_later(self._timeout, self._end_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    def _end_all(self) -> None:
+        self._ending = True
+        self._engine.end()
+        self._loop.call_later(_LAST_WORDS, self._force)
+
+    def _force(self) -> None:
+        self.force_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Ours, where uvicorn has SIGINT, and sends itself each signal once more at the end."""
+        for number in (CTRL_C, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.interrupted |= sig == CTRL_C
+        running = len(self.server_state.tasks)
+        if self.should_exit and not self._ending:
+            if sig == CTRL_C:
+                self._loop.call_soon_threadsafe(self._end_all)
+            return
+        if running and not self.should_exit:
+            limit = f"{self._timeout:g} s"
+            print(f"\nminivllm: {running} requests may end within {limit}; Ctrl-C ends them at once", file=sys.stderr)
+        super().handle_exit(signal.SIGINT if sig == CTRL_C else sig, frame)
+
+
+def serve(wire: Wire, listener: socket.socket) -> int:
+    """As the parent says; returns the exit code."""
+    begin = wire.wait()
+    if not isinstance(begin, Begin):
+        return 0  # the parent is gone
+    try:
+        tokenizer = load_tokenizer(begin.model, begin.path, begin.model_config, begin.load_format)
+    except MinivllmError as error:
+        wire.send_object(error)
+        return 1
+    go = wire.wait()
+    if not isinstance(go, Go):
+        return 0
+
+    def started() -> None:
+        print(go.hello, flush=True)
+        wire.send_object(Serving())
+
+    engine = RemoteEngine(wire, tokenizer, go.limits)
+    log_requests(go.log_requests)
+    config = uvicorn.Config(
+        create_app(engine, go.server),
+        log_config=None,
+        log_level="info" if go.log_requests else "warning",
+        access_log=go.log_requests,
+        server_header=False,
+    )
+    server = HttpServer(config, engine, go.shutdown_timeout, started)
+    with frozen():
+        server.run(sockets=[listener])
+    return INTERRUPTED if server.interrupted else 0
+
+
+def log_requests(wanted: bool) -> None:
+    """One line a request on standard error; of all else only what went wrong."""
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    if wanted:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logging.getLogger("uvicorn.access").addHandler(handler)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wire, listener = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    for one in (wire, listener):
+        one.set_inheritable(False)
+    sys.exit(serve(Wire(wire), listener))
+
+
+if __name__ == "__main__":
+    with kept_bytecode():
+        main()
