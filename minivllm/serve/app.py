@@ -118,9 +118,11 @@ class Server:
 
     def _check_room(self, sequences: int) -> None:
         """For so many more, if ``max_waiting`` says how many there may be."""
-        there, most = self.engine.num_completions, self.engine.limits.max_num_seqs
         waiting = self.options.max_waiting
-        if waiting is None or there + sequences <= most + waiting:
+        if waiting is None:
+            return
+        there, most = self.engine.num_completions, self.engine.limits.max_num_seqs
+        if there + sequences <= most + waiting:
             return
         if sequences > most + waiting:
             said = f"{sequences} completions are more than this server takes at once: {most} and max_waiting={waiting}"

@@ -12,12 +12,14 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import Running, serving, until
+from starlette.testclient import TestClient
 from streams import events, streamed
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.serve import engine_client, engine_loop
+from minivllm.serve.app import ServerOptions, create_app
 from minivllm.serve.async_engine import AsyncEngine
 from minivllm.serve.generation import Aborted
 
@@ -293,3 +295,17 @@ def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM])
     timings = engine.engine_loop.timings
     queued, first, whole = (int(h.counts.sum()) for h in (timings.queue, timings.first_token, timings.whole_request))
     assert first == whole == 2 <= queued and not timings._arrived
+
+
+def test_an_application_of_ones_own_runs_the_engine_in_a_thread(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    body = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    with TestClient(create_app(engine, ServerOptions("tiny", "somewhere"))) as client:
+        whole = client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+        with client.stream("POST", COMPLETIONS, json=body | {"stream": True}) as response:
+            said = [event["choices"][0]["text"] for event in events(response.iter_lines())]
+        assert "".join(said) == whole
+        assert 'generation_tokens_total{model_name="tiny"} 10.0' in client.get("/metrics").text
+        assert client.get("/health").status_code == 200
+    assert not engine._thread.is_alive() and not llm.engine.has_unfinished_requests()
