@@ -33,6 +33,7 @@ def fake_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
 
     def install(package: str, code: str, **options: str) -> Path:
         write_package(site, package, code, **options)
+        monkeypatch.delitem(sys.modules, package.replace("-", "_"), raising=False)  # another test's of that name
         monkeypatch.syspath_prepend(str(site))
         return site
 

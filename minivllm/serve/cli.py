@@ -56,6 +56,7 @@ def run(composed: Composed) -> int:
         with LLMEngine.from_config(composed.engine) as engine:
             _listen(listener, options.host, options.port)
             front.go(_go(composed.engine, options, engine, listener))
+            listener.close()  # the other process alone says when there is nobody to connect to
             engine_loop = EngineLoop(engine, front.end, front.end.tell)
             with frozen(), front.signals():
                 engine_loop.run()

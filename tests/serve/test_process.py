@@ -128,6 +128,8 @@ def test_it_says_what_to_type_and_ctrl_c_lets_a_stream_end(started: dict[str, Pr
         stream = events(response.iter_lines())
         next(stream)
         server.process.send_signal(signal.SIGINT)
+        until(lambda: refused(url))
+        assert server.process.poll() is None, "its stream goes on"
         *_, last = stream
     assert last["choices"][0]["finish_reason"] == "length"
     code, errors = server.end(20)
