@@ -75,6 +75,7 @@ class LLMEngine:
         # busy with many outputs gets fewer and longer ones. Any thread may set it.
         self.hold_outputs = False
         self._touched: dict[str, Request] = {}  # those with something to say
+        self._params = SamplingParams()  # a copy of the newest request's
         self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[tuple[Batch, StepHandle]] = deque()
@@ -125,7 +126,9 @@ class LLMEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
-        params = params.clone()  # the caller may change theirs
+        if params != self._params:  # many requests have the same
+            self._params = params.clone()  # the caller may change theirs
+        params = self._params
         self._check_for_sampler(params)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
