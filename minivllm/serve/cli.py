@@ -57,7 +57,7 @@ def run(composed: Composed) -> int:
             _listen(listener, options.host, options.port)
             front.go(_go(composed.engine, options, engine, listener))
             listener.close()  # the other process alone says when there is nobody to connect to
-            engine_loop = EngineLoop(engine, front.end, front.end.tell)
+            engine_loop = EngineLoop(engine, front.engine_end, front.engine_end.tell)
             with frozen(), front.signals():
                 engine_loop.run()
                 code = front.wait(options.shutdown_timeout + _GRACE)
@@ -96,15 +96,15 @@ class Front:
         with theirs:
             fds = theirs.fileno(), listener.fileno()
             self._process: subprocess.Popen[bytes] = child_process.start("minivllm.serve.front", *fds, fds=fds)
-        self.end = EngineEnd(Wire(ours))
+        self.engine_end = EngineEnd(Wire(ours))
 
     def begin(self, begin: Begin) -> None:
-        self.end.wire.send_object(begin)
+        self.engine_end.wire.send_object(begin)
 
     def go(self, go: Go) -> None:
         """Returns when requests are taken. Raises what it raised at its start."""
-        self.end.wire.send_object(go)
-        answer = self.end.wire.wait()
+        self.engine_end.wire.send_object(go)
+        answer = self.engine_end.wire.wait()
         if isinstance(answer, MinivllmError):
             raise answer
         if not isinstance(answer, Serving):
@@ -126,7 +126,7 @@ class Front:
 
     def wait(self, timeout: float) -> int:
         """Its exit code, for which it has ``timeout`` seconds."""
-        self.end.finish(timeout)
+        self.engine_end.finish(timeout)
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -139,7 +139,7 @@ class Front:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        self.end.wire.socket.close()
+        self.engine_end.wire.socket.close()
 
 
 def _end(code: int) -> str:

@@ -78,7 +78,9 @@ class RemoteEngine(EngineClient):
                         output.prompt_token_ids = prompt["prompt_token_ids"]
                 self._hear(message)
             elif isinstance(message, Metrics):
-                self._asked.popleft().set_result(message.text)
+                asked = self._asked.popleft()
+                if not asked.done():  # who asked may have gone
+                    asked.set_result(message.text)
             elif isinstance(message, Died):
                 self._die(message.why)
         if self._wire.ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import socket
 import threading
@@ -12,7 +13,10 @@ import pytest
 
 from minivllm import SamplingParams
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
-from minivllm.errors import RequestError
+from minivllm.errors import EngineDeadError, RequestError
+from minivllm.models.tokenizer import ByteTokenizer
+from minivllm.serve.engine_client import Limits
+from minivllm.serve.front import RemoteEngine
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, Told
 from minivllm.serve.wire import EngineEnd, Wire, decode_from_engine, encode_from_engine
 
@@ -110,6 +114,32 @@ def test_a_reader_that_sleeps_holds_nobody_up_and_misses_nothing(ends: tuple[Eng
     engine.finish(20)
     reader.join(20)
     assert heard == said and not engine.wire.unsent
+
+
+def test_who_asks_for_metrics_and_goes_leaves_no_answer_to_the_next(ends: tuple[EngineEnd, Wire]) -> None:
+    engine, front = ends
+
+    async def ask() -> bytes:
+        client = RemoteEngine(front, ByteTokenizer(256), Limits(1, 1, 1))
+        client.start()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.metrics("first"), 0.01)
+        second = asyncio.ensure_future(client.metrics("second"))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            asked = engine.get(True, 5)
+            assert isinstance(asked, AskMetrics)
+            engine.tell(Metrics(asked.model_name.encode()))
+        answer = await asyncio.wait_for(second, 5)
+        last = asyncio.ensure_future(client.metrics("never"))
+        await asyncio.sleep(0)
+        engine.wire.socket.close()
+        with pytest.raises(EngineDeadError, match="its process has ended"):
+            await last
+        client.stop()
+        return answer
+
+    assert asyncio.run(ask()) == b"second"
 
 
 def test_the_end_of_one_is_the_others(ends: tuple[EngineEnd, Wire]) -> None:
