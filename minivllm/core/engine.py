@@ -126,7 +126,7 @@ class LLMEngine:
         params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
-        if params != self._params:  # many requests have the same
+        if not _alike(params, self._params):
             self._params = params.clone()  # the caller may change theirs
         params = self._params
         self._check_for_sampler(params)
@@ -474,6 +474,14 @@ class LLMEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
+
+
+def _alike(one: SamplingParams, other: SamplingParams) -> bool:
+    """As many requests are. False where that cannot be told, as of arrays."""
+    try:
+        return one == other
+    except (ValueError, RuntimeError):
+        return False
 
 
 def _check_salt(salt: Any) -> None:

@@ -714,6 +714,28 @@ def test_a_name_of_a_completion_that_has_ended_is_anybodys(engine: Engine) -> No
     usable(llm)
 
 
+def test_each_request_has_the_parameters_that_it_was_added_with(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    params = GREEDY.clone(max_tokens=3)
+    for name, most in (("a", 3), ("b", 3), ("c", 5), ("d", 5), ("e", 2)):
+        params.max_tokens = most
+        llm.engine.add_request(name, [1, 2, 3], params)
+    params.max_tokens = 7
+    assert {o.request_id: len(o.outputs[0].token_ids) for o in drain(llm)} == {"a": 3, "b": 3, "c": 5, "d": 5, "e": 2}
+    usable(llm)
+
+
+def test_parameters_may_hold_arrays(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    said = llm.generate([1, 2, 3], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    for name in ("a", "b"):
+        params = GREEDY.clone()
+        params.stop_token_ids = np.array([said[1], 500])  # type: ignore[assignment]
+        llm.engine.add_request(name, [1, 2, 3], params)
+    assert [o.outputs[0].token_ids for o in drain(llm)] == [said[: said.index(said[1]) + 1]] * 2
+    usable(llm)
+
+
 def test_generate_beside_requests_of_the_engine_beneath(engine: Engine) -> None:
     llm = engine(**SMALL)
     folder, prompts = Path(llm.engine.config.model.path or ""), prompts_of(3, seed=4)
