@@ -7,11 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client import generate_latest
-
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
-from minivllm.serve.metrics import registry_of
+from minivllm.serve.metrics import text_of
 from minivllm.serve.timings import Timings, request_of
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class EngineLoop:
 
     def metrics(self, model_name: str) -> bytes:
         """Prometheus' text."""
-        return generate_latest(registry_of(self, model_name))
+        return text_of(self.engine, self.timings, self.num_running, self.num_waiting, model_name)
 
     def run(self) -> None:
         """Until the inbox ends, or the engine does: its last message says so then."""

@@ -6,35 +6,35 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from minivllm.serve.engine_loop import EngineLoop
-    from minivllm.serve.timings import Histogram
+    from minivllm.core.engine import LLMEngine
+    from minivllm.serve.timings import Histogram, Timings
 
 _PREFIX = "minivllm:"
 
 
-def registry_of(engine: EngineLoop, model: str) -> CollectorRegistry:
-    """A registry of its own, so that two servers can live in one process."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, model))
-    return registry
+def text_of(engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str) -> bytes:
+    """Prometheus' text; ``running`` and ``waiting`` count requests."""
+    registry = CollectorRegistry()  # of its own, so that two servers can live in one process
+    registry.register(EngineCollector(engine, timings, running, waiting, model))
+    return generate_latest(registry)
 
 
 class EngineCollector(Collector):
     """Reads everything when it is asked, so that counting costs the engine nothing."""
 
-    def __init__(self, engine: EngineLoop, model: str) -> None:
-        self._engine, self._model = engine, model
+    def __init__(self, engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str) -> None:
+        self._engine, self._timings, self._model = engine, timings, model
+        self._running, self._waiting = running, waiting
 
     def collect(self) -> Iterator[Metric]:
-        scheduler, stats, timings = self._engine.engine.scheduler, self._engine.engine.stats, self._engine.timings
-        blocks = scheduler.blocks
-        yield self._gauge("num_requests_running", "Requests that run.", self._engine.num_running)
-        yield self._gauge("num_requests_waiting", "Requests that wait to run.", self._engine.num_waiting)
+        stats, timings, blocks = self._engine.stats, self._timings, self._engine.scheduler.blocks
+        yield self._gauge("num_requests_running", "Requests that run.", self._running)
+        yield self._gauge("num_requests_waiting", "Requests that wait to run.", self._waiting)
         used = 1 - blocks.num_free / blocks.num_blocks
         yield self._gauge("kv_cache_usage_perc", "Cache blocks that sequences hold; 1 is all.", used)
         yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
