@@ -105,10 +105,11 @@ class EngineClient(ABC):
         by_name = dict(zip(request_ids, prompts, strict=True))
         generation = Generation(by_name, params.output_kind, params.n, self._abort)
         self._generations |= dict.fromkeys(by_name, generation)
-        self._post(Add(tuple(by_name), tuple(prompts), params, cache_salt, priority, arrived=time.perf_counter()))
         try:
+            self._post(Add(tuple(by_name), tuple(prompts), params, cache_salt, priority, arrived=time.perf_counter()))
             await generation.accepted
         except BaseException:
+            generation.accepted.cancel()  # nobody waits for it any more
             generation.abort()
             raise
         return generation

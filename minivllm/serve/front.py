@@ -21,7 +21,7 @@ import uvicorn
 
 from minivllm.bytecode import kept_bytecode
 from minivllm.core.garbage import frozen
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, RequestError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.serve.app import create_app
 from minivllm.serve.engine_client import EngineClient, Limits
@@ -59,7 +59,10 @@ class RemoteEngine(EngineClient):
         return await answer
 
     def _post(self, message: ToEngine) -> None:
-        self._wire.send_object(message)
+        try:
+            self._wire.send_object(message)
+        except RecursionError:
+            raise RequestError("vllm_xargs: nested too deeply") from None  # nothing else can be
         if self._wire.unsent:
             self._loop.add_writer(self._wire.socket, self._write)
 

@@ -113,6 +113,10 @@ def test_what_is_nested_or_long_is_quoted_in_part(server: Running) -> None:
     for depth in range(940, 1000, 2):  # until the parser refuses it
         body = b'{"prompt": "a", "tools": ' + b"[" * depth + b"]" * depth + b"}"
         assert server.client.post(COMPLETIONS, content=body, headers=headers).status_code == 400
+    for depth in (3, 300, 500, 900):  # of which the deep ones do not come to the engine
+        body = b'{"prompt": "a", "vllm_xargs": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+        assert server.client.post(COMPLETIONS, content=body, headers=headers).status_code == 400
+    server.settled()
     error = told(server.post(COMPLETIONS, prompt="a", tools=["x" * 5000]), 400, "tools: ['xxx", "tools")
     assert len(error["message"]) < 400
     told(server.post(COMPLETIONS, prompt="a", stop=5), 400, "stop: it is a string, or a list of strings", "stop")
