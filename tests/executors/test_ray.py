@@ -29,7 +29,7 @@ from minivllm.executors.ray_actor import RankActor, own_gpu
 from minivllm.executors.ray_health import Hearts
 
 Checkpoints = Callable[..., Path]
-OVERRIDES = ["executor=ray", "+executor.options.step_timeout=2", "+executor.options.start_timeout=3"]
+RAY = ["executor=ray"]  # a start, or a first step, may take long beside other tests
 STEPS = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
 
 
@@ -97,7 +97,7 @@ def test_two_nodes_say_what_one_process_says(cluster: Any, tiny_checkpoint: Chec
     said = []
     with LLM(folder, device="cpu") as llm:
         said.append(llm.generate(prompts, params, use_tqdm=False))
-    with LLM(folder, device="cpu", tp=2, overrides=OVERRIDES) as llm:
+    with LLM(folder, device="cpu", tp=2, overrides=RAY) as llm:
         assert llm.engine.describe()["nodes"] == 2
         said.append(llm.generate(prompts, params, use_tqdm=False))
         llm.engine.add_request("a", [1, 2, 3], STEPS)
@@ -109,7 +109,7 @@ def test_two_nodes_say_what_one_process_says(cluster: Any, tiny_checkpoint: Chec
 
 
 def test_a_stopped_actor_is_named_within_ten_seconds(cluster: Any, tiny_checkpoint: Checkpoints) -> None:
-    with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=["executor=ray"]) as llm:
+    with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=RAY) as llm:
         llm.engine.add_request("a", [1, 2, 3], STEPS)
         llm.engine.step()
         zero, one = pids(llm)
@@ -124,7 +124,8 @@ def test_a_stopped_actor_is_named_within_ten_seconds(cluster: Any, tiny_checkpoi
     ("hang", 1, r"^a step did not finish in 2 s .*: rank 0 in .*; rank 1 in sample \(site.*/minivllm_faulty.py"),
 ])  # fmt: skip
 def test_a_fault_in_a_step(cluster: Any, tiny_checkpoint: Checkpoints, fault: str, rank: int, message: str) -> None:
-    overrides = [*OVERRIDES, *fault_on(rank, fault)]
+    limit = ["+executor.options.step_timeout=2"] if fault == "hang" else []
+    overrides = [*RAY, *limit, *fault_on(rank, fault)]
     with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=overrides) as llm:
         assert re.search(message, dies(llm, 8))
 
@@ -155,8 +156,8 @@ def test_a_start_that_stops_or_hangs_is_told_from_one_that_takes_long(
 
 
 def test_a_node_that_is_removed(cluster: Any, tiny_checkpoint: Checkpoints) -> None:
-    """The last test of the cluster. Ray may take longer than ``OVERRIDES`` has steps take."""
-    with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=["executor=ray"]) as llm:
+    """The last test of the cluster."""
+    with LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=RAY) as llm:
         llm.engine.add_request("a", [1, 2, 3], STEPS)
         llm.engine.step()
         cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
