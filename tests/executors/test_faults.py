@@ -381,6 +381,13 @@ def test_ctrl_c_while_ranks_start(tiny_checkpoint: Checkpoints, tmp_path: Path) 
     while len(ranks := children(process.pid)) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    try:
+        out, err = process.communicate(timeout=10)
+    except subprocess.TimeoutExpired as late:
+        # Python drops one that comes within a callback of its own imports: its user types it again
+        assert b"Exception ignored in" in (late.stderr or b""), late.stderr
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=10)
+    else:
+        assert out == "" and interrupts(err) == 1
     assert gone(ranks, 5)
-    assert out == "" and interrupts(err) == 1
