@@ -20,6 +20,11 @@ def start(module: str, *arguments: object, fds: Sequence[int] = (), **env: str) 
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def how_it_ended(code: int) -> str:
+    """A ``Popen.returncode``, in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
 def importing_env(**more: str) -> dict[str, str]:
     """This process's environment, in which another one imports what this one can."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)} | more

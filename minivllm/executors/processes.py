@@ -65,10 +65,8 @@ class Rank:
             code = self.process.wait(1)
         except subprocess.TimeoutExpired:
             return "closed its socket"
-        if code >= 0:
-            return f"ended with exit code {code}"
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{hint}"
+        return child_process.how_it_ended(code) + hint
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,4 +59,4 @@ class AsyncEngine(EngineClient):
             if isinstance(message, News):
                 self._loop.call_soon_threadsafe(self._hear, message)
             elif isinstance(message, Died):
-                self._loop.call_soon_threadsafe(self._die, message.why)
+                self._loop.call_soon_threadsafe(self._die, message)

@@ -24,7 +24,7 @@ from minivllm.assemble import find_model
 from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.errors import ConfigError, MinivllmError
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
 from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, ServerOptions, Serving
@@ -62,11 +62,11 @@ def run(composed: Composed) -> int:
                 engine_loop.run()
                 code = front.wait(options.shutdown_timeout + _GRACE)
     if engine_loop.error is not None:
-        raise EngineDeadError(f"the engine has stopped: {Died.of(engine_loop.error).why}") from engine_loop.error
+        raise Died.of(engine_loop.error).as_error() from engine_loop.error
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
-        raise MinivllmError(f"the process that speaks HTTP {_end(code)}")
+        raise MinivllmError(f"the process that speaks HTTP {child_process.how_it_ended(code)}")
     return 0
 
 
@@ -108,7 +108,8 @@ class Front:
         if isinstance(answer, MinivllmError):
             raise answer
         if not isinstance(answer, Serving):
-            raise MinivllmError(f"the process that speaks HTTP {_end(self._process.wait())} before it was ready")
+            how = child_process.how_it_ended(self._process.wait())
+            raise MinivllmError(f"the process that speaks HTTP {how} before it was ready")
 
     @contextmanager
     def signals(self) -> Generator[None, None, None]:
@@ -140,10 +141,6 @@ class Front:
         self._process.kill()
         self._process.wait()
         self.engine_end.wire.socket.close()
-
-
-def _end(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.errors import EngineDeadError
 from minivllm.serve.generation import Generation
-from minivllm.serve.messages import Abort, Add, News, ToEngine, Told
+from minivllm.serve.messages import Abort, Add, Died, News, ToEngine, Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class EngineClient(ABC):
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
         self.on_death: Callable[[], None] | None = None  # called once
-        self.why_dead: str | None = None
+        self.died: Died | None = None
         self._ended = False
         self._generations: dict[str, Generation] = {}
 
@@ -120,8 +120,8 @@ class EngineClient(ABC):
         self._post(Abort(request_ids))
 
     def _why_not(self) -> EngineDeadError | None:
-        if self.why_dead is not None:
-            return EngineDeadError(f"the engine has stopped: {self.why_dead}")
+        if self.died is not None:
+            return self.died.as_error()
         return EngineDeadError("the server is shutting down") if self._ended else None
 
     def _fail_all(self) -> None:
@@ -160,9 +160,9 @@ class EngineClient(ABC):
         else:
             self._post(Told())
 
-    def _die(self, why: str) -> None:
-        if self.why_dead is None:
-            self.why_dead = why
+    def _die(self, died: Died) -> None:
+        if self.died is None:
+            self.died = died
             self._fail_all()
             if self.on_death is not None:
                 self.on_death()

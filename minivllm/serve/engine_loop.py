@@ -67,7 +67,7 @@ class EngineLoop:
                     self._tell(News(taken, outputs))
                 if outputs:
                     self._untold.append(len(outputs))
-                    engine.hold_outputs = sum(self._untold) >= _MANY
+                    self._hold_if_many()
         except BaseException as error:
             self.error = error
             self._tell(Died.of(error))
@@ -96,9 +96,12 @@ class EngineLoop:
                 self.timings.aborted(message.request_ids)
             elif isinstance(message, Told):
                 self._untold.popleft()
-                self.engine.hold_outputs = sum(self._untold) >= _MANY
+                self._hold_if_many()
             elif isinstance(message, AskMetrics):
                 self._tell(Metrics(self.metrics(message.model_name)))
+
+    def _hold_if_many(self) -> None:
+        self.engine.hold_outputs = sum(self._untold) >= _MANY
 
     def _add(self, add: Add) -> Exception | None:
         accepted = self.engine.stats.prompt_tokens

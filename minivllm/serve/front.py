@@ -85,13 +85,13 @@ class RemoteEngine(EngineClient):
                 if not asked.done():  # who asked may have gone
                     asked.set_result(message.text)
             elif isinstance(message, Died):
-                self._die(message.why)
+                self._die(message)
         if self._wire.ended:
             self._loop.remove_reader(self._wire.socket)
-            self._die("its process has ended")
+            self._die(Died("its process has ended"))
 
-    def _die(self, why: str) -> None:
-        super()._die(why)
+    def _die(self, died: Died) -> None:
+        super()._die(died)
         while self._asked:
             answer = self._asked.popleft()
             if not answer.done() and (error := self._why_not()) is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from minivllm.errors import EngineDeadError
+
 if TYPE_CHECKING:
     from minivllm.core.engine import Prompt
     from minivllm.core.outputs import RequestOutput
@@ -69,6 +71,9 @@ class Died:
     @classmethod
     def of(cls, error: BaseException) -> Died:
         return cls(str(error) or type(error).__name__)
+
+    def as_error(self) -> EngineDeadError:
+        return EngineDeadError(f"the engine has stopped: {self.why}")
 
 
 FromEngine = News | Metrics | Died
