@@ -2,10 +2,14 @@
 
 It plans on the host: how to cut the contexts among the GPU's blocks. A plan is written into a pinned staging buffer and
 copied to the device on the stream; that buffer may be written again only when the copy is done (an event says so).
-One prefill wrapper, one decode wrapper for eager steps, and one for each captured batch size, all on one float
-workspace. The page tables of a decode step travel as one packed copy:
+One wrapper for the prompts of eager steps and one for their decodes, and one of each for every captured size, all on
+one float workspace. The page tables of a decode step travel as one packed copy:
 
 # packed (int32, device, static): | indptr (rows + 1) | last page's length (rows) | page ids |, each 16-byte aligned
+
+Prompts are captured with FlashAttention-3's kernels only: they take a plan's numbers from where the plan before has put
+its own, whatever the lengths. FlashAttention-2's would keep float32 partial results of all tiles that a captured step
+may have, hundreds of megabytes, and add them up.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from minivllm.core.interfaces import AttentionBackend, AttentionLayer, Attention
 
 KNOWN = ("0.6.12",)  # versions whose inner plan function is called directly: the wrapper's costs ~1 ms at 256 rows
 TURNS = 2  # staging buffers: a plan need not wait for the copy of the one before
+MORE_ROWS = 16  # of prompts in a captured step than max_num_seqs, at most: padding, one page each
 
 
 def _aligned(n: int) -> int:
@@ -79,7 +84,7 @@ class FlashInferBackend(AttentionBackend):
         head_dims=(64, 128, 256),
         min_compute_capability=(8, 0),
         sliding_window=True,
-        cuda_graphs=CudaGraphs.DECODE,
+        cuda_graphs=CudaGraphs.ALWAYS,
         packages=("flashinfer",),
     )
     plans_on_host = True
@@ -94,11 +99,14 @@ class FlashInferBackend(AttentionBackend):
         self.tensor_cores = self.group > 1  # else there is one row to multiply: the CUDA cores' kernel is as fast
         hopper = torch.cuda.get_device_capability()[0] == 9
         self.prefill_kernels = "fa3" if hopper and spec.head_dim >= 128 else "fa2"
+        self.captures_prompts = self.prefill_kernels == "fa3"
         self.dtype = getattr(torch, spec.dtype)
         self.window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
-        self._graph_decode: dict[int, Any] = {}
+        self._graph_decode: dict[int, Any] = {}  # by rows
+        self._graph_prefill: dict[tuple[int, int], Any] = {}  # by rows and tokens
         self._float_workspace: torch.Tensor | None = None
-        self._wrapper: Any = None  # the decode wrapper that was planned last
+        self._decode_wrapper: Any = None  # those that were planned last
+        self._prefill_wrapper: Any = None
 
     def describe(self) -> str:
         cores = "tensor cores" if self.tensor_cores else "CUDA cores"
@@ -115,15 +123,15 @@ class FlashInferBackend(AttentionBackend):
         s, device = self.spec, kv_cache.device
         self._float_workspace = torch.zeros(self._workspace_bytes(device), dtype=torch.uint8, device=device)
         self._rows = -(-s.max_num_seqs // 16) * 16
-        pages = self._rows * -(-s.max_model_len // s.block_size)
-        self._packed = torch.zeros(2 * _aligned(self._rows + 1) + pages, dtype=torch.int32, device=device)
+        pages = -(-s.max_model_len // s.block_size)
+        self._packed = torch.zeros(2 * _aligned(self._rows + 1) + self._rows * pages, dtype=torch.int32, device=device)
+        if self.captures_prompts:
+            ids = s.max_num_seqs * (pages + 1) + MORE_ROWS
+            self._prompt_pages = torch.zeros(ids, dtype=torch.int32, device=device)
         self._query_start = torch.arange(self._rows + 1, dtype=torch.int32)  # on the host, as plans want it
         self._device_query_start = self._query_start.to(device)
         self._graph_staging, self._decode_staging, self._prefill_staging = (_Staging(device) for _ in range(3))
-        self._eager_decode = self._decode_wrapper()
-        self._prefill_wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._float_workspace, "NHD", backend=self.prefill_kernels
-        )
+        self._eager_decode, self._eager_prefill = self._new_decode_wrapper(), self._new_prefill_wrapper()
 
     def _workspace_bytes(self, device: torch.device) -> int:
         """Room for partial results: of decodes (tiles of 16 query rows, one a sequence or more) and of prompts that
@@ -136,19 +144,35 @@ class FlashInferBackend(AttentionBackend):
         prefill = self.group * blocks * 128
         return max(128 << 20, (max(decode, prefill) * (s.head_dim + 1) * 4 * 17) // 16)
 
-    def _decode_wrapper(self, graph_size: int = 0) -> Any:
+    def _new_decode_wrapper(self, captured_rows: int = 0) -> Any:
         buffers: dict[str, Any] = {}
-        if graph_size:
-            second = _aligned(graph_size + 1)
-            third = second + _aligned(graph_size)
+        if captured_rows:
+            second = _aligned(captured_rows + 1)
+            third = second + _aligned(captured_rows)
             buffers = {
                 "use_cuda_graph": True,
-                "paged_kv_indptr_buffer": self._packed[: graph_size + 1],
-                "paged_kv_last_page_len_buffer": self._packed[second : second + graph_size],
+                "paged_kv_indptr_buffer": self._packed[: captured_rows + 1],
+                "paged_kv_last_page_len_buffer": self._packed[second : second + captured_rows],
                 "paged_kv_indices_buffer": self._packed[third:],
             }
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._float_workspace, "NHD", use_tensor_cores=self.tensor_cores, backend="auto", **buffers
+        )
+
+    def _new_prefill_wrapper(self, captured_rows: int = 0) -> Any:
+        buffers: dict[str, Any] = {}
+        if captured_rows:
+            device = self._prompt_pages.device
+            not_read = torch.zeros((3, captured_rows + 1), dtype=torch.int32, device=device)  # it asks for them
+            buffers = {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": not_read[0],
+                "paged_kv_indptr_buf": not_read[1],
+                "paged_kv_last_page_len_buf": not_read[2, :captured_rows],
+                "paged_kv_indices_buf": self._prompt_pages,
+            }
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._float_workspace, "NHD", backend=self.prefill_kernels, **buffers
         )
 
     # ------------------------------------------------------------------ planning: once a step, on the host
@@ -158,9 +182,9 @@ class FlashInferBackend(AttentionBackend):
         if d:
             pages = _Pages(batch.host_seq_lens[:d], batch.host_block_tables[:d], self.spec.block_size)
             if batch.graph_size:
-                if batch.graph_size not in self._graph_decode:
-                    self._graph_decode[batch.graph_size] = self._decode_wrapper(batch.graph_size)
-                self._plan_decode(self._graph_decode[batch.graph_size], self._graph_staging, pages, self._packed)
+                if d not in self._graph_decode:
+                    self._graph_decode[d] = self._new_decode_wrapper(d)
+                self._plan_decode(self._graph_decode[d], self._graph_staging, pages, self._packed)
             else:
                 self._plan_decode(self._eager_decode, self._decode_staging, pages, None)
         if d < batch.num_seqs:
@@ -176,7 +200,7 @@ class FlashInferBackend(AttentionBackend):
             on_device = static[: len(packed)]
             on_device.copy_(packed, non_blocking=True)
         indptr = torch.from_numpy(pages.indptr)
-        self._wrapper = wrapper
+        self._decode_wrapper = wrapper
         pinned = staging.begin(wrapper)
         if self.direct and self.tensor_cores and getattr(wrapper, "_planned", False):
             if static is None:
@@ -227,34 +251,66 @@ class FlashInferBackend(AttentionBackend):
     def _plan_prefill(self, batch: AttentionBatch) -> None:
         s, d = self.spec, batch.num_decodes
         pages = _Pages(batch.host_seq_lens[d:], batch.host_block_tables[d:], s.block_size)
-        start = np.zeros(len(pages.seq_lens) + 1, dtype=np.int32)
-        np.cumsum(batch.host_query_lens[d:], out=start[1:])
+        rows, tokens = len(pages.seq_lens), max(batch.graph_size - d, 0)
+        query_start = np.zeros(rows + 1, dtype=np.int32)
+        np.cumsum(batch.host_query_lens[d:], out=query_start[1:])
+        start, indptr, seq_lens = map(torch.from_numpy, (query_start, pages.indptr, pages.seq_lens))
         packed, _, third = pages.pack()
-        on_device = packed.to(self._prefill_staging.device_buffer.device, non_blocking=True)
-        self._prefill_staging.begin(self._prefill_wrapper)
-        self._prefill_wrapper.plan(
-            torch.from_numpy(start),
-            torch.from_numpy(pages.indptr),
-            on_device[third:],
-            torch.from_numpy(pages.last_len),
-            s.num_heads,
-            s.num_kv_heads,
-            s.head_dim,
-            s.block_size,
-            causal=True,
-            sm_scale=s.scale,
-            window_left=self.window_left,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-            seq_lens=torch.from_numpy(pages.seq_lens),
-            max_token_per_sequence=int(np.max(batch.host_query_lens[d:])),
-        )
+        device = self._prefill_staging.device_buffer.device
+        if not tokens:
+            wrapper, page_ids = self._eager_prefill, packed.to(device, non_blocking=True)[third:]
+        else:
+            if (rows, tokens) not in self._graph_prefill:
+                self._graph_prefill[rows, tokens] = made = self._new_prefill_wrapper(rows)
+                made._max_total_num_rows = tokens  # the first plan's may be fewer
+            wrapper, page_ids = self._graph_prefill[rows, tokens], self._prompt_pages[: len(packed) - third]
+            page_ids.copy_(packed[third:], non_blocking=True)
+        self._prefill_wrapper = wrapper
+        pinned = self._prefill_staging.begin(wrapper)
+        if tokens and self.direct and wrapper._plan_info is not None:
+            wrapper._qo_indptr_last = int(query_start[-1])
+            wrapper._plan_info = wrapper._cached_module.plan(
+                self._float_workspace,
+                self._prefill_staging.device_buffer,
+                pinned,
+                start,
+                indptr,
+                seq_lens,
+                tokens,  # at most
+                rows,
+                s.num_heads,
+                s.num_kv_heads,
+                s.block_size,
+                True,  # captured
+                s.head_dim,
+                s.head_dim,
+                True,  # causal
+                self.window_left,
+            )
+        else:
+            wrapper.plan(
+                start,
+                indptr,
+                page_ids,
+                torch.from_numpy(pages.last_len),
+                s.num_heads,
+                s.num_kv_heads,
+                s.head_dim,
+                s.block_size,
+                causal=True,
+                sm_scale=s.scale,
+                window_left=self.window_left,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+                seq_lens=seq_lens,
+                max_token_per_sequence=int(np.max(batch.host_query_lens[d:])),
+            )
         self._prefill_staging.end()
 
     # ------------------------------------------------------------------ attending: once a layer
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        self._wrapper.run(q, (self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1]), out=out)
+        self._decode_wrapper.run(q, (self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1]), out=out)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._prefill_wrapper.run(q, (self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1]), out=out)

@@ -136,6 +136,7 @@ class HybridBackend(AttentionBackend):
         super().__init__(decode.spec)
         self._prefill, self._decode = prefill, decode
         self.plans_on_host = prefill.plans_on_host or decode.plans_on_host
+        self.captures_prompts = prefill.captures_prompts
         self.fused_decode_rows = decode.fused_decode_rows
         self.plain_decode = decode.plain_decode
         self.cascade_limits = decode.cascade_limits

@@ -131,7 +131,7 @@ class DecodeGraphs:
             keys += [(n, beside) for beside in (True, False) for n in self._cascade_sizes]
         self._plans = {key: self._plan(*key) for key in keys}
         self._on_device = _NOTHING  # what ``slots`` holds
-        self._ones = np.ones(top, dtype=np.int32)
+        self._ones, self._nobody = np.ones(top, dtype=np.int32), np.full(top, self.padding, dtype=np.int32)
 
     # ------------------------------------------------------------------ capture
 
@@ -142,7 +142,7 @@ class DecodeGraphs:
         top = self.sizes[-1]
         for (size, beside), plan in self._plans.items():
             if size in ((1, 2, 4, 8, 16, 24, 40, 72, top) if beside is None else (16, 32, top) if beside else ()):
-                self._prepare(plan, self._ones[:size], None)
+                self._prepare(plan, self._ones[:size], self._nobody[:size])
                 self._step(size)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
@@ -152,7 +152,7 @@ class DecodeGraphs:
         self._compare(num_blocks, vocab_size, lambda size: self._capture((size, None)))
 
     def _capture(self, key: _Key) -> None:
-        self._prepare(self._plans[key], self._ones[: key[0]], None)
+        self._prepare(self._plans[key], self._ones[: key[0]], self._nobody[: key[0]])
         self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key[0]), self.pool)
 
     def _plan(self, size: int, beside: bool | None) -> AttentionBatch:
@@ -186,18 +186,13 @@ class DecodeGraphs:
         self.landing.finish(tokens, slots, self.positions[:size], run.last_token, run.num_computed, self.padding)
         return Kept(hidden, tokens, logits if size <= _KEEPS_LOGITS else None)
 
-    def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray | None) -> None:
+    def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray) -> None:
         """Hand the plan to the backend, with the host's view of it if it plans on the host."""
         attention = self.runner.attention
         attention.batch = plan
         if attention.plans_on_host:
-            width = -(-int(host_seq_lens.max()) // self.runner.block_size)
             plan.host_seq_lens = host_seq_lens
-            plan.host_block_tables = (
-                np.zeros((len(host_seq_lens), width), dtype=np.int32)
-                if slots is None
-                else self.runner.host_tables[slots, :width]
-            )
+            plan.host_block_tables = self.runner.host_tables_of(slots, host_seq_lens)
         attention.plan(plan)
 
     # ------------------------------------------------------------------ replay

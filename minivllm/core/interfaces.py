@@ -207,6 +207,7 @@ class AttentionBackend(ABC):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
+    captures_prompts: bool = True  # set to False where, of ``CudaGraphs.ALWAYS``, this spec's prompts are excepted
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
     plain_decode: bool = False  # whether a kernel of all layers may decode in its place: causal, all of a context
     cascade_limits: CascadeLimits | None = None  # set where ``spec.cascade`` and it heeds ``AttentionBatch.cascade``

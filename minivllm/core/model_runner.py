@@ -252,6 +252,10 @@ class ModelRunner:
         block = self.host_tables[slots[row], position // self.block_size]
         return start, position, block * self.block_size + position % self.block_size
 
+    def host_tables_of(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        """(n, width) int32: block tables of slots (n,), as wide as the longest of these contexts (n,)."""
+        return self.host_tables[slots, : -(-int(seq_lens.max()) // self.block_size)]
+
     # ------------------------------------------------------------------ eager
 
     def _launch_eager(self, batch: Batch) -> PendingStep:
@@ -308,7 +312,7 @@ class ModelRunner:
             slot_mapping=slot_mapping,
             host_query_lens=batch.num_new,
             host_seq_lens=host_seq_lens,
-            host_block_tables=self.host_tables[batch.slots, :width],
+            host_block_tables=self.host_tables_of(batch.slots, host_seq_lens),
             last_tokens=last_tokens,
         )
 

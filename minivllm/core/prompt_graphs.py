@@ -96,6 +96,7 @@ class PromptGraphs:
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
+        self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
@@ -152,13 +153,15 @@ class PromptGraphs:
         np.cumsum(lens, out=start[1:])
         self.query_start[: len(start)] = torch.from_numpy(start)
         self.seq_lens[: len(lens)] = torch.from_numpy(lens)
-        self._hand_over((size, kind), lens, lens)
+        self._hand_over((size, kind), lens, lens, self._nobody[: len(lens)])
 
-    def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
-        plan = self._plans[key]
+    def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> None:
+        run, plan = self.runner, self._plans[key]
         plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
-        self.runner.attention.batch = plan
-        self.runner.attention.plan(plan)
+        if run.attention.plans_on_host:
+            plan.host_block_tables = run.host_tables_of(slots, seq_lens)
+        run.attention.batch = plan
+        run.attention.plan(plan)
 
     def _forward(self, key: _Key) -> torch.Tensor:
         size, plan = key[0], self._plans[key]
@@ -226,7 +229,7 @@ class PromptGraphs:
         query_lens, lens = np.zeros((2, rows), dtype=np.int32)
         query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
         query_lens[n], lens[n] = size - step.tokens.shape[1], 1
-        self._hand_over(key, query_lens, lens)
+        self._hand_over(key, query_lens, lens, np.concatenate([step.slots, self._nobody[: rows - n]]))
 
     def _replay(self, key: _Key, step: PromptStep) -> torch.Tensor:
         self._graphs[key].replay()
@@ -257,6 +260,7 @@ class PromptGraphs:
         rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // longest)), run.num_slots, num_blocks)
         per_row = min(num_blocks // rows, run.block_table.shape[1])
         blocks = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
+        run.host_tables[:rows, :per_row] = blocks
         run.block_table[:rows, :per_row] = torch.from_numpy(blocks).to(run.device)
         contexts = cache[:, :, 1 : 1 + rows * per_row : per_row]  # each row's first block
         values = torch.randn_like(contexts)
@@ -288,6 +292,7 @@ class PromptGraphs:
             differences[what] = difference(expected[key], hidden(key, self._replay))
         check_differences(differences, run.attention)
         cache[:, :, 1 : 1 + rows * per_row] = 0
+        run.host_tables[:] = 0
         for used in (run.block_table, self.block_tables, self.tokens):
             used.zero_()
 

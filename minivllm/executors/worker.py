@@ -192,10 +192,10 @@ class Worker:
         seqs = self.config.scheduler.max_num_seqs
         decodes = DecodeGraphs(runner, min(seqs, self.config.max_cudagraph_capture_size or seqs))
         most = self.spec.max_num_batched_tokens
-        if not self.choice.prompt_graphs():
+        if not self.choice.prompt_graphs() or not runner.attention.captures_prompts:
             return decodes, None, None
         prompts = PromptGraphs(runner, most, self.tp)
-        if runner.attention.plans_on_host or not self.choice.mixed_graphs():
+        if not self.choice.mixed_graphs():
             return decodes, prompts, None
         return decodes, prompts, MixedGraphs(runner, decodes, prompts, most)
 

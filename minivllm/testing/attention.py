@@ -251,28 +251,60 @@ class AttentionConformance(Conformance):
     def test_a_captured_decode_step_equals_the_eager_one(self) -> None:
         if self.backend_class().capabilities.cuda_graphs == CudaGraphs.NEVER:
             pytest.skip("it declares that its steps cannot be captured")
-        ran = 0
-        for shape in self.shapes[:3]:
-            spec = self.spec("cuda", shape, max_num_seqs=64)
-            if not self.reasons(spec):
-                self._captured_equals_eager(spec)
-                ran += 1
-        if not ran:
-            self.build(self.spec("cuda", max_num_seqs=64))
+        asked = [(64, 64, 8192), (8, 8, 100), (1, 1, 8192), (8, 5, 8192), (64, 57, 30), (1, 1, 1), (64, 64, 4000)]
+        for spec in self._some_specs():
+            backend, cache = self.build(spec), self._zeros(spec)
+            graphs = {size: Captured(backend, cache, size) for size in (64, 8, 1)}
+            for seed, (size, n, most) in enumerate(asked):
+                self._replay(graphs[size], Step(spec, random_lens(n, most, seed), n, seed=seed))
 
-    def _captured_equals_eager(self, spec: AttentionSpec) -> None:
-        backend, tolerance = self.build(spec), self.tolerances[spec.dtype]
+    @on_gpu
+    @pytest.mark.parametrize("whole", [False, True], ids=["chunks too", "whole prompts"])
+    @pytest.mark.parametrize("decodes", [0, 8])
+    def test_captured_prompts_equal_eager_ones(self, decodes: int, whole: bool) -> None:
+        """Alone and beside decodes, in graphs of few rows and of many, full and padded."""
+        if self.backend_class().capabilities.cuda_graphs != CudaGraphs.ALWAYS:
+            pytest.skip("it declares that its prompts cannot be captured")
+        prompts: list[Lens] = [
+            [(1, 1)],
+            [(300, 300), (211, 211)],
+            [(64, 64), (1, 1), (447, 447)],
+            [(100, 100), *[(3, 3)] * 6],
+            [(512, 512)],
+        ]
+        chunks: list[Lens] = [[(300, 8000)], [(1, 600), (200, 201), (17, 17)], [(512, 1536)]]
+        ran = False
+        for spec in self._some_specs():
+            backend, cache = self.build(spec), self._zeros(spec)
+            if not backend.captures_prompts:
+                continue
+            few, many = (Captured(backend, cache, decodes, rows, 512, whole=whole) for rows in (8, 65))
+            for seed, lens in enumerate([*prompts, *([] if whole else chunks)]):
+                n = decodes - seed % 3 if decodes else 0
+                for graph in (few, many):
+                    self._replay(graph, Step(spec, random_lens(n, 4000, seed) + lens, n, seed=seed))
+            ran = True
+        if not ran:
+            pytest.skip("it captures no prompts of such shapes")
+
+    def _some_specs(self) -> list[AttentionSpec]:
+        """Those that run here; skips, with reasons, if none does."""
+        specs = [self.spec("cuda", shape, max_num_seqs=64) for shape in self.shapes[:3]]
+        if not (runs := [spec for spec in specs if not self.reasons(spec)]):
+            self.build(specs[0])
+        return runs
+
+    def _zeros(self, spec: AttentionSpec) -> torch.Tensor:
+        """A cache."""
         blocks = 64 * -(-spec.max_model_len // spec.block_size) + 8
         shape = (2, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        cache = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device="cuda")
-        graphs = {size: Captured(backend, size, cache) for size in (64, 8, 1)}
-        asked = [(64, 64, 8192), (8, 8, 100), (1, 1, 8192), (8, 5, 8192), (64, 57, 30), (1, 1, 1), (64, 64, 4000)]
-        for seed, (size, n, most) in enumerate(asked):
-            step = Step(spec, random_lens(n, most, seed), n, seed=seed)
-            cache[:, :, : step.cache.shape[2]] = step.cache
-            got = graphs[size].replay(step)
-            assert relative_error(got, step.expected()) < tolerance, (size, n)
-            assert relative_error(got, step.run(self.build(spec))) < tolerance / 2, (size, n)
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device="cuda")
+
+    def _replay(self, graph: Captured, step: Step) -> None:
+        graph.cache[:, :, : step.cache.shape[2]] = step.cache
+        got, tolerance, about = graph.replay(step), self.tolerances[step.spec.dtype], (graph.decodes, step.lens)
+        assert relative_error(got, step.expected()) < tolerance, about
+        assert relative_error(got, step.run(self.build(step.spec))) < tolerance / 2, about
 
     # ------------------------------------------------------------------ in an engine
 

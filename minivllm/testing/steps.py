@@ -193,19 +193,25 @@ class Step:
 
 
 class Captured:
-    """A decode step of ``size`` rows, captured as the runner captures it: static buffers, plan, warm-up, capture."""
+    """A step of ``decodes`` rows and of ``tokens`` in ``prompts`` rows, captured as the runner captures it: static
+    buffers, plan, warm-up, capture. The row behind the last prompt is the padding's. ``whole``: prompts start in it."""
 
-    def __init__(self, backend: AttentionBackend, size: int, cache: torch.Tensor) -> None:
-        spec, device = backend.spec, cache.device
-        self.backend, self.size, self.width = backend, size, -(-spec.max_model_len // spec.block_size)
-        self.query_start = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.ones(size, dtype=torch.int32, device=device)
-        self.tables = torch.zeros((size, self.width), dtype=torch.int32, device=device)
-        self.slots = torch.zeros(size, dtype=torch.int64, device=device)
-        self.q = torch.zeros((size, spec.num_heads, spec.head_dim), dtype=cache.dtype, device=device)
+    def __init__(
+        self, backend: AttentionBackend, cache: torch.Tensor, decodes: int, prompts: int = 0, tokens: int = 0, *,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
+        spec, device, rows = backend.spec, cache.device, decodes + prompts
+        self.backend, self.decodes, self.prompts, self.tokens, self.whole = backend, decodes, prompts, tokens, whole
+        self.width, self.cache = -(-spec.max_model_len // spec.block_size), cache
+        self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.ones(rows, dtype=torch.int32, device=device)
+        self.tables = torch.zeros((rows, self.width), dtype=torch.int32, device=device)
+        self.slots = torch.zeros(decodes + tokens, dtype=torch.int64, device=device)
+        self.q = cache.new_zeros(decodes + tokens, spec.num_heads, spec.head_dim)
+        self.k, self.v = cache.new_zeros(2, tokens, spec.num_kv_heads, spec.head_dim)
         self.out = torch.empty_like(self.q)
         backend.bind(cache)
-        self._plan(np.ones(size, np.int32), np.zeros((size, 1), np.int32))
+        self._plan([1] * decodes, [], np.zeros((rows, 1), np.int32))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -215,40 +221,58 @@ class Captured:
         with torch.cuda.graph(self.graph):
             self._attend()
 
-    def _plan(self, seq_lens: np.ndarray, tables: np.ndarray) -> None:
+    def _plan(self, decodes: Sequence[int], prompts: Sequence[tuple[int, int]], tables: np.ndarray) -> None:
+        """``decodes``: contexts, of all rows; ``prompts``: query tokens and contexts, the padding's not among them."""
+        rest = self.tokens - sum(query for query, _ in prompts)
+        padded = [*prompts, (rest, 1), *[(0, 1)] * (self.prompts - len(prompts) - 1)] if self.prompts else []
+        lens = np.array([(1, seq) for seq in decodes] + padded, np.int32)
+        query, seq = np.ascontiguousarray(lens.T)
+        self.query_start[1:].copy_(torch.from_numpy(np.cumsum(query, dtype=np.int32)))
+        self.seq_lens.copy_(torch.from_numpy(seq))
+        self.tables[:, : tables.shape[1]].copy_(torch.from_numpy(tables)[:, : self.width])
         self.backend.plan(
             AttentionBatch(
-                num_decodes=self.size,
+                num_decodes=self.decodes,
                 query_start=self.query_start,
                 seq_lens=self.seq_lens,
                 block_tables=self.tables,
                 slot_mapping=self.slots,
-                host_query_lens=np.ones(self.size, np.int32),
-                host_seq_lens=seq_lens,
+                host_query_lens=query,
+                host_seq_lens=seq,
                 host_block_tables=tables,
-                graph_size=self.size,
+                graph_size=self.decodes + self.tokens,
+                graph_whole=self.whole,
             )
         )
 
     def _attend(self) -> None:
+        d = self.decodes
         for index in (0, 1):  # as a model: layer 0 first
-            self.backend.decode(self.q, SimpleNamespace(index=index), self.out)
+            layer = SimpleNamespace(index=index)
+            if d:
+                self.backend.decode(self.q[:d], layer, self.out[:d])
+            if self.tokens and self.backend.fresh_prompts:
+                self.backend.prefill_fresh(self.q[d:], self.k, self.v, layer, self.out[d:])
+            elif self.tokens:
+                self.backend.prefill(self.q[d:], layer, self.out[d:])
 
     def replay(self, step: Step) -> torch.Tensor:
-        """``step``'s decodes, at most ``size`` of them, on the cache that was bound."""
-        n, b = len(step.lens), step.batch
-        seq_lens = np.ones(self.size, np.int32)
-        seq_lens[:n] = b.host_seq_lens
-        tables = np.zeros((self.size, b.host_block_tables.shape[1]), np.int32)
-        tables[:n] = b.host_block_tables
-        self.seq_lens.copy_(torch.from_numpy(seq_lens))
-        self.tables[:, : tables.shape[1]].copy_(torch.from_numpy(tables)[:, : self.width])
-        self.q[:n] = step.q
+        """``step``, which must fit, on the cache that was bound and holds its contexts."""
+        d, n, b = self.decodes, step.num_decodes, step.batch
+        t = len(step.q) - n
+        assert n <= d and t <= self.tokens and len(step.lens) - n < max(self.prompts, 1)
+        seq_lens = np.ones(d, np.int32)
+        seq_lens[:n] = b.host_seq_lens[:n]
+        tables = np.zeros((d + self.prompts, b.host_block_tables.shape[1]), np.int32)
+        tables[:n], tables[d : d + len(step.lens) - n] = b.host_block_tables[:n], b.host_block_tables[n:]
+        self.q[:n], self.q[d : d + t] = step.q[:n], step.q[n:]
+        size = self.backend.spec.block_size
+        at = b.slot_mapping[n:]
+        self.k[:t], self.v[:t] = self.cache[LAYER.index, :, at // size, at % size]
         self.out.fill_(float("nan"))
-        if self.backend.plans_on_host:
-            self._plan(seq_lens, tables)
+        self._plan(seq_lens.tolist(), step.lens[n:], tables)
         self.graph.replay()
-        return self.out[:n].clone()
+        return torch.cat([self.out[:n], self.out[d : d + t]])
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

@@ -136,6 +136,31 @@ def test_replays_give_what_eager_steps_give(
     assert int(runner.num_computed[-1]) == 0, "of padding"
 
 
+def test_a_backend_that_plans_on_the_host_finds_each_rows_blocks_there(
+    llm: LLM, runner: ModelRunner, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the device gathers, and how long contexts are; padding has no blocks."""
+    attention, plan = runner.attention, runner.attention.plan
+    told: list[list[list[int]]] = []  # of each plan, each row's context and its blocks
+
+    def plan_and_note(batch: AttentionBatch) -> None:
+        if batch.graph_size > batch.num_decodes:  # once as the host has it, then as the device has gathered it
+            tables = (batch.host_block_tables, batch.block_tables.numpy())[len(told) % 2]
+            lens = batch.host_seq_lens.tolist()
+            told.append([[n, *table[: -(-n // 16)].tolist()] for table, n in zip(tables, lens, strict=True)])
+        plan(batch)
+
+    graphs = take_graphs(runner)
+    assert not graphs._reads_fresh  # it plans once to find out
+    monkeypatch.setattr(attention, "plans_on_host", True)
+    monkeypatch.setattr(attention, "plan", plan_and_note)
+    prompts = [[i + 5] * (10 + 9 * i) for i in range(14)]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 4 * i, ignore_eos=True) for i in range(14)]
+    llm.generate(prompts, params, use_tqdm=False)
+    assert len(told) > 8 and told[::2] == told[1::2]
+    assert all([1, 0] in rows and max(map(len, rows)) > 3 for rows in told)
+
+
 def test_steps_before_a_graph_is_wanted_often_are_as_before(
     llm: LLM, runner: ModelRunner, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,7 +211,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
 )
 def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, launched: list[tuple[int, bool]]) -> None:
     said: list[tuple[int, bool]] = []
-    attention = SimpleNamespace(batch=None, plan=lambda plan: None)
+    attention = SimpleNamespace(batch=None, plan=lambda plan: None, plans_on_host=False)
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, backend: Any) -> None:
         assert len(input_ids) == len(positions) == len(backend.batch.slot_mapping) == backend.batch.graph_size
@@ -295,6 +295,35 @@ def test_steps_of_few_sequences_are_graphs_of_their_own(
     assert {n for _, kind, n in replayed if kind == "few"} == {1, 2}
     assert all((kind == "few") == (size <= 256 and n < 3) for size, kind, n in replayed)
     assert any(kind == "any" and size <= 256 for size, kind, _ in replayed)
+
+
+def test_a_backend_that_plans_on_the_host_finds_each_rows_blocks_there(
+    llm: LLM, log: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the device has, while graphs are proven and in steps of chunks and decodes; padding has none."""
+    rng = np.random.default_rng(0)
+    runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+    monkeypatch.setattr(runner.attention, "plans_on_host", True)
+    rows: list[tuple[int, int]] = []
+    load = PromptGraphs._load
+
+    def load_and_look(self: PromptGraphs, key: tuple[int, str], step: PromptStep, sent: list[torch.Tensor]) -> None:
+        load(self, key, step, sent)
+        plan, n = self._plans[key], len(step.slots)
+        for row, length in enumerate(plan.host_seq_lens[: n + 1]):
+            used = -(-int(length) // runner.block_size)
+            assert plan.host_block_tables[row, :used].tolist() == plan.block_tables[row, :used].tolist()
+        assert plan.host_block_tables[:n, 0].all() and not plan.host_block_tables[n:].any()
+        rows.append((n, len(plan.host_block_tables)))
+
+    monkeypatch.setattr(PromptGraphs, "_load", load_and_look)
+    graphs = runner.prompt_graphs = PromptGraphs(runner, 512, TensorParallel())
+    graphs.capture(llm.engine.num_blocks, VOCAB)
+    assert not runner.host_tables.any()
+    proven = len(rows)
+    prompts = [rng.integers(5, 1000, n).tolist() for n in (300, 700, 40, 60, 290, 20)]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+    assert {n for n, _ in rows[proven:]} >= {1, 2, 3} and {total for _, total in rows} == {5}
 
 
 def test_steps_apart_give_what_whole_ones_give(llm: LLM, log: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
