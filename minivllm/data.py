@@ -81,6 +81,9 @@ class Replica:
     """One actor's LLM."""
 
     def __init__(self, llm: Mapping[str, Any], prompt_column: str, params: SamplingParams | None) -> None:
+        from minivllm.executors.urgency import be_as_urgent_as_others
+
+        be_as_urgent_as_others()
         from minivllm.llm import LLM
 
         self.llm, self.prompt_column, self.params = LLM(**llm), prompt_column, params

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("RAY_worker_niceness", "0")  # 15, beside tests of other workers, makes 70 s of a start of 6
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models of a few thousand weights: more threads only wait for each other
 
 import numpy as np

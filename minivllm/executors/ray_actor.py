@@ -14,6 +14,7 @@ import ray
 
 from minivllm.executors.messages import Build, Failed, Pulse, Ready, Still, decode, encode
 from minivllm.executors.progress import Progress
+from minivllm.executors.urgency import be_as_urgent_as_others
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 class RankActor:
     def __init__(self, build: bytes, rank: int, size: int) -> None:
+        be_as_urgent_as_others()
         self.build, self.rank, self.size = build, rank, size
         self.worker: Worker | None = None
         self.pending: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
