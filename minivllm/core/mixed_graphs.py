@@ -28,7 +28,7 @@ from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import Kept, capture_graph
 from minivllm.core.model_runner import Packed
 from minivllm.core.prompt_graphs import FULL_FLOP
-from minivllm.kernels.capture import rehearsal
+from minivllm.kernels.capture import loading
 from minivllm.kernels.decode_inputs import decode_inputs
 
 if TYPE_CHECKING:
@@ -80,7 +80,6 @@ class MixedGraphs:
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._kept: dict[_Key, Kept] = {}
         self._wanted: Counter[_Key] = Counter()
-        self._loaded: set[_Key] = set()
 
     # ------------------------------------------------------------------ choosing
 
@@ -120,15 +119,12 @@ class MixedGraphs:
     def launch(self, key: _Key, batch: Batch) -> StepHandle:
         run, n = self.runner, len(batch.slots)
         self._load(key, batch)
-        if key not in self._graphs and key in self._loaded:
+        if key not in self._graphs:
+            with loading():  # sampling is loaded: a graph of decodes samples as many rows
+                self._forward(key)
             self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key), self._decodes.pool)
-        if key in self._graphs:
-            self._graphs[key].replay()
-            kept = self._kept[key]
-        else:  # kernel by kernel, so that all that it takes is loaded; the next one is captured
-            with rehearsal():
-                kept = self._step(key)
-            self._loaded.add(key)
+        self._graphs[key].replay()
+        kept = self._kept[key]
         self.landing.replays += 1
         if run.needs_refine(batch.slots, key[0]):
             return self._refined(key, kept, batch)
@@ -189,9 +185,17 @@ class MixedGraphs:
 
     def _step(self, key: _Key) -> Kept:
         """What is captured."""
+        run, hidden = self.runner, self._forward(key)
+        _, slots, after, ends, _ = self._of_rows(key[0])
+        tokens, _ = run.sample(hidden, slots, after)
+        self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self.padding)
+        return Kept(hidden, tokens, None)
+
+    def _forward(self, key: _Key) -> torch.Tensor:
+        """Hidden states (D, hidden_size) that the step samples from."""
         (rows, size, _), run = key, self.runner
         of_rows, of_tokens, prompt_slots, _, _ = _parts(self.packet, rows, size)
-        decodes, slots, after, ends, last = all_rows = self._of_rows(rows)
+        decodes, _, _, _, last = all_rows = self._of_rows(rows)
         input_ids, positions, slot_mapping = all_tokens = self.tokens[:, : rows + size]
         all_rows.copy_(of_rows)
         all_tokens[:, rows:] = of_tokens
@@ -204,9 +208,7 @@ class MixedGraphs:
         hidden = run.model.forward(input_ids, positions, run.attention)
         if len(hidden) == rows + size:  # few tokens, or a model that does not pick
             hidden = hidden.index_select(0, last)
-        tokens, _ = run.sample(hidden, slots, after)
-        self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self.padding)
-        return Kept(hidden, tokens, None)
+        return hidden
 
     def _refined(self, key: _Key, kept: Kept, batch: Batch) -> StepHandle:
         """What requests want of the step beyond its tokens."""

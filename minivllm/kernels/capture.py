@@ -13,7 +13,8 @@ from contextvars import ContextVar
 
 import torch
 
-_rehearsing = ContextVar("rehearsing", default=False)  # of a thread: engines in others go their own ways
+# Of a thread: engines in others go their own ways.
+_rehearsing, _loading = ContextVar("rehearsing", default=False), ContextVar("loading", default=False)
 
 
 @contextmanager
@@ -24,6 +25,22 @@ def rehearsal() -> Iterator[None]:
         yield
     finally:
         _rehearsing.reset(before)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """A rehearsal whose result nobody reads: all that it is for is what it loads."""
+    with rehearsal():
+        before = _loading.set(True)
+        try:
+            yield
+        finally:
+            _loading.reset(before)
+
+
+def only_loads() -> bool:
+    """Whether layers that launch what others have launched may be left out."""
+    return _loading.get()
 
 
 def captured(x: torch.Tensor) -> bool:

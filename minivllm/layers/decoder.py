@@ -17,6 +17,7 @@ from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels._triton import compiling
+from minivllm.kernels.capture import only_loads
 from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
@@ -251,7 +252,8 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
-        layers, exchange = self._different_layers if compiling() else list(self.layers), self.tp.exchange
+        layers = self._different_layers if compiling() or only_loads() else list(self.layers)
+        exchange = self.tp.exchange
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
         else:
