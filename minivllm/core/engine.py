@@ -194,6 +194,11 @@ class LLMEngine:
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
 
+    @property
+    def num_steps_under_way(self) -> int:
+        """Steps that are launched and not taken in."""
+        return len(self._under_way)
+
     # ------------------------------------------------------------------ a step
 
     def step(self) -> list[RequestOutput]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from minivllm.errors import EngineDeadError, RequestError
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
 from minivllm.serve.metrics import text_of
+from minivllm.serve.pace import Pace
 from minivllm.serve.timings import Timings, request_of
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 _HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
 _MANY = 64  # outputs
+_LOOK = 5e-4  # seconds between two looks into the inbox before a launch
 
 
 class Inbox(Protocol):
@@ -33,7 +36,7 @@ class EngineLoop:
     """
 
     def __init__(self, engine: LLMEngine, inbox: Inbox, tell: Callable[[FromEngine], None]) -> None:
-        self.engine, self.timings = engine, Timings(engine)
+        self.engine, self.timings, self._pace = engine, Timings(engine), Pace(engine)
         self.error: BaseException | None = None  # what the engine died of
         self._inbox, self._tell = inbox, tell
         self._untold: deque[int] = deque()  # outputs of each news
@@ -59,7 +62,10 @@ class EngineLoop:
         engine.observer = self.timings
         try:
             while (taken := self._take()) is not None:
+                steps = engine.stats.steps
                 outputs = engine.step() if engine.has_unfinished_requests() else []
+                if engine.stats.steps > steps:
+                    self._pace.ended(self.timings.now)
                 for output in outputs:
                     if output.finished:
                         self.timings.finished(output)
@@ -74,7 +80,7 @@ class EngineLoop:
         engine.hold_outputs = False
 
     def _take(self) -> list[tuple[str, Exception | None]] | None:
-        """Do what the inbox says, waiting for it if there is nothing else to do; None at the end.
+        """Do what the inbox says, waiting for it if there is nothing else to do, or not yet; None at the end.
 
         Returns the first request of each add, with the error that it was refused with.
         """
@@ -86,6 +92,9 @@ class EngineLoop:
             except queue.Empty:
                 if idle:
                     self.engine.check_health()
+                elif left := self._pace.left(time.perf_counter()):
+                    time.sleep(min(left, _LOOK))
+                    continue
                 return taken
             if message is None:
                 return None

@@ -55,7 +55,7 @@ class Timings:
         self.ends: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0})  # completions by finish reason
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens of finished requests, and those found cached
         self._engine = engine
-        self._now = 0.0  # when the newest tokens came
+        self.now = 0.0  # when the newest tokens came
         self._arrived: dict[str, tuple[float, int]] = {}  # when, and how many completions it asks for
         self._last = np.zeros(size)
         self._fresh = np.zeros(size, dtype=bool)
@@ -69,7 +69,7 @@ class Timings:
     def finished(self, output: RequestOutput) -> None:
         known = self._arrived.pop(output.request_id, None)
         if known is not None:
-            self.whole_request.add(self._now - known[0])
+            self.whole_request.add(self.now - known[0])
         self.ends.update(str(completion.finish_reason) for completion in output.outputs)
         self.prefix_queries += len(output.prompt_token_ids)
         self.prefix_hits += output.num_cached_tokens
@@ -99,7 +99,7 @@ class Timings:
         pass
 
     def committed(self, batch: Batch, committed: Committed, done: float) -> None:
-        self._now = done
+        self.now = done
         slots = committed.slots
         fresh = self._fresh[slots]
         if fresh.any():
