@@ -199,6 +199,15 @@ class LLMEngine:
         """Steps that are launched and not taken in."""
         return len(self._under_way)
 
+    @property
+    def decodes_next(self) -> bool:
+        """Whether the next step is of decodes alone, unless a request comes: none waits, and no prompt is left over."""
+        if not self._under_way:
+            return False
+        batch = self._under_way[-1][0]
+        running = sum(self.scheduler.sequences[slot] is not None for slot in batch.slots.tolist())
+        return bool(batch.samples.all()) and len(self._by_sequence) == running
+
     # ------------------------------------------------------------------ a step
 
     def step(self) -> list[RequestOutput]:

@@ -65,7 +65,7 @@ class EngineLoop:
                 steps = engine.stats.steps
                 outputs = engine.step() if engine.has_unfinished_requests() else []
                 if engine.stats.steps > steps:
-                    self._pace.ended(self.timings.now)
+                    self._pace.ended(self.timings.now, came=bool(taken))
                 for output in outputs:
                     if output.finished:
                         self.timings.finished(output)
@@ -92,7 +92,7 @@ class EngineLoop:
             except queue.Empty:
                 if idle:
                     self.engine.check_health()
-                elif left := self._pace.left(time.perf_counter()):
+                elif not taken and (left := self._pace.left(time.perf_counter())):
                     time.sleep(min(left, _LOOK))
                     continue
                 return taken

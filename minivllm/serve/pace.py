@@ -15,11 +15,11 @@ _MORE, _LESS = 1.5, 0.99  # times as long before, for each launch that was late,
 
 
 class Pace:
-    """How long a launch may be put off, so that requests that come meanwhile are in that step and not in the one behind.
+    """How long a launch may be put off, so that a request that comes meanwhile is in that step, not in the one behind.
 
-    It is to come while a step is under way, which takes at least as long as the shortest of the last ones; a quarter of
-    that is left, and more on hosts that are late so. A step that takes the host long to launch is not late: the device
-    begins before all of it is there.
+    Only of decodes alone, which the host launches at once: with prompts a launch may take as long as the step. It is to
+    come while a step is under way, which takes at least as long as the shortest of the last ones; a quarter of that is
+    left, and more on hosts that are late so.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -27,25 +27,25 @@ class Pace:
         self._never = engine.describe()["device"] == "cpu"  # whose launch computes
         self._lengths: deque[float] = deque(maxlen=_STEPS)  # from the end of one step to that of the next
         self._ended: float | None = None  # when the last one did, if another was under way then
-        self._put_off = False
+        self._may = self._put_off = False
         self._factor = 1.0
-        self._waited = self._launching = 0.0  # the engine's totals
+        self._waited = 0.0  # the engine's total
 
-    def ended(self, at: float) -> None:
-        """A step did, and its tokens are taken in. at: ``time.perf_counter`` when they came."""
-        stats = self._engine.stats
-        waited, launching = stats.wait_time - self._waited, stats.launch_time - self._launching
-        self._waited, self._launching = stats.wait_time, stats.launch_time
-        late = self._put_off and waited < _LATE and launching < _LEAST
+    def ended(self, at: float, came: bool) -> None:
+        """A step did, and its tokens are taken in. at: ``time.perf_counter`` when they came. came: whether requests did
+        before the launch behind it, which so was at once."""
+        waited, self._waited = self._engine.stats.wait_time - self._waited, self._engine.stats.wait_time
+        late = self._put_off and not came and waited < _LATE
         self._factor = max(self._factor * (_MORE if late else _LESS), 1.0)
         self._put_off = False
         if self._ended is not None:
             self._lengths.append(at - self._ended)
         self._ended = at if self._engine.num_steps_under_way else None
+        self._may = self._engine.decodes_next and not self._never
 
     def left(self, now: float) -> float:
         """Seconds, of ``time.perf_counter``, until the next launch had better come; 0: it is time."""
-        if self._never or self._ended is None or len(self._lengths) < _STEPS:
+        if not self._may or self._ended is None or len(self._lengths) < _STEPS:
             return 0.0
         shortest = min(self._lengths)
         left = self._ended + shortest - self._factor * max(_SHARE * shortest, _LEAST) - now

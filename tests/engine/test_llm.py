@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from helpers import byte_level_tokenizer, edit_json, reference_model, reference_
 from tqdm import tqdm
 
 from minivllm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from minivllm.core.batch import Batch
 from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.core.sequence import Sequence
@@ -687,6 +689,32 @@ def test_abort_at_any_moment(engine: Engine, moment: int) -> None:
     for o in outputs:
         assert o.outputs[0].token_ids == reference_tokens(folder, prompts[int(o.request_id)], 8)
     usable(llm)
+
+
+def test_whether_the_next_step_is_of_decodes_alone_is_known_before(engine: Engine) -> None:
+    """With more requests than slots, chunks of prompts, preemption and aborts."""
+    llm = engine(**{"scheduler.max_num_seqs": 3, "cache.num_blocks": 12, "scheduler.max_num_batched_tokens": 16})
+    schedule, seen, said = llm.engine.scheduler.schedule, [], False
+
+    def checked() -> Batch | None:
+        batch = schedule()
+        if batch is not None:
+            seen.append((said, batch.num_decodes == len(batch.slots)))
+        return batch
+
+    llm.engine.scheduler.schedule = checked  # type: ignore[method-assign]
+    for i, prompt in enumerate(prompts_of(14, longest=60, seed=3)):
+        llm.engine.add_request(str(i), prompt, GREEDY.clone(max_tokens=5 + 9 * i % 40))
+    for i in itertools.count():
+        if not llm.engine.has_unfinished_requests():
+            break
+        said = llm.engine.decodes_next
+        llm.engine.step()
+        if i == 60:
+            llm.engine.abort("9")
+    assert not llm.engine.decodes_next
+    assert (True, False) not in seen, "it was promised"
+    assert seen.count((True, True)) > 20 and seen.count((False, False)) > 20
 
 
 def test_abort_of_one_with_several_completions(engine: Engine) -> None:

@@ -329,6 +329,7 @@ def test_prefixes_that_are_read_once_change_no_token(
                 assert_close(mine, its)
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other workers use this GPU's memory, too")
 def test_shutdown_gives_the_memory_back() -> None:
     free = []
     for _ in range(3):
