@@ -25,7 +25,7 @@ from minivllm.core.interfaces import AttentionBackend, AttentionLayer, Attention
 
 KNOWN = ("0.6.12",)  # versions whose inner plan function is called directly: the wrapper's costs ~1 ms at 256 rows
 TURNS = 2  # staging buffers: a plan need not wait for the copy of the one before
-MORE_ROWS = 16  # of prompts in a captured step than max_num_seqs, at most: padding, one page each
+MORE_ROWS = 16  # that a captured step has beyond max_num_seqs, at most: padding, of one page each
 
 
 def _aligned(n: int) -> int:

@@ -14,7 +14,8 @@ def be_as_urgent_as_others() -> None:
     own, nor where it takes a privilege (CAP_SYS_NICE) that this process lacks."""
     if _ASKED in os.environ:
         return
-    with suppress(OSError):  # PermissionError; no Linux, which has a niceness a thread
-        for thread in Path("/proc/self/task").iterdir():
+    threads = Path("/proc/self/task")  # of Linux, where each has a niceness of its own
+    for thread in threads.iterdir() if threads.is_dir() else ():
+        with suppress(OSError):  # it may not, or has ended
             if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > 0:
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)

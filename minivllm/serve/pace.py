@@ -24,7 +24,7 @@ class Pace:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._never = engine.describe()["device"] == "cpu"  # whose launch computes
+        self._never = engine.describe().get("device") == "cpu"  # whose launch computes
         self._lengths: deque[float] = deque(maxlen=_STEPS)  # from the end of one step to that of the next
         self._ended: float | None = None  # when the last one did, if another was under way then
         self._may = self._put_off = False
