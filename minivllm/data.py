@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ConfigError, RequestError
+from minivllm.executors.urgency import be_as_urgent_as_others
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -81,11 +82,9 @@ class Replica:
     """One actor's LLM."""
 
     def __init__(self, llm: Mapping[str, Any], prompt_column: str, params: SamplingParams | None) -> None:
-        from minivllm.executors.urgency import be_as_urgent_as_others
-
-        be_as_urgent_as_others()
         from minivllm.llm import LLM
 
+        be_as_urgent_as_others()
         self.llm, self.prompt_column, self.params = LLM(**llm), prompt_column, params
 
     def __call__(self, rows: Table) -> Table:

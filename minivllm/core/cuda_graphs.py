@@ -187,13 +187,8 @@ class DecodeGraphs:
         return Kept(hidden, tokens, logits if size <= _KEEPS_LOGITS else None)
 
     def _prepare(self, plan: AttentionBatch, host_seq_lens: np.ndarray, slots: np.ndarray) -> None:
-        """Hand the plan to the backend, with the host's view of it if it plans on the host."""
-        attention = self.runner.attention
-        attention.batch = plan
-        if attention.plans_on_host:
-            plan.host_seq_lens = host_seq_lens
-            plan.host_block_tables = self.runner.host_tables_of(slots, host_seq_lens)
-        attention.plan(plan)
+        plan.host_seq_lens = host_seq_lens
+        self.runner.hand_over(plan, slots)
 
     # ------------------------------------------------------------------ replay
 

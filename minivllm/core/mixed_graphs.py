@@ -155,11 +155,8 @@ class MixedGraphs:
         self.query_start[: len(start_)] = start_
         plan = self._plan(key)
         plan.host_query_lens[rows:], plan.host_seq_lens[rows:] = np.diff(query_start[rows:]), prompt_lens
-        if run.attention.plans_on_host:
-            plan.host_seq_lens[:d], plan.host_seq_lens[d:rows] = lens[:d], 1
-            plan.host_block_tables = run.host_tables_of(np.concatenate([decodes, prompt_slots]), plan.host_seq_lens)
-        run.attention.batch = plan
-        run.attention.plan(plan)
+        plan.host_seq_lens[:d], plan.host_seq_lens[d:rows] = lens[:d], 1
+        run.hand_over(plan, np.concatenate([decodes, prompt_slots]))
 
     def _plan(self, key: _Key) -> AttentionBatch:
         if key not in self._plans:

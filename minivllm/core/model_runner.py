@@ -256,6 +256,13 @@ class ModelRunner:
         """(n, width) int32: block tables of slots (n,), as wide as the longest of these contexts (n,)."""
         return self.host_tables[slots, : -(-int(seq_lens.max()) // self.block_size)]
 
+    def hand_over(self, plan: AttentionBatch, slots: np.ndarray) -> None:
+        """Let the backend plan a captured step of these slots, one a row, with their blocks if it plans on the host."""
+        if self.attention.plans_on_host:
+            plan.host_block_tables = self.host_tables_of(slots, plan.host_seq_lens)
+        self.attention.batch = plan
+        self.attention.plan(plan)
+
     # ------------------------------------------------------------------ eager
 
     def _launch_eager(self, batch: Batch) -> PendingStep:

@@ -156,12 +156,9 @@ class PromptGraphs:
         self._hand_over((size, kind), lens, lens, self._nobody[: len(lens)])
 
     def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> None:
-        run, plan = self.runner, self._plans[key]
+        plan = self._plans[key]
         plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
-        if run.attention.plans_on_host:
-            plan.host_block_tables = run.host_tables_of(slots, seq_lens)
-        run.attention.batch = plan
-        run.attention.plan(plan)
+        self.runner.hand_over(plan, slots)
 
     def _forward(self, key: _Key) -> torch.Tensor:
         size, plan = key[0], self._plans[key]

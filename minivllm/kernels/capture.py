@@ -8,7 +8,7 @@ is what that is compared with.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
 import torch
@@ -18,24 +18,23 @@ _rehearsing, _loading = ContextVar("rehearsing", default=False), ContextVar("loa
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
-    """What is launched here goes the ways of a captured step."""
-    before = _rehearsing.set(True)
+def _true(*variables: ContextVar[bool]) -> Iterator[None]:
+    before = [variable.set(True) for variable in variables]
     try:
         yield
     finally:
-        _rehearsing.reset(before)
+        for variable, token in zip(variables, before, strict=True):
+            variable.reset(token)
 
 
-@contextmanager
-def loading() -> Iterator[None]:
+def rehearsal() -> AbstractContextManager[None]:
+    """What is launched within goes the ways of a captured step."""
+    return _true(_rehearsing)
+
+
+def loading() -> AbstractContextManager[None]:
     """A rehearsal whose result nobody reads: all that it is for is what it loads."""
-    with rehearsal():
-        before = _loading.set(True)
-        try:
-            yield
-        finally:
-            _loading.reset(before)
+    return _true(_rehearsing, _loading)
 
 
 def only_loads() -> bool:

@@ -41,7 +41,7 @@ class Pace:
         if self._ended is not None:
             self._lengths.append(at - self._ended)
         self._ended = at if self._engine.num_steps_under_way else None
-        self._may = self._engine.decodes_next and not self._never
+        self._may = not self._never and self._engine.decodes_next
 
     def left(self, now: float) -> float:
         """Seconds, of ``time.perf_counter``, until the next launch had better come; 0: it is time."""
