@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
     from minivllm.core.interfaces import BlockManager
 
+_FEW_RUNNING = 2  # more of them seldom have two steps in a row in which nothing happens to any
 _LOOK_AHEAD = 32  # how many waiting sequences a step passes over: what it costs does not grow with the queue
 _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
 _NEVER = 1 << 62
@@ -83,6 +84,7 @@ class SlotScheduler(Scheduler):
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
         self.steps = 0  # written so far
+        self._quiet = range(0)  # steps of all that run, none of whom needs a block, fills one or ends for its length
         # No waiting sequence in sight can be admitted with fewer free blocks than this, …
         self._retry_at = 0
         self._retry_partial = 0  # … unless fewer prompts than this are half done
@@ -169,10 +171,13 @@ class SlotScheduler(Scheduler):
 
     def take_decodes(self, budget: int) -> np.ndarray:
         """The slots that decode, by place, each with room for its next token."""
+        if self.steps in self._quiet and len(self.running) <= budget:
+            return self.running
         while True:
             run = self.running
             computed = self.computed[run]
-            goes_on = computed < self.max_len[run] - 1
+            left = self.max_len[run] - 1 - computed
+            goes_on = left > 0
             if self._partial:
                 goes_on &= computed >= self.known_len[run]
             if np.count_nonzero(goes_on) < len(run):
@@ -182,8 +187,17 @@ class SlotScheduler(Scheduler):
             if len(need) <= self.blocks.num_free:
                 if len(need):
                     self.blocks.append(need)
+                elif 0 < len(ready) == len(self.running) <= _FEW_RUNNING:
+                    self._expect_quiet(computed.tolist(), left.tolist())
                 return ready
             self.preempt(int(self.running[-1]))
+
+    def _expect_quiet(self, computed: list[int], left: list[int]) -> None:
+        """Of all that run in this step: tokens that are computed, and that may yet be. Quiet ends when a sequence
+        starts; those that leave change nothing for the others."""
+        size = self.blocks.block_size
+        steps = min(*(size - n % size for n in computed), *left) - 1
+        self._quiet = range(self.steps, self.steps + steps)
 
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): those half done first, then new ones from the queue."""
@@ -272,6 +286,7 @@ class SlotScheduler(Scheduler):
         self.min_len[slot] = seq.prompt_len + seq.params.min_tokens
         self._set_stop_ids(slot, seq.stop_ids)
         self.sequences[slot] = seq
+        self._quiet = range(0)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = computed
         seq.slot, seq.status = slot, Status.RUNNING
@@ -398,34 +413,41 @@ class SlotScheduler(Scheduler):
     # ------------------------------------------------------------------ what came back
 
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
-        generations = self.generation[batch.slots]
-        if batch.num_decodes == len(batch.slots) and generations.tobytes() == batch.generations.tobytes():
+        unchanged = batch.slots is self.running  # each that leaves and each that starts makes another one of it
+        if batch.num_decodes == len(batch.slots) and (unchanged or self._all_there(batch)):
             rows, slots, tokens = self._rows[: len(batch.slots)], batch.slots, token_ids
         else:
-            rows = (batch.samples & (generations == batch.generations)).nonzero()[0]
+            rows = (batch.samples & (self.generation[batch.slots] == batch.generations)).nonzero()[0]
             slots, tokens = batch.slots[rows], token_ids[rows]
         tokens = tokens.astype(np.int32, copy=False)
         at = self.committed[slots]  # as many as are in the cache now
         self.tokens[slots, at] = tokens
         self.committed[slots] = at + 1
 
-        whole = (at % self.blocks.block_size == 0).nonzero()[0]
-        if len(whole):
-            for slot, n in zip(slots[whole].tolist(), at[whole].tolist(), strict=True):
-                seq = self.sequences[slot]
-                assert seq is not None
-                self.blocks.register(slot, seq, self.tokens[slot], n)
-
+        too_long = _NONE
+        if batch.step not in self._quiet:
+            self._share_whole_blocks(slots, at)
+            too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
         said_stop = (tokens[:, None] == self.stop_ids[slots]).nonzero()[0]
         if self._more_stop_ids:
             more, pairs = self._more_stop_ids, zip(slots.tolist(), tokens.tolist(), strict=True)
             found = [row for row, (slot, token) in enumerate(pairs) if token in more.get(slot, ())]
             said_stop = np.append(said_stop, np.array(found, dtype=np.int64))
-        too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
         finished: list[tuple[Sequence, FinishReason]] = []
         if len(said_stop) or len(too_long):
             finished = self._end(slots, said_stop[at[said_stop] >= self.min_len[slots[said_stop]]], too_long)
         return Committed(rows, slots, tokens, finished)
+
+    def _all_there(self, batch: Batch) -> bool:
+        return self.generation[batch.slots].tobytes() == batch.generations.tobytes()
+
+    def _share_whole_blocks(self, slots: np.ndarray, lens: np.ndarray) -> None:
+        """Of those of these slots whose tokens, so many, fill their blocks."""
+        whole = (lens % self.blocks.block_size == 0).nonzero()[0]
+        for slot, n in zip(slots[whole].tolist(), lens[whole].tolist(), strict=True):
+            seq = self.sequences[slot]
+            assert seq is not None
+            self.blocks.register(slot, seq, self.tokens[slot], n)
 
     def _end(
         self, slots: np.ndarray, said_stop: np.ndarray, too_long: np.ndarray
