@@ -7,7 +7,7 @@ from functools import cache
 from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 
-MIN_ROWS, MAX_ROWS = 2, 256  # of any layer
+MIN_ROWS, MAX_ROWS = 2, 512  # of any layer
 _LEAST_ROWS = (3 << 27, MIN_ROWS), (1 << 28, 17), (0, 33)  # of layers of more weights than so many
 _MOST_LARGE_ROWS = 192  # beyond, arithmetic counts most, and the library's tiles take less of it, and of power
 _MOST_SMALL = 1 << 27  # weights of a small layer

@@ -33,6 +33,7 @@ LARGE = {
 ROWS = [33, 48, 64, 65, 72, 100, 128, 129, 160, 192, 200, 255, 256]
 LARGE_ROWS = [33, 64, 65, 72, 100, 128, 161, 192]
 CASES = [(name, rows) for name in SHAPES for rows in ROWS] + [(name, rows) for name in LARGE for rows in LARGE_ROWS]
+CASES += [("Qwen3-0.6B", rows) for rows in (257, 300, 384, 449, 512)]
 CASES += [("Qwen3-14B", rows) for rows in (17, 24, 129)] + [("Qwen3-32B", rows) for rows in (2, 9, 160)]
 
 
@@ -115,7 +116,8 @@ def test_shapes_that_do_not_divide_have_none():
 
 def test_layers_of_other_numbers_of_rows_have_none():
     assert [rows for rows in ROWS if check(rows, LLAMA_3B, 132)] == [rows for rows in ROWS if rows <= 128]
-    assert all(chain_config(rows, shape) is None for shape in SHAPES.values() for rows in (1, 32, 257))
+    assert all(chain_config(rows, shape) is None for shape in SHAPES.values() for rows in (1, 32, 513))
+    assert all(chain_config(257, SHAPES[name]) is None for name in ("Qwen3-1.7B", "Llama-3.2-1B"))
     assert all(chain_config(rows, shape) is None for shape in LARGE.values() for rows in (1, 193))
     assert chain_config(129, LARGE["Qwen3-8B"]) is None, "its third warpgroup would have one row"
     assert chain_config(32, LARGE["Qwen3-8B"]) is None and chain_config(16, LARGE["Qwen3-14B"]) is None
@@ -132,7 +134,7 @@ def test_where_it_is_faster(monkeypatch):
     chain._fits.cache_clear()
     shape, cuda = SHAPES["Qwen3-0.6B"], torch.device("cuda")
     assert use_chain(33, shape, BF16, cuda) and use_chain(256, shape, BF16, cuda)
-    assert not use_chain(32, shape, BF16, cuda) and not use_chain(257, shape, BF16, cuda)
+    assert not use_chain(32, shape, BF16, cuda) and not use_chain(513, shape, BF16, cuda)
     assert not use_chain(128, shape, torch.float16, cuda) and not use_chain(128, shape, BF16, torch.device("cpu"))
     assert use_chain(96, LARGE["Qwen3-14B"], BF16, cuda) and not use_chain(200, LARGE["Qwen3-14B"], BF16, cuda)
     assert not use_chain(128, ChainShape(1024, 2048, 3072, 8 * 509), BF16, cuda)
@@ -146,7 +148,7 @@ def test_where_it_is_faster(monkeypatch):
 
 
 @pytest.mark.parametrize(("model", "rows"), [
-    *((model, rows) for model in SHAPES for rows in (72, 256)),
+    *((model, rows) for model in SHAPES for rows in (72, 256)), ("Qwen3-0.6B", 300), ("Qwen3-0.6B", 512),
     ("Qwen3-8B", 72), ("Qwen3-14B", 24), ("Qwen3-14B", 144), ("Qwen3-32B", 192),
 ])  # fmt: skip
 def test_published_models_compile(compiled, reads_in_time, model, rows):
