@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import AttentionOptions
     from minivllm.plugins.registry import Registry
 
-_FIRST = -1  # a stream's priority: its kernels go before others that wait for room
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -141,10 +139,10 @@ class HybridBackend(AttentionBackend):
         self.captures_prompts = prefill.captures_prompts
         self.fused_decode_rows = decode.fused_decode_rows
         self.plain_decode = decode.plain_decode
+        self.attends_beside = decode.attends_beside
         self.cascade_limits = decode.cascade_limits
         self.takes_qkv = decode.takes_qkv  # type: ignore[method-assign]
         self.decode_qkv = decode.decode_qkv  # type: ignore[method-assign]
-        self._beside: torch.cuda.Stream | None = None  # for what is captured
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         for backend in (self._prefill, self._decode):
@@ -158,31 +156,6 @@ class HybridBackend(AttentionBackend):
             self.fresh_prompts = self._prefill.fresh_prompts
         if batch.num_decodes:
             self._decode.plan(batch)
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        k: torch.Tensor | None = None,
-        v: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As of any backend. Captured, prompts attend on a branch of the graph beside decodes, whose programs end at
-        different times and leave multiprocessors to them."""
-        assert self.batch is not None
-        d = self.batch.num_decodes
-        if not 0 < d < len(q) or not q.is_cuda or not torch.cuda.is_current_stream_capturing():
-            return super().attend(q, layer, k, v)
-        out, here = torch.empty_like(q), torch.cuda.current_stream(q.device)
-        self._beside = self._beside or torch.cuda.Stream(q.device, priority=_FIRST)
-        self._beside.wait_stream(here)
-        with torch.cuda.stream(self._beside):
-            if k is None or v is None:
-                self.prefill(q[d:], layer, out[d:])
-            else:
-                self.prefill_fresh(q[d:], k[d:], v[d:], layer, out[d:])
-        self.decode(q[:d], layer, out[:d])
-        here.wait_stream(self._beside)
-        return out
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._decode.decode(q, layer, out)

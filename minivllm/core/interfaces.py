@@ -210,6 +210,7 @@ class AttentionBackend(ABC):
     captures_prompts: bool = True  # set to False where, of ``CudaGraphs.ALWAYS``, this spec's prompts are excepted
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
     plain_decode: bool = False  # whether a kernel of all layers may decode in its place: causal, all of a context
+    attends_beside: bool = False  # whether ``decode`` and ``prefill`` may run at once: they share the cache alone
     cascade_limits: CascadeLimits | None = None  # set where ``spec.cascade`` and it heeds ``AttentionBatch.cascade``
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
@@ -308,13 +309,25 @@ class AttentionBackend(ABC):
         num_kv_heads, head_dim), if ``plan`` has set ``fresh_prompts``."""
         assert self.batch is not None
         out, d = q.new_empty(q.shape), self.batch.num_decodes
-        if d:
+
+        def decodes() -> None:
             self.decode(q[:d], layer, out[:d])
-        if d < q.shape[0]:
+
+        def prompts() -> None:
             if k is None or v is None:
                 self.prefill(q[d:], layer, out[d:])
             else:
                 self.prefill_fresh(q[d:], k[d:], v[d:], layer, out[d:])
+
+        if self.attends_beside and 0 < d < q.shape[0]:
+            from minivllm.kernels.capture import side_by_side
+
+            side_by_side(q.device, decodes, prompts)
+            return out
+        if d:
+            decodes()
+        if d < q.shape[0]:
+            prompts()
         return out
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -7,9 +7,11 @@ is what that is compared with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 import torch
 
@@ -45,3 +47,24 @@ def only_loads() -> bool:
 def captured(x: torch.Tensor) -> bool:
     """Whether what is launched with ``x`` now is captured, or rehearsed."""
     return _rehearsing.get() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def side_by_side(device: torch.device, one: Callable[[], None], other: Callable[[], None]) -> None:
+    """Launch both. Captured, ``other`` on a branch of the graph: its kernels need not wait for those of ``one``, and
+    find room as these end."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        one()
+        other()
+        return
+    here, branch = torch.cuda.current_stream(device), _branch(device, threading.get_ident())
+    branch.wait_stream(here)
+    with torch.cuda.stream(branch):
+        other()
+    one()
+    here.wait_stream(branch)
+
+
+@cache
+def _branch(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """A thread's own: another engine may be capturing in another."""
+    return torch.cuda.Stream(device, priority=-1)  # its kernels go first where both have some that wait
