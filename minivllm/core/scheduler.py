@@ -34,7 +34,7 @@ _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queu
 _NEVER = 1 << 62
 _FEW_STOP_IDS = 16  # of a sequence, that all are compared with at once
 _NONE = np.empty(0, dtype=np.int32)
-_WATERMARK = 0.05  # the share of the pool that an admission leaves free for running sequences to grow
+_WATERMARK = 0.03  # the share of the pool that an admission leaves free for running sequences to grow
 
 
 class SlotScheduler(Scheduler):

@@ -93,6 +93,13 @@ def test_a_kernel_of_all_layers_may_decode_in_its_place_unless_it_is_asked_for_s
     assert not HybridBackend(plain, TorchBackend(SPEC)).plain_decode, "decodes are the other one's"
 
 
+def test_prompts_attend_beside_its_own_decodes_and_nobody_elses():
+    plain = TritonBackend(SPEC)
+    assert plain.attends_beside and HybridBackend(TorchBackend(SPEC), plain).attends_beside
+    assert not OwnDecode(SPEC).attends_beside, "who knows what memory that shares with prefill"
+    assert not HybridBackend(plain, TorchBackend(SPEC)).attends_beside
+
+
 @pytest.mark.parametrize(
     ("rows", "kernel"), [(1, "paged_decode_triton"), (4, "paged_decode_triton"), (5, "stream_decode")]
 )

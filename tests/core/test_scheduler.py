@@ -175,13 +175,13 @@ def test_under_pressure_the_latest_arrived_is_preempted_and_the_oldest_never(nam
     assert all(len(told(w, s.request_id)) == 20 for s in seqs)
 
 
-@pytest.mark.parametrize(("tokens", "fits"), [(17, True), (18, False)])
+@pytest.mark.parametrize(("tokens", "fits"), [(56, True), (57, False)])
 def test_an_admission_leaves_those_that_run_room_to_grow(tokens: int, fits: bool) -> None:
-    w = world(depth=1, block_size=1, num_blocks=40)  # of which a twentieth are 2
-    runs = w.add(Ask(prompt(20), max_tokens=5))
+    w = world(depth=1, block_size=1, num_blocks=100)  # of which it leaves 3
+    runs = w.add(Ask(prompt(40), max_tokens=5))
     w.step()
     late = w.add(Ask(prompt(tokens, first=3), max_tokens=2))
-    w.step()  # the other's next token has the 21st block
+    w.step()  # the other's next token has the 41st block
     assert late.status is (Status.RUNNING if fits else Status.WAITING)
     step_until(w, runs, Status.FINISHED)
     step_until(w, late, Status.FINISHED)
