@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from minivllm.core.batch import AttentionBatch, Cascade
 from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
+from minivllm.kernels.capture import side_by_side
 from minivllm.kernels.paged_prefill import paged_attention_reference
 
 LAYER = SimpleNamespace(index=1)  # of the two that a step's cache has
@@ -246,15 +248,21 @@ class Captured:
         )
 
     def _attend(self) -> None:
-        d = self.decodes
+        d, backend = self.decodes, self.backend
         for index in (0, 1):  # as a model: layer 0 first
             layer = SimpleNamespace(index=index)
+            decodes = partial(backend.decode, self.q[:d], layer, self.out[:d])
+            if backend.fresh_prompts:
+                prompts = partial(backend.prefill_fresh, self.q[d:], self.k, self.v, layer, self.out[d:])
+            else:
+                prompts = partial(backend.prefill, self.q[d:], layer, self.out[d:])
+            if d and self.tokens and backend.attends_beside:
+                side_by_side(self.q.device, decodes, prompts)
+                continue
             if d:
-                self.backend.decode(self.q[:d], layer, self.out[:d])
-            if self.tokens and self.backend.fresh_prompts:
-                self.backend.prefill_fresh(self.q[d:], self.k, self.v, layer, self.out[d:])
-            elif self.tokens:
-                self.backend.prefill(self.q[d:], layer, self.out[d:])
+                decodes()
+            if self.tokens:
+                prompts()
 
     def replay(self, step: Step) -> torch.Tensor:
         """``step``, which must fit, on the cache that was bound and holds its contexts."""
