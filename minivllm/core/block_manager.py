@@ -117,11 +117,11 @@ class PagedBlockManager(BlockManager):
         if whole <= first:
             return
         self._hash(seq, tokens, whole)
-        cached, hash_of = self._cached, self._hash_of
-        for digest, block in zip(seq.block_hashes[first:whole], self.tables[slot, first:whole].tolist(), strict=True):
-            if digest not in cached:  # else an equal block is known already: this one stays private
-                cached[digest] = block
-                hash_of[block] = digest
+        cached, hashes = self._cached, seq.block_hashes
+        for i in range(first, whole):
+            if (digest := hashes[i]) not in cached:  # else an equal block is known already: this one stays private
+                cached[digest] = block = self.tables.item(slot, i)
+                self._hash_of[block] = digest
         self._offered[slot] = whole
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
