@@ -140,8 +140,9 @@ class DecodeGraphs:
         """Steps of sizes between which kernels differ, for ``compile_only``: fewest rows first, their kernels take the
         compiler longest."""
         top = self.sizes[-1]
+        alone, shared = (1, 2, 4, 8, 16, 24, 40, 72, 136, 264, top), (16, 32, top)
         for (size, beside), plan in self._plans.items():
-            if size in ((1, 2, 4, 8, 16, 24, 40, 72, top) if beside is None else (16, 32, top) if beside else ()):
+            if size in (alone if beside is None else shared if beside else ()):
                 self._prepare(plan, self._ones[:size], self._nobody[:size])
                 self._step(size)
 

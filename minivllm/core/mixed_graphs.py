@@ -28,7 +28,7 @@ from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import Kept, capture_graph
 from minivllm.core.model_runner import Packed
 from minivllm.core.prompt_graphs import FULL_FLOP
-from minivllm.kernels.capture import loading
+from minivllm.kernels.capture import loading, rehearsal
 from minivllm.kernels.decode_inputs import decode_inputs
 
 if TYPE_CHECKING:
@@ -113,6 +113,23 @@ class MixedGraphs:
         attention = self.runner.attention
         attention.plan(self._plan((self._rows[0], self._tokens[0], True)))
         return attention.fresh_prompts
+
+    # ------------------------------------------------------------------ ahead
+
+    @torch.inference_mode()
+    def launch_all_kinds(self) -> None:
+        """The smallest step of more rows than decodes alone have, for ``compile_only``: others take kernels that
+        decodes take, or prompts. Each prompt row has as many tokens of the padding's slot."""
+        if not self._tokens:
+            return
+        rows, size, _ = key = self._rows[-1], self._tokens[0], False
+        plan, lens = self._plan(key), np.repeat([1, size // _PROMPTS], (rows, _PROMPTS)).astype(np.int32)
+        plan.host_query_lens[:] = plan.host_seq_lens[:] = lens
+        plan.seq_lens.copy_(torch.from_numpy(lens))
+        plan.query_start[1:].copy_(torch.from_numpy(np.cumsum(lens, dtype=np.int32)))
+        self.runner.hand_over(plan, np.full(len(lens), self.padding, dtype=np.int32))
+        with rehearsal():
+            self._forward(key)
 
     # ------------------------------------------------------------------ a step
 

@@ -166,6 +166,8 @@ class Worker:
                     decodes.launch_all_kinds()
                 if prompts is not None:
                     prompts.launch_all_kinds()
+                if mixed is not None:
+                    mixed.launch_all_kinds()
                 self.runner.launch_all_refinements()
                 for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
                     self.runner.dry_run(min(most, tokens), self.max_model_len)

@@ -7,7 +7,6 @@ is what that is compared with.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -56,7 +55,7 @@ def side_by_side(device: torch.device, one: Callable[[], None], other: Callable[
         one()
         other()
         return
-    here, branch = torch.cuda.current_stream(device), _branch(device, threading.get_ident())
+    here, branch = torch.cuda.current_stream(device), _branch(device)
     branch.wait_stream(here)
     with torch.cuda.stream(branch):
         other()
@@ -65,6 +64,6 @@ def side_by_side(device: torch.device, one: Callable[[], None], other: Callable[
 
 
 @cache
-def _branch(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """A thread's own: another engine may be capturing in another."""
+def _branch(device: torch.device) -> torch.cuda.Stream:
+    """One for all: of a process's engines, one captures at a time."""
     return torch.cuda.Stream(device, priority=-1)  # its kernels go first where both have some that wait

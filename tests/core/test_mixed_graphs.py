@@ -22,6 +22,7 @@ from minivllm.core.cuda_graphs import DecodeGraphs, Kept
 from minivllm.core.interfaces import StepHandle
 from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
+from minivllm.kernels.capture import captured
 from minivllm.layers.decoder import _all_tokens
 
 _Key = tuple[int, int, bool]
@@ -197,6 +198,23 @@ def test_a_capture_is_led_by_a_few_layers_and_followed_by_its_step(
     params = [SamplingParams(temperature=0, max_tokens=4 + 4 * i, ignore_eos=True) for i in range(14)]
     llm.generate(prompts, params, use_tqdm=False)
     assert graphs._graphs and log[1][0] == "replay" and before
+
+
+def test_ahead_a_step_of_more_rows_than_decodes_have_is_run(
+    runner: ModelRunner, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, forward, said = take_graphs(runner), runner.model.forward, []
+
+    def told(input_ids: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+        batch = attention.batch
+        said.append((len(input_ids), batch.num_decodes, batch.query_start.tolist(), captured(input_ids)))
+        return forward(input_ids, positions, attention)
+
+    monkeypatch.setattr(runner.model, "forward", told)
+    graphs.launch_all_kinds()
+    tops, tokens = graphs._rows[-1], graphs._tokens[0]
+    starts = [*range(tops), *range(tops, tops + tokens + 1, tokens // 8)]
+    assert said == [(tops + tokens, tops, starts, True)]
 
 
 def test_steps_before_a_graph_is_wanted_often_are_as_before(
