@@ -93,7 +93,7 @@ def test_a_long_queue_costs_a_step_nothing(what: str, kind: type[SlotScheduler])
     if what == "slots":
         make = lambda: running(256, kind=kind)  # noqa: E731
     else:  # slots are free; blocks of 2048 tokens, so that nobody grows while the clock runs
-        make = lambda: running(256, slots=300, block_size=2048, num_blocks=258, kind=kind)  # noqa: E731
+        make = lambda: running(256, slots=300, block_size=2048, num_blocks=263, kind=kind)  # noqa: E731
     empty, full = make(), queue_up(make(), length=1900)
 
     def measure() -> tuple[bool, str]:
