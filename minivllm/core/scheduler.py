@@ -444,6 +444,8 @@ class SlotScheduler(Scheduler):
     def _share_whole_blocks(self, slots: np.ndarray, lens: np.ndarray) -> None:
         """Of those of these slots whose tokens, so many, fill their blocks."""
         whole = (lens % self.blocks.block_size == 0).nonzero()[0]
+        if not len(whole):
+            return
         for slot, n in zip(slots[whole].tolist(), lens[whole].tolist(), strict=True):
             seq = self.sequences[slot]
             assert seq is not None
