@@ -85,6 +85,11 @@ class OwnPlan(TritonBackend):
         super().plan(batch)
 
 
+class OwnPrefill(TritonBackend):
+    def prefill(self, *args):
+        super().prefill(*args)
+
+
 def test_a_kernel_of_all_layers_may_decode_in_its_place_unless_it_is_asked_for_something_else():
     plain = TritonBackend(SPEC)
     assert plain.plain_decode and HybridBackend(TorchBackend(SPEC), plain).plain_decode
@@ -93,10 +98,11 @@ def test_a_kernel_of_all_layers_may_decode_in_its_place_unless_it_is_asked_for_s
     assert not HybridBackend(plain, TorchBackend(SPEC)).plain_decode, "decodes are the other one's"
 
 
-def test_prompts_attend_beside_its_own_decodes_and_nobody_elses():
+def test_prompts_attend_beside_decodes_where_both_are_its_own_or_prompts_another_backends():
     plain = TritonBackend(SPEC)
     assert plain.attends_beside and HybridBackend(TorchBackend(SPEC), plain).attends_beside
     assert not OwnDecode(SPEC).attends_beside, "who knows what memory that shares with prefill"
+    assert not OwnPrefill(SPEC).attends_beside and OwnPrefill(SPEC).plain_decode
     assert not HybridBackend(plain, TorchBackend(SPEC)).attends_beside
 
 
