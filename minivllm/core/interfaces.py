@@ -307,8 +307,21 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Attend to what the cache holds. q: (t, num_heads, head_dim); returns the same shape. k, v: this step's, (t,
         num_kv_heads, head_dim), if ``plan`` has set ``fresh_prompts``."""
+        out = q.new_empty(q.shape)
+        self.attend_into(out, q, layer, k, v)
+        return out
+
+    def attend_into(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        k: torch.Tensor | None = None,
+        v: torch.Tensor | None = None,
+    ) -> None:
+        """``attend``, with its result in ``out``, of q's shape: every row is written."""
         assert self.batch is not None
-        out, d = q.new_empty(q.shape), self.batch.num_decodes
+        d, rows = self.batch.num_decodes, q.shape[0]
 
         def decodes() -> None:
             self.decode(q[:d], layer, out[:d])
@@ -319,16 +332,15 @@ class AttentionBackend(ABC):
             else:
                 self.prefill_fresh(q[d:], k[d:], v[d:], layer, out[d:])
 
-        if self.attends_beside and 0 < d < q.shape[0]:
+        if self.attends_beside and 0 < d < rows:
             from minivllm.kernels.capture import side_by_side
 
             side_by_side(q.device, decodes, prompts)
-            return out
+            return
         if d:
             decodes()
-        if d < q.shape[0]:
+        if d < rows:
             prompts()
-        return out
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         """Write k and v, then attend. All of the step's keys are in the cache before any row attends."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from minivllm.core.batch import AttentionBatch, Cascade
 from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
-from minivllm.kernels.capture import side_by_side
 from minivllm.kernels.paged_prefill import paged_attention_reference
 
 LAYER = SimpleNamespace(index=1)  # of the two that a step's cache has
@@ -210,7 +208,7 @@ class Captured:
         self.tables = torch.zeros((rows, self.width), dtype=torch.int32, device=device)
         self.slots = torch.zeros(decodes + tokens, dtype=torch.int64, device=device)
         self.q = cache.new_zeros(decodes + tokens, spec.num_heads, spec.head_dim)
-        self.k, self.v = cache.new_zeros(2, tokens, spec.num_kv_heads, spec.head_dim)
+        self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # prompts' are read
         self.out = torch.empty_like(self.q)
         backend.bind(cache)
         self._plan([1] * decodes, [], np.zeros((rows, 1), np.int32))
@@ -232,37 +230,24 @@ class Captured:
         self.query_start[1:].copy_(torch.from_numpy(np.cumsum(query, dtype=np.int32)))
         self.seq_lens.copy_(torch.from_numpy(seq))
         self.tables[:, : tables.shape[1]].copy_(torch.from_numpy(tables)[:, : self.width])
-        self.backend.plan(
-            AttentionBatch(
-                num_decodes=self.decodes,
-                query_start=self.query_start,
-                seq_lens=self.seq_lens,
-                block_tables=self.tables,
-                slot_mapping=self.slots,
-                host_query_lens=query,
-                host_seq_lens=seq,
-                host_block_tables=tables,
-                graph_size=self.decodes + self.tokens,
-                graph_whole=self.whole,
-            )
+        self.backend.batch = AttentionBatch(
+            num_decodes=self.decodes,
+            query_start=self.query_start,
+            seq_lens=self.seq_lens,
+            block_tables=self.tables,
+            slot_mapping=self.slots,
+            host_query_lens=query,
+            host_seq_lens=seq,
+            host_block_tables=tables,
+            graph_size=self.decodes + self.tokens,
+            graph_whole=self.whole,
         )
+        self.backend.plan(self.backend.batch)
 
     def _attend(self) -> None:
-        d, backend = self.decodes, self.backend
+        new = (self.k, self.v) if self.backend.fresh_prompts else ()
         for index in (0, 1):  # as a model: layer 0 first
-            layer = SimpleNamespace(index=index)
-            decodes = partial(backend.decode, self.q[:d], layer, self.out[:d])
-            if backend.fresh_prompts:
-                prompts = partial(backend.prefill_fresh, self.q[d:], self.k, self.v, layer, self.out[d:])
-            else:
-                prompts = partial(backend.prefill, self.q[d:], layer, self.out[d:])
-            if d and self.tokens and backend.attends_beside:
-                side_by_side(self.q.device, decodes, prompts)
-                continue
-            if d:
-                decodes()
-            if self.tokens:
-                prompts()
+            self.backend.attend_into(self.out, self.q, SimpleNamespace(index=index), *new)
 
     def replay(self, step: Step) -> torch.Tensor:
         """``step``, which must fit, on the cache that was bound and holds its contexts."""
@@ -276,7 +261,7 @@ class Captured:
         self.q[:n], self.q[d : d + t] = step.q[:n], step.q[n:]
         size = self.backend.spec.block_size
         at = b.slot_mapping[n:]
-        self.k[:t], self.v[:t] = self.cache[LAYER.index, :, at // size, at % size]
+        self.k[d : d + t], self.v[d : d + t] = self.cache[LAYER.index, :, at // size, at % size]
         self.out.fill_(float("nan"))
         self._plan(seq_lens.tolist(), step.lens[n:], tables)
         self.graph.replay()
