@@ -1,28 +1,14 @@
 """Sum over the GPUs of one machine through each other's memory (NVLink peer access, no multicast).
 
 One shot: every rank writes its x into all others' inboxes, polls its own until everything is there, and adds up in the
-order of the ranks, so that every rank gets the same bytes. No flags and no fences: data is its own flag, as in NCCL's
-LL protocol, and as in TensorRT-LLM's "Lamport" all-reduce an inbox is full of what is never sent. Larger x on more than
-two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for a few rows the
-time is that of the way there, 2 µs.
+order of the ranks, so that every rank gets the same bytes. Data is its own flag (``kernels/lamport.py``). Larger x on
+more than two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for a few
+rows the time is that of the way there, 2 µs.
 
-Memory, of the same layout on each rank:
-# inbox (3, ranks, one_shot) bytes: from whom; calls take turns. At the start, and again after use, all EMPTY
-# data, flags: two_shots.py's, with more than two ranks only
-On the rank alone, apart for either kind of call, so that they may be mixed:
-# calls (_PROGRAMS, 2) int64: of each program how many calls there were, and the last one's size in 16 bytes
-# waits (2,) int64: two_shots.py's state
-
-Why the inbox needs three thirds and nothing else. Call n uses third n % 3 and clears what call n - 1 used.
-1. Nobody else is at what is cleared: our kernel n - 1 is complete, so it has seen every word that peers sent there.
-2. Peers write there again in their call n + 2, which they begin when their call n + 1 is complete. That one had waited
-   for our words of call n + 1, and we sent those when our kernel n, which cleared, was complete.
-3. A word read in call n is none of call n + 3: by 2, a peer sends that one when our call n is complete.
-Words, aligned 4 bytes, arrive whole. A program sends all its blocks before it waits for any, and waits for the programs
-of its own number only: of those begun in order on every rank, the lowest that is not done can always go on.
-
-Calls are counted on the device, so a captured graph may be replayed at will, between any other calls; all ranks must
-make the same ones.
+Memory, of the same layout on each rank, all EMPTY at the start and again after use:
+# inbox (3, ranks, one_shot) bytes: calls take turns; from whom
+# two_shots.py's, with more than two ranks only
+On the rank alone, apart for either kind of call, so that they may be mixed: ``calls`` (lamport.py).
 """
 
 # In a Triton kernel, tuples grow by + only.
@@ -35,56 +21,15 @@ import torch
 
 from minivllm.kernels import two_shots as twice
 from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels.lamport import EMPTY, address, arrived, count_call, empty, floats, plus, rounded, to_send
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_memory import take_peer_memory
 
-# Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. A zero is sent in its place: sums begin with 0.0, so for
-# 16 bits the result is the same.
-EMPTY = 0x80008000 - (1 << 32)
-_EMPTY = tl.constexpr(EMPTY)
 _ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
 _PROGRAMS = 128  # at most; a power of two
 _BLOCKS = 1024, 4096  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
 _WARPS = 8
 _ALIGN = 16  # bytes
-
-
-@triton.jit
-def _address(table, rank, TYPE: tl.constexpr):
-    return tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(TYPE)), 16)
-
-
-@triton.jit
-def _to_send(words):
-    return tl.where(words == _EMPTY, 0, words)
-
-
-@triton.jit
-def _floats(words, TYPE: tl.constexpr):
-    """The float32 values in words of TYPE: one tensor, or two of the low and high halves."""
-    if TYPE.primitive_bitwidth == 32:
-        return (words.to(tl.float32, bitcast=True),)
-    else:
-        low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
-        return (low.to(TYPE, bitcast=True).to(tl.float32), high.to(TYPE, bitcast=True).to(tl.float32))
-
-
-@triton.jit
-def _words(floats, TYPE: tl.constexpr):
-    """The inverse of ``_floats``, rounded to TYPE."""
-    if TYPE.primitive_bitwidth == 32:
-        return floats[0].to(tl.int32, bitcast=True)
-    else:
-        low, high = floats[0].to(TYPE).to(tl.int16, bitcast=True), floats[1].to(TYPE).to(tl.int16, bitcast=True)
-        return (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
-
-
-@triton.jit
-def _plus(a, b):
-    total = ()
-    for i in tl.static_range(len(a)):
-        total = total + (a[i] + b[i],)
-    return total
 
 
 @triton.jit(do_not_specialize=["capacity4", "n4"])
@@ -98,10 +43,10 @@ def _push_kernel(
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
     TYPE: tl.constexpr = x.dtype.element_ty
-    inbox = _address(inboxes, RANK, tl.int32)
+    inbox = address(inboxes, RANK, tl.int32)
     theirs = ()
     for peer in tl.static_range(RANKS):
-        theirs = theirs + (_address(inboxes, peer, tl.int32),)
+        theirs = theirs + (address(inboxes, peer, tl.int32),)
     if PDL:
         tl.extra.cuda.gdc_wait()
     # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.
@@ -114,43 +59,36 @@ def _push_kernel(
     now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds, in sections of ``capacity``
     for block in range(pid, tl.cdiv(n, BLOCK), programs):
         at = block * BLOCK + lanes
-        words = _to_send(coming)
+        words = to_send(coming)
         following = at + programs * BLOCK
         coming = tl.load(x + following, mask=following < n, other=0)
-        for peer in tl.static_range(RANKS):
-            if peer != RANK:
-                tl.store(theirs[peer] + (now + RANK) * capacity + at, words, mask=at < n)
+        for i in tl.static_range(RANK + 1, RANK + RANKS):  # each rank begins with another one
+            tl.store(theirs[i % RANKS] + (now + RANK) * capacity + at, words, mask=at < n)
     for block in range(pid, tl.cdiv(last, BLOCK), programs):
         at = block * BLOCK + lanes
         for peer in tl.static_range(RANKS):
             if peer != RANK:
-                empty = tl.full((BLOCK,), _EMPTY, tl.int32)
-                tl.store(inbox + (before + peer) * capacity + at, empty, mask=at < last)
-    # A program reads its own row, and no other program of this call writes it: they count for those beyond the grid.
-    tl.debug_barrier()  # all threads have read it
-    row = tl.arange(0, ROWS)
-    tl.store(calls + 2 * row, call + 1, mask=row % programs == pid)
-    tl.store(calls + 2 * row + 1, n4, mask=row % programs == pid)
+                empty(inbox + (before + peer) * capacity + at, at < last)
+    count_call(calls, pid, programs, call, n4, ROWS)
     for block in range(pid, tl.cdiv(n, BLOCK), programs):
         at = block * BLOCK + lanes
         parts = ()
         for peer in tl.static_range(RANKS):  # all in flight at once
             if peer == RANK:
-                parts = parts + (_to_send(tl.load(x + at, mask=at < n, other=0)),)
+                parts = parts + (to_send(tl.load(x + at, mask=at < n, other=0)),)
             else:
                 parts = parts + (tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True),)
         if ADD:
-            residual = _floats(tl.load(out + at, mask=at < n, other=0), TYPE)
-        total = _floats(tl.zeros((BLOCK,), tl.int32), TYPE)
+            residual = floats(tl.load(out + at, mask=at < n, other=0), TYPE)
+        total = floats(tl.zeros((BLOCK,), tl.int32), TYPE)
         for peer in tl.static_range(RANKS):
             words = parts[peer]
             if peer != RANK:
-                while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
-                    words = tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True)
-            total = _plus(total, _floats(words, TYPE))
+                words = arrived(words, inbox + (now + peer) * capacity + at, at < n)
+            total = plus(total, floats(words, TYPE))
         if ADD:
-            total = _plus(total, residual)
-        tl.store(out + at, _words(total, TYPE), mask=at < n)
+            total = plus(total, residual)
+        tl.store(out + at, rounded(total, TYPE), mask=at < n)
 
 
 class PeerAllReduce:
@@ -164,23 +102,21 @@ class PeerAllReduce:
         self.pdl = use_pdl(device)
         base = torch.tensor(memory, dtype=torch.int64)
         self.inboxes = base.to(device)
-        self.data = (base + 3 * self.ranks * self.one_shot).to(device)
-        self.flags = self.data + 2 * capacity
         self.calls = torch.zeros(_PROGRAMS, 2, dtype=torch.int64, device=device)
-        self.waits = torch.zeros(2, dtype=torch.int64, device=device)
+        self.twice_inboxes = (base + 3 * self.ranks * self.one_shot).to(device)
+        self.twice_calls = torch.zeros(twice.PROGRAMS, 2, dtype=torch.int64, device=device)
         self._keep = keep  # what owns the memory behind the addresses
 
     @staticmethod
     def nbytes(ranks: int, capacity: int) -> int:
-        """Of one rank's memory: with two ranks 6 * capacity, so 48 MiB for sums of 8 MiB."""
-        return 3 * ranks * _one_shot(ranks, capacity) + (ranks > 2) * (2 * capacity + 8 * twice.PROGRAMS * ranks)
+        """Of one rank's memory: 6 * capacity, so 48 MiB for sums of 8 MiB; with more than two ranks a little more."""
+        once = 3 * ranks * _one_shot(ranks, capacity)
+        return once + (ranks > 2) * 2 * 3 * ranks * 4 * twice.share(capacity, ranks)
 
     @staticmethod
-    def clear(memory: torch.Tensor, ranks: int, capacity: int) -> None:
+    def clear(memory: torch.Tensor) -> None:
         """Make ``memory``, (nbytes,) uint8, ready for the first call."""
-        inbox = 3 * ranks * _one_shot(ranks, capacity)
-        memory[:inbox].view(torch.int32).fill_(EMPTY)
-        memory[inbox:].zero_()
+        memory.view(torch.int32).fill_(EMPTY)
 
     @classmethod
     def create(cls, group: Any, capacity: int, device: torch.device) -> "PeerAllReduce":
@@ -190,9 +126,7 @@ class PeerAllReduce:
             RuntimeError: the GPUs cannot reach each other's memory.
         """
         capacity, ranks = cdiv(capacity, 1024) * 1024, group.size()
-        memory = take_peer_memory(
-            group, cls.nbytes(ranks, capacity), device, lambda mine: cls.clear(mine, ranks, capacity)
-        )
+        memory = take_peer_memory(group, cls.nbytes(ranks, capacity), device, cls.clear)
         return cls(memory.rank, memory.addresses, capacity, device, keep=memory)
 
     def takes(self, x: torch.Tensor) -> bool:
@@ -219,19 +153,18 @@ class PeerAllReduce:
             raise ValueError(f"{x.nbytes} bytes over {self.ranks} ranks cannot take {'two shots' if two else 'one'}")
         if not x.numel():
             return out
-        same = {"RANKS": self.ranks, "ADD": add, "PDL": self.pdl, "num_warps": _WARPS, "launch_pdl": self.pdl}
+        same = {"RANK": self.rank, "RANKS": self.ranks, "ADD": add, "PDL": self.pdl, "launch_pdl": self.pdl}
+        words = x.nbytes // 4
         if two:
-            n, block = x.numel(), twice.BLOCK
-            twice.two_shots_kernel[(min(cdiv(n, block), twice.PROGRAMS),)](
-                x, out, self.data, self.flags, self.waits, self.rank, self.capacity // x.element_size() // 8, n // 8,
-                BLOCK=block, **same,
+            twice.two_shots_kernel[(twice.programs(x.nbytes, self.ranks),)](
+                x, out, self.twice_inboxes, self.twice_calls, twice.share(self.capacity, self.ranks) // 4, words // 4,
+                ROWS=twice.PROGRAMS, BLOCK=twice.BLOCK, num_warps=twice.WARPS, **same,
             )  # fmt: skip
         else:
-            words = x.nbytes // 4
             block = _BLOCKS[words > _BLOCKS[0] * _PROGRAMS]
             _push_kernel[(min(cdiv(words, block), _PROGRAMS),)](
                 x, out, self.inboxes, self.calls, self.one_shot // 16, words // 4,
-                RANK=self.rank, ROWS=_PROGRAMS, BLOCK=block, **same,
+                ROWS=_PROGRAMS, BLOCK=block, num_warps=_WARPS, **same,
             )  # fmt: skip
         return out
 

@@ -1,83 +1,109 @@
-"""The all-reduce's second kernel (``kernels/all_reduce.py``): every rank adds up its share and reads the others' sums.
+"""The all-reduce's second kernel (``kernels/all_reduce.py``): every rank adds up its share and sends the others the sum.
 
-Two waits for the others, by flags with release and acquire; bytes over NVLink 2 * (ranks - 1) / ranks * n a rank.
+A reduce-scatter and an all-gather of words that are their own flag (``kernels/lamport.py``), two ways over NVLink one
+behind the other; bytes that a rank sends 2 * (ranks - 1) / ranks * n. A program takes chunks of ``BLOCK`` words of each
+rank's share: it sends all others theirs, adds up its own as they come, sending sums on, and reads the others' sums.
 
-Memory, of the same layout on each rank; peers read the data and write the flags:
-# data (2, capacity) bytes: calls take turns, so that one may write while a slow peer still reads the one before
-# flags (PROGRAMS, ranks) int64: flags[b, r] is how many waits program b of rank r has come to
-On the rank alone: state (2,) int64: waits so far (two a call), and how many programs of this call are done.
+In every call each rank waits for all others: for a sum, whose rank had waited for everybody's part, if not for parts.
 
-Why taking turns is enough: a rank that writes into a half again, two calls later, has seen every peer begin the call
-between, and a peer begins a call when its last one is complete. The last program of a call to end counts it.
+Memory, of the same layout on each rank: inbox (2, 3, ranks, share) words, all EMPTY at the start and again after use:
+parts, then sums; calls take turns; from whom. A share is a rank's part of the largest x.
 """
 
-from minivllm.kernels._triton import tl, triton
+# In a Triton kernel, tuples grow by + only.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 
-PROGRAMS = 64  # at most; all of a call's run at the same time
-BLOCK = 2048  # elements that a program takes at once
+from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels.lamport import address, arrived, count_call, empty, floats, plus, rounded, to_send
 
-
-@triton.jit
-def _meet(flags, rank, pid, goal, RANKS: tl.constexpr):
-    """Tell program ``pid`` of every rank that we are here, and wait until all of them are."""
-    tl.debug_barrier()  # what all threads wrote goes before
-    for peer in tl.static_range(RANKS):
-        theirs = tl.load(flags + peer).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(theirs + pid * RANKS + rank, goal, sem="release", scope="sys")
-    ours = tl.load(flags + rank).to(tl.pointer_type(tl.int64))
-    for peer in tl.static_range(RANKS):
-        while tl.atomic_add(ours + pid * RANKS + peer, 0, sem="acquire", scope="sys") < goal:
-            pass
-    tl.debug_barrier()
+PROGRAMS = 256  # at most; a power of two
+BLOCK = 512  # words (4 bytes)
+WARPS = 4
 
 
-@triton.jit
-def _part(data, rank, TYPE: tl.constexpr):
-    return tl.multiple_of(tl.load(data + rank).to(tl.pointer_type(TYPE)), 16)
+def share(nbytes: int, ranks: int) -> int:
+    """Words of one rank's share of so many bytes."""
+    return cdiv(nbytes, 4 * BLOCK * ranks) * BLOCK
 
 
-@triton.jit(do_not_specialize=["rank", "capacity8", "n8"])
+def programs(nbytes: int, ranks: int) -> int:
+    """So few that most have as many chunks as the one with most."""
+    chunks = cdiv(nbytes, 4 * BLOCK * ranks)
+    return cdiv(chunks, cdiv(chunks, PROGRAMS))
+
+
+@triton.jit(do_not_specialize=["share4", "n4"])
 def two_shots_kernel(
-    x, out, data, flags, state, rank, capacity8, n8,
-    RANKS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, out, inboxes, calls, share4, n4,
+    RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    # data, flags: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
-    # take every so many blocks.
+    # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD; a rank adds
+    # its share of it. Programs take every so many chunks, of RANKS blocks.
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    # n and the capacity, in elements, come divided by 8, so that the compiler sees that 16 bytes can be moved at once.
     TYPE: tl.constexpr = x.dtype.element_ty
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    n, capacity = n8 * 8, capacity8 * 8
-    waits = tl.load(state)
-    half = (waits // 2) % 2 * capacity  # elements
-    lanes = tl.arange(0, BLOCK)
-    mine = _part(data, rank, TYPE) + half
-    for block in range(pid, tl.cdiv(n, BLOCK), programs):
-        at = block * BLOCK + lanes
-        tl.store(mine + at, tl.load(x + at, mask=at < n), mask=at < n)
-    _meet(flags, rank, pid, waits + 1, RANKS)
-    # Of the blocks that a program takes, rank r adds up each RANKS-th, and puts the sum in its own part's place.
-    for block in range(pid + rank * programs, tl.cdiv(n, BLOCK), programs * RANKS):
-        at = block * BLOCK + lanes
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-        for peer in tl.static_range(RANKS):
-            theirs = _part(data, peer, TYPE) + half
-            total += tl.load(theirs + at, mask=at < n, other=0.0, cache_modifier=".cg").to(tl.float32)
-        tl.store(mine + at, total.to(TYPE), mask=at < n)
-    _meet(flags, rank, pid, waits + 2, RANKS)
+    inbox = address(inboxes, RANK, tl.int32)
+    theirs = ()
     for peer in tl.static_range(RANKS):
-        theirs = _part(data, peer, TYPE) + half
-        for block in range(pid + peer * programs, tl.cdiv(n, BLOCK), programs * RANKS):
-            at = block * BLOCK + lanes
-            total = tl.load(theirs + at, mask=at < n, cache_modifier=".cg").to(tl.float32)
-            if ADD:
-                total += tl.load(out + at, mask=at < n).to(tl.float32)
-            tl.store(out + at, total.to(TYPE), mask=at < n)
-    # The last program to end counts the call; every other one has read ``waits`` by then.
-    tl.debug_barrier()
-    done = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
-    if done == programs - 1:
-        tl.store(state + 1, 0)
-        tl.store(state, waits + 2)
+        theirs = theirs + (address(inboxes, peer, tl.int32),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    n, share = n4 * 4, share4 * 4
+    x, out = x.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
+    lanes = tl.arange(0, BLOCK)
+    call, last = tl.load(calls + 2 * pid), tl.load(calls + 2 * pid + 1) * 4
+    now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds of parts, in shares
+    sums: tl.constexpr = 3 * RANKS  # those of sums stand so many shares behind
+    CHUNK: tl.constexpr = RANKS * BLOCK
+    for chunk in range(pid, tl.cdiv(n, CHUNK), programs):
+        for i in tl.static_range(RANK + 1, RANK + RANKS):  # each rank begins with another one
+            at = chunk * CHUNK + i % RANKS * BLOCK + lanes
+            words = to_send(tl.load(x + at, mask=at < n, other=0))
+            tl.store(theirs[i % RANKS] + (now + RANK) * share + chunk * BLOCK + lanes, words, mask=at < n)
+    for chunk in range(pid, tl.cdiv(last, CHUNK), programs):
+        place = inbox + before * share + chunk * BLOCK + lanes
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                empty(place + peer * share, chunk * CHUNK + RANK * BLOCK + lanes < last)
+                empty(place + (sums + peer) * share, chunk * CHUNK + peer * BLOCK + lanes < last)
+    count_call(calls, pid, programs, call, n4, ROWS)
+    for chunk in range(pid, tl.cdiv(n, CHUNK), programs):
+        at = chunk * CHUNK + RANK * BLOCK + lanes
+        place = now * share + chunk * BLOCK + lanes
+        parts = ()
+        for peer in tl.static_range(RANKS):  # all in flight at once
+            if peer == RANK:
+                parts = parts + (tl.load(x + at, mask=at < n, other=0),)
+            else:
+                parts = parts + (tl.load(inbox + peer * share + place, mask=at < n, other=0, volatile=True),)
+        if ADD:
+            residual = floats(tl.load(out + at, mask=at < n, other=0), TYPE)
+        total = floats(tl.zeros((BLOCK,), tl.int32), TYPE)
+        for peer in tl.static_range(RANKS):
+            words = parts[peer]
+            if peer != RANK:
+                words = arrived(words, inbox + peer * share + place, at < n)
+            total = plus(total, floats(words, TYPE))
+        if ADD:
+            total = plus(total, residual)
+        words = to_send(rounded(total, TYPE))
+        for i in tl.static_range(RANK + 1, RANK + RANKS):
+            tl.store(theirs[i % RANKS] + (sums + RANK) * share + place, words, mask=at < n)
+        tl.store(out + at, words, mask=at < n)
+    for chunk in range(pid, tl.cdiv(n, CHUNK), programs):
+        place = inbox + (sums + now) * share + chunk * BLOCK + lanes
+        found = ()
+        for peer in tl.static_range(RANKS):
+            if peer == RANK:
+                found = found + (lanes,)  # not read
+            else:
+                mask = chunk * CHUNK + peer * BLOCK + lanes < n
+                found = found + (tl.load(place + peer * share, mask=mask, other=0, volatile=True),)
+        for peer in tl.static_range(RANKS):
+            if peer != RANK:
+                at = chunk * CHUNK + peer * BLOCK + lanes
+                tl.store(out + at, arrived(found[peer], place + peer * share, at < n), mask=at < n)
