@@ -156,8 +156,8 @@ def _requests(
 
 
 def _profiles(options: BenchOptions, record: dict[str, Any]) -> bool:
-    """``gpu``: only where there is a GPU, and its kernels run in this process."""
-    here = record["device"] != "cpu" and "ranks" not in record
+    """``gpu``: only where there is a GPU, and rank 0 is on this machine."""
+    here = record["device"] != "cpu" and "nodes" not in record
     return here if options.profile == "gpu" else options.profile != "false"
 
 
@@ -254,7 +254,7 @@ def _show_profile(profiled: Profile) -> None:
     busy = profiled.gpu_busy
     what = "kernel" if busy is not None else "CPU operation"
     title = f"profile of {profiled.steps} steps: " + (
-        f"the GPU was busy {100 * busy:.1f}% of the time" if busy is not None else "no GPU kernel in this process"
+        f"the GPU was busy {100 * busy:.1f}% of the time" if busy is not None else "no GPU kernel"
     )
     rows = [
         [w.name if len(w.name) <= 60 else w.name[:57] + "...", f"{w.count:,}", f"{w.total_us:,.0f}",

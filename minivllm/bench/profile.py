@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from minivllm.bench.measure import Bench
 
@@ -47,28 +45,21 @@ def profile_steps(bench: Bench, steps: int, keep: Path | None = None) -> Profile
 
     ``keep``: where torch's Chrome trace goes.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     engine = bench.engine
-    on_gpu = not bench.on_cpu
     bench.add(bench.requests)
     _settle(bench, steps)
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
-        before = engine.stats.steps
-        while engine.stats.steps - before < steps and engine.has_unfinished_requests():
-            engine.step()
-        traced = engine.stats.steps - before
-        if on_gpu:
-            torch.cuda.synchronize()
-    bench.clear()
     with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
         trace = keep or Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        kernels = kernels_of(trace) if on_gpu else []
+        with engine.executor.profile(trace):
+            before = engine.stats.steps
+            while engine.stats.steps - before < steps and engine.has_unfinished_requests():
+                engine.step()
+            traced = engine.stats.steps - before
+        bench.clear()
+        events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     kept = None if keep is None else str(keep)
-    if not kernels:
-        work = [Work(a.key, a.count, float(a.self_cpu_time_total)) for a in profiler.key_averages()]
-        return Profile(kept, traced, None, _top(work))
+    if not (kernels := kernels_of(events)):
+        return Profile(kept, traced, None, largest(operations_of(events)))
     return Profile(kept, traced, busy_share((start, start + length) for _, start, length in kernels), largest(kernels))
 
 
@@ -96,19 +87,35 @@ def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
     return covered / max(reached - ordered[0][0], 1e-9)
 
 
-def largest(kernels: Iterable[tuple[str, float, float]]) -> list[Work]:
+def largest(work: Iterable[tuple[str, float, float]]) -> list[Work]:
     """Of (name, start, µs), the names that took the most time."""
     lengths: dict[str, list[float]] = defaultdict(list)
-    for name, _, length in kernels:
+    for name, _, length in work:
         lengths[name].append(length)
-    return _top(Work(name, len(all_of), sum(all_of)) for name, all_of in lengths.items())
+    found = [Work(name, len(all_of), sum(all_of)) for name, all_of in lengths.items()]
+    return sorted(found, key=lambda w: -w.total_us)[:_LARGEST]
 
 
-def _top(work: Iterable[Work]) -> list[Work]:
-    return sorted(work, key=lambda w: -w.total_us)[:_LARGEST]
-
-
-def kernels_of(trace: Path) -> list[tuple[str, float, float]]:
-    """(name, start, length) in µs of each kernel in a Chrome trace."""
-    events = json.loads(trace.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+def kernels_of(events: Iterable[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """(name, start, length) in µs of each kernel among the events of a Chrome trace."""
     return [(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") == "kernel"]
+
+
+def operations_of(events: Iterable[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """(name, start, own time: without what it calls) in µs of each operation of the CPU."""
+    calls = sorted(
+        (e["tid"], float(e["ts"]), -float(e["dur"]), e["name"]) for e in events if e.get("cat") == "cpu_op"
+    )  # by thread; who calls before what it calls
+    own = [-length for _, _, length, _ in calls]
+    under_way: list[int] = []
+    for i, (thread, start, length, _) in enumerate(calls):
+        while under_way and (calls[under_way[-1]][0] != thread or _end(calls[under_way[-1]]) <= start):
+            under_way.pop()
+        if under_way:
+            own[under_way[-1]] += length
+        under_way.append(i)
+    return [(name, start, max(us, 0.0)) for (_, start, _, name), us in zip(calls, own, strict=True)]
+
+
+def _end(call: tuple[Any, float, float, str]) -> float:
+    return call[1] - call[2]

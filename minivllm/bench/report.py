@@ -126,7 +126,7 @@ class _Page:
         )  # fmt: skip
         parts += self._section(
             "GPU-busy share", "Per cent of the time in which some kernel ran, over some steady steps under torch's "
-            "profiler. Kernels of other processes (tp above 1) and CPUs are not seen.",
+            "profiler, with tp above 1 of rank 0. CPUs are not seen.",
             lambda rows: bar_chart([self._bar(row, busy) for row in rows], self._mark(rows), top=100.0),
             any("gpu_busy" in found for found in self.figures),
         )  # fmt: skip

@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -602,3 +604,10 @@ class Executor(ABC):
     @abstractmethod
     def check_health(self) -> None:
         """Raise EngineDeadError if a rank is gone; called at each step, so it is quick."""
+
+    def profile(self, file: Path) -> AbstractContextManager[None]:
+        """Within, steps are traced where rank 0 takes them, which is here unless this is overridden; behind, torch's
+        Chrome trace is in ``file``."""
+        from minivllm.core.profiled import profiled
+
+        return profiled(file)

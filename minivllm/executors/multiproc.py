@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import select
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from minivllm.executors.messages import Hello
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.wire import pack_batch, unpack_result
+from minivllm.executors.wire import pack_batch, pack_profile, unpack_result
 from minivllm.executors.worker import resolve_device
 from minivllm.plugins.ranks import tell, view_of
 
@@ -121,13 +122,16 @@ class MultiprocExecutor(Executor):
     # ------------------------------------------------------------------ steps
 
     def launch(self, batch: Batch) -> StepHandle:
-        self._check_alive()
-        try:
-            self._steps.send(pack_batch(batch), self._ranks.watch)
-        except MinivllmError as error:
-            raise self._died(error) from None
+        self._tell(pack_batch(batch))
         self._sent += 1
         return _Step(self, self._sent)
+
+    def _tell(self, message: bytes) -> None:
+        self._check_alive()
+        try:
+            self._steps.send(message, self._ranks.watch)
+        except MinivllmError as error:
+            raise self._died(error) from None
 
     def result(self, number: int) -> StepResult:
         """What step ``number`` (from 1, in the order of launches) sampled; earlier ones that nobody asked for go."""
@@ -169,6 +173,19 @@ class MultiprocExecutor(Executor):
         return error
 
     # ------------------------------------------------------------------ the rest
+
+    @contextmanager
+    def profile(self, file: Path) -> Iterator[None]:
+        file = file.absolute()
+        file.unlink(missing_ok=True)
+        self._tell(pack_profile(str(file)))
+        yield
+        self._tell(pack_profile(""))
+        while not file.exists():
+            try:
+                self._ranks.watch()
+            except MinivllmError as error:
+                raise self._died(error) from None
 
     def describe(self) -> dict[str, Any]:
         return self._about

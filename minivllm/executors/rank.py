@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.bytecode import kept_bytecode
@@ -64,16 +65,29 @@ class RankProcess:
             returning.join(5)
 
     def _serve(self, worker: Worker) -> None:
-        from minivllm.executors.wire import unpack_batch
+        from minivllm.executors.wire import unpack_batch, unpack_profile
 
         assert worker.runner is not None
-        row = worker.runner.sampler.row
+        row, profile = worker.runner.sampler.row, contextlib.ExitStack()
         while message := self.steps.receive():  # an empty one says that it is over
+            if (file := unpack_profile(message)) is not None:
+                self._profile(profile, file)
+                continue
             batch = unpack_batch(message, row)
             self.doing = f"in step {batch.step}"
             pending = worker.launch(batch)
             if self.hello.rank == 0:
                 self._pending.put(pending)
+
+    def _profile(self, running: contextlib.ExitStack, file: str) -> None:
+        if self.hello.rank > 0:
+            return
+        self.doing = "in its profile"
+        running.close()
+        if file:
+            from minivllm.core.profiled import profiled
+
+            running.enter_context(profiled(Path(file)))
 
     def _return(self, worker: Worker) -> None:
         """Tokens to the parent as soon as the device has them, while the main thread launches what comes next."""

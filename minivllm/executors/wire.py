@@ -1,11 +1,13 @@
 """A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
 
 # step:   counts (8,) int64 | generations int64 | ten int32 arrays | admitted_params | samples bool
+# profile: -1 int64, where a step's first count stands | the file's name; without one it is over
 # result: counts (4,) int64 | token_ids int32 | with logprobs: rows int64, sampled f32, rank i32, top_ids i32, top f32
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,6 +16,7 @@ from minivllm.core.batch import Batch
 from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
+_PROFILE = -1
 
 
 def pack_batch(batch: Batch) -> bytes:
@@ -31,6 +34,17 @@ def pack_batch(batch: Batch) -> bytes:
             batch.known_ids, batch.admitted_params, batch.samples,
         )
     )  # fmt: skip
+
+
+def pack_profile(file: str) -> bytes:
+    """Rank 0 is to trace what comes, into ``file``; "" ends that."""
+    return _joined([np.array([_PROFILE])]) + os.fsencode(file)
+
+
+def unpack_profile(data: bytearray) -> str | None:
+    """``pack_profile``'s file, or None: it is a step."""
+    number = np.frombuffer(data, np.int64, 1)
+    return os.fsdecode(bytes(data[number.nbytes :])) if number[0] == _PROFILE else None
 
 
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:

@@ -2,7 +2,7 @@
 
 One shot: every rank writes its x into all others' inboxes, polls its own until everything is there, and adds up in the
 order of the ranks, so that every rank gets the same bytes. Data is its own flag (``kernels/lamport.py``). Larger x on
-more than two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for a few
+more than two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for few
 rows the time is that of the way there, 2 µs.
 
 Memory, of the same layout on each rank, all EMPTY at the start and again after use:

@@ -1,4 +1,4 @@
-"""The all-reduce's second kernel (``kernels/all_reduce.py``): every rank adds up its share and sends the others the sum.
+"""The all-reduce's second kernel (``kernels/all_reduce.py``): a rank adds up its share and sends the others the sum.
 
 A reduce-scatter and an all-gather of words that are their own flag (``kernels/lamport.py``), two ways over NVLink one
 behind the other; bytes that a rank sends 2 * (ranks - 1) / ranks * n. A program takes chunks of ``BLOCK`` words of each

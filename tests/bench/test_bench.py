@@ -12,7 +12,7 @@ import pytest
 from test_workloads import options
 
 from minivllm.bench.measure import Bench, Run, summarize
-from minivllm.bench.profile import busy_share, kernels_of, largest
+from minivllm.bench.profile import busy_share, kernels_of, largest, operations_of
 from minivllm.bench.record import environment, process_seconds
 from minivllm.bench.workloads import make_requests
 from minivllm.cli import main
@@ -128,16 +128,35 @@ def test_busy_share_counts_overlaps_once():
     assert [(w.name, w.count, w.total_us) for w in work] == [("a", 2, 6.0), ("b", 1, 5.0)]
 
 
-def test_only_kernels_of_a_trace_count(tmp_path):
+def test_only_kernels_of_a_trace_count():
     events = [
         {"cat": "kernel", "name": "k", "ts": 10.5, "dur": 2.0},
-        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 90.0},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 90.0, "tid": 1},
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1.0, "dur": 1.0},
         {"ph": "M", "name": "process_name"},
     ]
-    file = tmp_path / "trace.json"
-    file.write_text(json.dumps({"traceEvents": events}))
-    assert kernels_of(file) == [("k", 10.5, 2.0)]
+    assert kernels_of(events) == [("k", 10.5, 2.0)]
+    assert operations_of(events) == [("aten::mm", 0.0, 90.0)]
+
+
+def test_an_operation_does_not_count_what_it_calls():
+    spans = [("linear", 0, 100, 1), ("mm", 20, 60, 1), ("empty", 30, 10, 1), ("add", 100, 5, 1), ("mm", 10, 50, 2)]
+    events = [{"cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid} for name, ts, dur, tid in spans]
+    own = {(name, start): us for name, start, us in operations_of(reversed(events))}
+    assert own == {("linear", 0): 40, ("mm", 20): 50, ("empty", 30): 10, ("add", 100): 5, ("mm", 10): 50}
+
+
+def test_of_several_ranks_the_first_is_profiled(tiny_checkpoint, tmp_path, capsys):
+    file, trace = tmp_path / "out.jsonl", tmp_path / "profile.json"
+    command = ["bench", f"model.path={tiny_checkpoint()}", "device=cpu", "tp=2", f"output={file}", *SMALL]
+    assert main([*command, f"profile={trace}", "profile_steps=2"]) == 0
+    profile = json.loads(file.read_text())["profile"]
+    assert profile["steps"] == 2 and "c10d::allreduce_" in {
+        e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "cpu_op"
+    }
+    assert any("mm" in work["name"] for work in profile["largest"])
+    assert "CPU operation" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_the_process_knows_its_age():

@@ -1,0 +1,25 @@
+"""Torch's profiler around some steps, in the process whose GPU takes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+@contextmanager
+def profiled(file: Path) -> Iterator[None]:
+    """Within, this process is traced; behind, torch's Chrome trace is in ``file``, which appears whole."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = torch.cuda.is_initialized()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()
+    growing = file.with_name(f"{file.name}.part")
+    profiler.export_chrome_trace(str(growing))
+    os.replace(growing, file)
