@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("minivllm")
 
 _PEER_BYTES = 1 << 20  # all_reduce=peer: up to here, if not told otherwise
-_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)  # all_reduce=auto: what is tried
+_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)  # all_reduce=auto: what is tried
 
 _JOIN_TIMEOUT = timedelta(seconds=120)  # until all ranks are there
 _GLOO_TIMEOUT = timedelta(days=1)  # ranks wait for work for as long as there is none; who hangs is found out elsewhere

@@ -26,9 +26,9 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_memory import take_peer_memory
 
 _ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
-_PROGRAMS = 128  # at most; a power of two
-_BLOCKS = 1024, 4096  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
-_WARPS = 8
+_PROGRAMS = 512  # at most; a power of two
+_BLOCKS = 512, 2048  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
+_WARPS = 4
 _ALIGN = 16  # bytes
 
 
@@ -109,7 +109,7 @@ class PeerAllReduce:
 
     @staticmethod
     def nbytes(ranks: int, capacity: int) -> int:
-        """Of one rank's memory: 6 * capacity, so 48 MiB for sums of 8 MiB; with more than two ranks a little more."""
+        """Of one rank's memory: 6 * capacity, so 192 MiB for sums of 32 MiB; with more than two ranks a little more."""
         once = 3 * ranks * _one_shot(ranks, capacity)
         return once + (ranks > 2) * 2 * 3 * ranks * 4 * twice.share(capacity, ranks)
 
