@@ -21,7 +21,7 @@ import torch
 
 from minivllm.kernels import two_shots as twice
 from minivllm.kernels._triton import cdiv, tl, triton
-from minivllm.kernels.lamport import EMPTY, address, arrived, count_call, empty, floats, plus, rounded, to_send
+from minivllm.kernels.lamport import EMPTY, arrived, count_call, empty, floats, memory_of_all, plus, rounded, to_send
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_memory import take_peer_memory
 
@@ -43,10 +43,8 @@ def _push_kernel(
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
     TYPE: tl.constexpr = x.dtype.element_ty
-    inbox = address(inboxes, RANK, tl.int32)
-    theirs = ()
-    for peer in tl.static_range(RANKS):
-        theirs = theirs + (address(inboxes, peer, tl.int32),)
+    theirs = memory_of_all(inboxes, RANKS)
+    inbox = theirs[RANK]
     if PDL:
         tl.extra.cuda.gdc_wait()
     # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.

@@ -30,9 +30,12 @@ _EMPTY = tl.constexpr(EMPTY)
 
 
 @triton.jit
-def address(table, rank, TYPE: tl.constexpr):
-    """Rank ``rank``'s memory. table: (ranks,) int64."""
-    return tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(TYPE)), 16)
+def memory_of_all(table, RANKS: tl.constexpr):
+    """Pointers to each rank's words. table: (RANKS,) int64, addresses."""
+    found = ()
+    for rank in tl.static_range(RANKS):
+        found = found + (tl.multiple_of(tl.load(table + rank).to(tl.pointer_type(tl.int32)), 16),)
+    return found
 
 
 @triton.jit

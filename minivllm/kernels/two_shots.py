@@ -15,7 +15,7 @@ parts, then sums; calls take turns; from whom. A share is a rank's part of the l
 # mypy: disable-error-code="assignment"
 
 from minivllm.kernels._triton import cdiv, tl, triton
-from minivllm.kernels.lamport import address, arrived, count_call, empty, floats, plus, rounded, to_send
+from minivllm.kernels.lamport import arrived, count_call, empty, floats, memory_of_all, plus, rounded, to_send
 
 PROGRAMS = 256  # at most; a power of two
 BLOCK = 512  # words (4 bytes)
@@ -44,10 +44,8 @@ def two_shots_kernel(
     if PDL:  # what comes next may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
     TYPE: tl.constexpr = x.dtype.element_ty
-    inbox = address(inboxes, RANK, tl.int32)
-    theirs = ()
-    for peer in tl.static_range(RANKS):
-        theirs = theirs + (address(inboxes, peer, tl.int32),)
+    theirs = memory_of_all(inboxes, RANKS)
+    inbox = theirs[RANK]
     if PDL:
         tl.extra.cuda.gdc_wait()
     # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.
