@@ -107,13 +107,18 @@ class TritonBackend(AttentionBackend):
             saved_keys=_CASCADE_BYTES // key_bytes,
         )
 
+    @property
+    def tile_tokens(self) -> int:
+        """Query tokens of a tile of ``prefill``."""
+        return self.prefill_config.block_m // self.group
+
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
             raise ValueError(f"{batch.num_decodes} decode rows, planned for {self.max_rows} (max_num_seqs)")
         self.batch, self._scheduled, self._tiles = batch, None, None
         d = batch.num_decodes
         if d < batch.num_seqs:
-            block_q = self.prefill_config.block_m // self.group
+            block_q = self.tile_tokens
             tiles = torch.from_numpy(query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:], block_q))
             device = batch.seq_lens.device
             self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles

@@ -26,13 +26,15 @@ FIXED_BYTES = 2048  # of these: barriers, and tiles start at a multiple of 1,024
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``name``.cu of this folder behind ``macros``, hopper.cuh, ``multiply``, a product of 64 lines by so many, of each
-    of ``columns``, and the .cuh of ``behind``."""
+    """``name``.cu of this folder behind ``macros``, hopper.cuh, ``multiply`` (and ``multiply_first``, which adds to
+    nothing), a product of 64 lines by so many, of each of ``columns``, ``multiply_held``, whose 64 lines are in
+    registers and whose columns are contiguous, of each of ``held``, and the .cuh of ``behind``."""
 
     name: str
     columns: tuple[int, ...]
     macros: tuple[tuple[str, int], ...]
     behind: tuple[str, ...] = ()
+    held: tuple[int, ...] = ()
 
     @property
     def source(self) -> str:
@@ -40,17 +42,35 @@ class Kernel:
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         files = ("hopper.cuh", *(f"{name}.cuh" for name in self.behind), f"{self.name}.cu")
         first, *others = ((folder / file).read_text() for file in files)
-        return macros + first + "".join(map(_multiply, self.columns)) + "".join(others)
+        products = [*map(_multiply, self.columns), *map(_multiply_held, self.held)]
+        return macros + first + "".join(products) + "".join(others)
 
 
 def _multiply(n: int) -> str:
-    sums = ", ".join(f"%{i}" for i in range(n // 2))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
-    return (
-        f"__device__ __forceinline__ void multiply(float (&d)[{n // 2}], u64 a, u64 b) {{\n"
-        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}}}, %{n // 2},'
-        f' %{n // 2 + 1}, 1, 1, 1, 0, 0;" : {outputs} : "l"(a), "l"(b));\n}}\n'
+    both = (("multiply", "+", 1), ("multiply_first", "=", 0))
+    a, b = (f"%{n // 2 + i}" for i in range(2))
+    return "".join(
+        f"__device__ __forceinline__ void {name}(float (&d)[{n // 2}], u64 a, u64 b) {{\n"
+        f'  asm volatile("{_product(n)}, {a}, {b}, {adds}, 1, 1, 0, 0;" : {_sums(n, sign)} : "l"(a), "l"(b));\n}}\n'
+        for name, sign, adds in both
     )
+
+
+def _multiply_held(n: int) -> str:
+    a, b = ", ".join(f"%{n // 2 + i}" for i in range(4)), f"%{n // 2 + 4}"
+    return (
+        f"__device__ __forceinline__ void multiply_held(float (&d)[{n // 2}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b)"
+        f' {{\n  asm volatile("{_product(n)}, {{{a}}}, {b}, 1, 1, 1, 1;" : {_sums(n, "+")} :'
+        f' "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
+    )
+
+
+def _product(n: int) -> str:
+    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{', '.join(f'%{i}' for i in range(n // 2))}}}"
+
+
+def _sums(n: int, sign: str) -> str:
+    return ", ".join(f'"{sign}f"(d[{i}])' for i in range(n // 2))
 
 
 @cache

@@ -41,6 +41,14 @@ def minivllm_attention_backends() -> Iterator[Component]:
         description="paged prefill and split-KV decode kernels in Triton",
     )
     yield Component(
+        "hopper",
+        "minivllm.backends.hopper:HopperBackend",
+        requires=("triton", "cuda.bindings"),
+        gpu=True,
+        priority=10,  # until it has been timed in whole steps
+        description="triton's decode, and prompts by a kernel in CUDA C++ for Hopper GPUs",
+    )
+    yield Component(
         "flash",
         "minivllm.backends.flash:FlashBackend",
         requires=("flash_attn_interface|sgl_kernel|flash_attn",),

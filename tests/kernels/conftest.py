@@ -118,7 +118,15 @@ def reads_in_time(tmp_path_factory):
 def told(monkeypatch):
     """The driver's own structures, filled, without a GPU. ``seen``, of each launch: its config, its Kernel, its
     arguments' values (a tensor map's is its address, 5), read back from their addresses. ``maps``: what TMA loads."""
-    from minivllm.kernels import chain_linear, cluster_linear, hopper, megakernel, persistent_linear, stream_decode
+    from minivllm.kernels import (
+        chain_linear,
+        cluster_linear,
+        hopper,
+        megakernel,
+        persistent_linear,
+        prompt_attention,
+        stream_decode,
+    )
 
     driver = pytest.importorskip("cuda.bindings.driver")
     launches = SimpleNamespace(seen=[], maps=[], driver=driver)
@@ -129,6 +137,7 @@ def told(monkeypatch):
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
         "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3, pointer, number]),
+        "prompt_attention": (3, [pointer, prompt_attention._Step]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
     }
 
@@ -143,7 +152,7 @@ def told(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=72 + device))
-    for module in (hopper, chain_linear, megakernel, stream_decode):
+    for module in (hopper, chain_linear, megakernel, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
     for kind in ("tensor_map", "page_map"):
         monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
@@ -152,6 +161,7 @@ def told(monkeypatch):
     for module in (cluster_linear, persistent_linear, chain_linear, megakernel, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: True)
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(prompt_attention, "num_sms", lambda device: 132)
     for module in (cluster_linear, persistent_linear):
         module._plan.cache_clear()
     yield launches

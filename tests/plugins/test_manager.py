@@ -23,12 +23,12 @@ def test_builtins_come_first_and_without_a_report(fake_plugin: FakePlugin) -> No
     registry = load_plugins()
     assert registry.reports == ()
     assert registry.names("model") == ["qwen3", "llama"]
-    assert registry.names("attention") == ["torch", "triton", "flash", "flashinfer"]
+    assert registry.names("attention") == ["torch", "triton", "hopper", "flash", "flashinfer"]
     assert registry.names("scheduler") == ["mixed", "prefill_first"]
     assert registry.names("sampler") == ["default"]
     assert "single" in registry.names("executor")
     assert {e.provider.package for e in registry.entries()} == {"minivllm"}
-    assert [c.name for c in registry.by_priority("attention")] == ["triton", "flashinfer", "flash", "torch"]
+    assert [c.name for c in registry.by_priority("attention")] == ["triton", "flashinfer", "flash", "hopper", "torch"]
     assert registry.by_priority("attention", prefill=True)[0].name == "flash"
 
 

@@ -24,7 +24,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all() -> None:
     message = str(e.value)
     assert "attention=flsh" in message
     assert "Did you mean flash" in message
-    assert "flash, flashinfer, torch, triton" in message
+    assert "flash, flashinfer, hopper, torch, triton" in message
 
 
 def test_an_unknown_kind_is_a_bug_of_the_caller() -> None:

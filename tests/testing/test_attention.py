@@ -40,6 +40,12 @@ class TestTritonShapes(AttentionConformance):
     dtypes = GPU
 
 
+class TestHopper(AttentionConformance):
+    backend = "hopper"
+    shapes = ((4, 2, 128, 16), (4, 2, 64, 16), (5, 1, 128, 16), (8, 1, 64, 16), (16, 8, 128, 16))
+    dtypes = GPU
+
+
 class TestFlash(AttentionConformance):
     backend = "flash"
     shapes = MANY

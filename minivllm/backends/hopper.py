@@ -1,0 +1,53 @@
+"""Attention of Hopper GPUs by minivllm's own kernels alone: prompts by wgmma, decodes as in the triton backend."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.backends.triton import TritonBackend
+from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+from minivllm.kernels import nvrtc
+from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, TILE, prompt_attention
+
+
+class HopperBackend(TritonBackend):
+    """Not what ``auto`` takes: alone its kernel is as fast as FlashAttention-3, in whole steps that has not been seen
+    (docs/performance-log.md)."""
+
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=("bfloat16",),
+        head_dims=HEAD_DIMS,
+        block_sizes=(PAGE,),
+        min_compute_capability=(9, 0),
+        cuda_graphs=CudaGraphs.ALWAYS,
+        packages=("triton", "cuda.bindings"),
+    )
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        why = super(TritonBackend, cls).unsupported(spec)
+        if not why and not nvrtc.available(torch.device(spec.device)):
+            why.append("it needs a Hopper GPU (compute capability 9.0), and a CUDA build of torch")
+        return why
+
+    @property
+    def tile_tokens(self) -> int:
+        return TILE
+
+    def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        batch = self.batch
+        assert batch is not None and self._tiles is not None
+        k_cache, v_cache = self.kv_cache[layer.index]
+        prompt_attention(
+            q,
+            k_cache,
+            v_cache,
+            batch.block_tables,
+            batch.query_start,
+            batch.seq_lens,
+            self._tiles,
+            self.spec.scale,
+            out,
+            batch.num_decodes,
+        )

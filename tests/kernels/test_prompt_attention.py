@@ -1,0 +1,135 @@
+"""Prompts' attention on Hopper: what the driver is told, without a GPU; there, the results against float32."""
+
+import numpy as np
+import pytest
+import torch
+from test_paged_attention import paged_world
+
+from minivllm.kernels import nvrtc
+from minivllm.kernels import prompt_attention as module
+from minivllm.kernels.paged_prefill import paged_attention_reference, query_tiles
+from minivllm.kernels.prompt_attention import HEAD_DIMS, TILE, prompt_attention
+
+
+def step_of(where, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
+    """Arguments but for ``out``: in ``tiles`` stand ``no_more`` that are none, as in a captured step."""
+    device, dtype = where
+    k, v, tables, lens = paged_world(where, seq_lens, heads, kv_heads, dim, 16)
+    q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
+    start = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device)
+    tiles = query_tiles(np.array(query_lens), np.array(seq_lens), TILE)
+    tiles = np.concatenate((tiles, np.full((no_more, 2), -1, np.int32)))
+    return q, k, v, tables, start, lens, torch.from_numpy(tiles).to(device), 0.1
+
+
+# --------------------------------------------------------------------------- without a GPU
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_it_compiles_and_reads_shared_memory_in_time(dim, compiled, reads_in_time):
+    cubin = nvrtc.compile_cubin(module._kernel(dim).source)
+    assert b"prompt_attention" in cubin
+    reads_in_time(cubin)
+
+
+@pytest.mark.parametrize(("queries", "programs"), [([40], 4), ([300, 5], 16), ([128 * 40], 132)])
+def test_the_driver_is_told_the_launch(queries, programs, told):
+    first, stride = 2, 640
+    world = step_of(("cpu", torch.bfloat16), queries, [n + 7 for n in queries], 4, 2, 64, no_more=0)
+    q, k, v, tables, start, lens, tiles, scale = world
+    out = torch.empty(len(q), stride // 64, 64, dtype=q.dtype)[:, :4]
+    prompt_attention(q, k, v, tables, start, lens, tiles, scale, out, first)
+    ((config, kernel, (*maps, to, step)),) = told.seen
+    assert (config.gridDimX, config.gridDimY, config.blockDimX, config.numAttrs) == (programs, 1, 384, 0)
+    assert config.sharedMemBytes >= (TILE + 4 * 128) * 64 * 2 + 1024
+    assert kernel is module._kernel(64) and maps == [5, 5, 5] and to == out.data_ptr()
+    assert told.maps == [
+        (q.data_ptr(), len(q), 256, 256, TILE, 64),
+        (k.data_ptr(), len(k), 16, 128, 64),
+        (v.data_ptr(), len(v), 16, 128, 64),
+    ]
+    pointers = tiles.data_ptr(), start.data_ptr(), lens.data_ptr(), tables.data_ptr()
+    assert (step.tiles, step.starts, step.lengths, step.tables) == pointers
+    assert (step.table_stride, step.out_stride) == (tables.stride(0), stride)
+    assert (step.count, step.first_row, step.heads, step.group) == (len(tiles), first, 4, 2)
+    assert step.scale == pytest.approx(scale * module.LOG2E)
+
+
+def test_queries_that_tma_cannot_read_are_copied_and_none_are_no_launch(told):
+    q, *rest = step_of(("cpu", torch.bfloat16), [9], [9], 4, 2, 64)
+    wide = torch.empty(9, 4 * 64 + 4, dtype=q.dtype)[:, 4:].view(9, 4, 64)
+    prompt_attention(wide, *rest, torch.empty_like(q))
+    assert told.maps[0][0] != wide.data_ptr() and told.maps[0][3] == 256
+    k, v, tables, start, lens, tiles, scale = rest
+    prompt_attention(q[:0], k, v, tables, start, lens, tiles[:0], scale, torch.empty_like(q[:0]))
+    assert len(told.seen) == 1
+
+
+# --------------------------------------------------------------------------- on Hopper
+
+
+def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
+    step = step_of(("cuda", torch.bfloat16), query_lens, seq_lens, heads, kv_heads, dim, no_more)
+    q, k, v, tables, start, lens, _, scale = step
+    out = torch.full_like(q, float("nan"))
+    prompt_attention(*step, out)
+    close(out, paged_attention_reference(q.float(), k.float(), v.float(), tables, start, lens, scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([1], [1]),
+        ([128], [128]),
+        ([128], [256]),
+        ([129], [129]),
+        ([300, 5, 128], [300, 700, 1024]),
+        ([1000, 17, 3], [1000, 400, 2000]),
+        ([60] * 20, [360] * 20),
+        ([40, 30], [40, 1]),  # padding: more query tokens than keys
+        ([2500], [2500]),
+    ],
+)
+def test_it_agrees_with_float32(dim, query_lens, seq_lens, gpu, close):
+    for heads, kv_heads in ((2, 2), (4, 2), (10, 2)):
+        check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps_agree_with_float32(seed, gpu, close):
+    rng = np.random.default_rng(seed)
+    query_lens = rng.integers(1, 400, rng.integers(1, 9)).tolist()
+    seq_lens = [n + int(rng.integers(0, 2000)) * int(rng.integers(0, 2)) for n in query_lens]
+    check(close, query_lens, seq_lens, 8, [1, 2, 4, 8][seed % 4], HEAD_DIMS[seed % 2], no_more=seed % 3)
+
+
+@pytest.mark.gpu
+def test_rows_of_decodes_before_the_prompts_are_passed_over(gpu, close):
+    q, k, v, tables, start, lens, _, scale = step_of(
+        ("cuda", torch.bfloat16), [1, 1, 200, 30], [9, 40, 200, 530], 4, 2, 128
+    )
+    tiles = torch.from_numpy(query_tiles(np.array([200, 30]), np.array([200, 530]), TILE)).cuda()
+    out = torch.full_like(q, float("nan"))
+    prompt_attention(q[2:], k, v, tables, start, lens, tiles, scale, out[2:], 2)
+    expected = paged_attention_reference(q.float(), k.float(), v.float(), tables, start, lens, scale)
+    close(out[2:], expected[2:])
+    assert out[:2].isnan().all()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_takes_what_its_buffers_hold(gpu, close, captured):
+    step = step_of(("cuda", torch.bfloat16), [300, 20], [300, 500], 4, 2, 128, no_more=6)
+    q, k, v, tables, start, lens, tiles, scale = step
+    out = torch.full_like(q, float("nan"))
+    graph = captured(lambda: prompt_attention(*step, out))
+    for queries, seqs in (([300, 20], [300, 500]), ([20, 300], [100, 420]), ([250, 70], [250, 71])):
+        start.copy_(torch.tensor([0, *np.cumsum(queries)]))
+        lens.copy_(torch.tensor(seqs))
+        new = query_tiles(np.array(queries), np.array(seqs), TILE)
+        tiles.fill_(-1)[: len(new)] = torch.from_numpy(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        close(out, paged_attention_reference(q.float(), k.float(), v.float(), tables, start, lens, scale))
