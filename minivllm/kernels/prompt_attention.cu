@@ -63,6 +63,16 @@ __device__ __forceinline__ u64 across(u32 address) {
 }
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// All but the last so many groups of them are done.
+template <int LEFT> __device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+__device__ __forceinline__ void meet(int which, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void write_zeros(u32 to) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(0), "r"(0), "r"(0), "r"(0) : "memory");
+}
 template <int N> __device__ __forceinline__ void arrived(float (&x)[N]) {  // nothing that reads x goes before this
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -207,10 +217,10 @@ __device__ __forceinline__ uint4 gathered(u32 (&x)[4]) {
 
 // Products of one warpgroup, then of the other: exponentials of one stand beside products of the other.
 __device__ __forceinline__ void my_turn(int group) {
-  asm volatile("bar.sync %0, 256;" ::"r"(3 + group) : "memory");
+  meet(3 + group, 256);
 }
 __device__ __forceinline__ void your_turn(int group) {
-  asm volatile("bar.arrive %0, 256;" ::"r"(4 - group) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(4 - group), "r"(256) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -271,7 +281,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
       begin_products();
       score(s, own_queries, key_tiles + of_keys.stage * TILE_BYTES);
       your_turn(group);
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      wait_for_products<0>();
       arrived(s);
       leave(keys_empty + 8 * of_keys.stage);
       of_keys.next();
@@ -284,10 +294,9 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
           for (int i = held * 8 + of_group; i < KEYS * 8; i += 128)
-            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at + h * HALF_KEYS + i * 16), "r"(0)
-                         : "memory");
+            write_zeros(at + h * HALF_KEYS + i * 16);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+        meet(1 + group, 128);
       }
 #pragma unroll 1
       while (--tile >= 0) {
@@ -298,13 +307,13 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
         barrier_wait(values_full + 8 * of_values.stage, of_values.round);
         weigh(o, p, value_tiles + of_values.stage * TILE_BYTES);
         your_turn(group);
-        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        wait_for_products<1>();
         arrived(s);
         leave(keys_empty + 8 * of_keys.stage);
         of_keys.next();
         if ((tile + 1) * KEYS - 1 > certain) hide(s, tile * KEYS, position);
         softmax.take(s, step.scale);
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        wait_for_products<0>();
         arrived(o);
         leave(values_empty + 8 * of_values.stage);
         of_values.next();
@@ -316,12 +325,12 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
       barrier_wait(values_full + 8 * of_values.stage, of_values.round);
       begin_products();
       weigh(o, p, value_tiles + of_values.stage * TILE_BYTES);
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      wait_for_products<0>();
       arrived(o);
       leave(values_empty + 8 * of_values.stage);
       of_values.next();
     } else {
-      asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");  // all have read the item
+      meet(1 + group, 128);  // all have read the item
       leave(query_empty);
     }
 #pragma unroll

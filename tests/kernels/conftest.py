@@ -1,6 +1,6 @@
 """Where a kernel's launcher runs: on the GPU, and on the CPU under Triton's interpreter, in float32 (its bf16 dot is
 wrong). Triton reads TRITON_INTERPRET when it is first imported, so it is set here, before any kernel is. Kernels in
-CUDA C++ are compiled and launched on the CPU, too, up to the driver; two of them also run there, see emulator.py."""
+CUDA C++ are compiled and launched on the CPU, too, up to the driver; three of them also run there, see emulator.py."""
 
 import ctypes
 import os
@@ -171,13 +171,14 @@ def told(monkeypatch):
 
 @pytest.fixture
 def emulated(monkeypatch, tmp_path_factory):
-    """The megakernel on the CPU, of 16 programs, and ``stream_decode``, of 4. ``seed`` draws the order in which they go
-    on; ``changes``, pairs of texts, are made in the source. Of ``gpus``, each launches in a thread of its own."""
+    """The megakernel on the CPU, of 16 programs, and ``stream_decode`` and ``prompt_attention``, of 4. ``seed`` draws
+    the order in which they go on; ``changes``, pairs of texts, are made in the source. Of ``gpus``, each launches in a
+    thread of its own."""
     if sys.platform != "linux" or which("g++") is None:
         pytest.skip("no g++, or not on Linux")
     import emulator
 
-    from minivllm.kernels import megakernel, nvrtc, stream_decode
+    from minivllm.kernels import megakernel, nvrtc, prompt_attention, stream_decode
 
     asked = SimpleNamespace(seed=1, changes=(), gpus=1)
     there, met = {}, threading.Condition()
@@ -210,19 +211,24 @@ def emulated(monkeypatch, tmp_path_factory):
             raise RuntimeError(wrong.decode())
 
     def page_map(pointer, pages, size, width, columns=None):  # Pages of emulator.h
-        data = struct.pack("<qqqq", pointer, size, width, columns or width).ljust(128, b"\0")
+        return tensor_map(pointer, size, width, columns or width)
+
+    def tensor_map(*numbers):  # Matrix
+        data = struct.pack(f"<{len(numbers)}q", *numbers).ljust(128, b"\0")
         kept = ctypes.create_string_buffer(data, 128 + 64)
         at = -ctypes.addressof(kept) % 64
         ctypes.memmove(ctypes.addressof(kept) + at, data, 128)
         return nvrtc.TensorMap(kept, ctypes.addressof(kept) + at)
 
     megakernel._words.cache_clear()  # of a run that went wrong
-    for module, programs in ((megakernel, 16), (stream_decode, 4)):
+    for module, programs in ((megakernel, 16), (stream_decode, 4), (prompt_attention, 4)):
         monkeypatch.setattr(module, "num_sms", lambda device, programs=programs: programs)
-        monkeypatch.setattr(module, "use_pdl", lambda device: False)
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
+    for module in (megakernel, stream_decode):
+        monkeypatch.setattr(module, "use_pdl", lambda device: False)
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
     monkeypatch.setattr(nvrtc, "page_map", page_map)
+    monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     monkeypatch.setattr(nvrtc, "launch", launched)
     return asked
 

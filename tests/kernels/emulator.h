@@ -34,6 +34,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 template <class T> T __ldg(const T* from) { return *from; }
 template <class T> T __ldcg(const T* from) { return *from; }
+inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
 inline float __uint_as_float(unsigned x) { float y; memcpy(&y, &x, 4); return y; }
 inline unsigned __float_as_uint(float x) { unsigned y; memcpy(&y, &x, 4); return y; }
 inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
@@ -53,11 +54,17 @@ struct Barrier { unsigned count, left; int bytes; unsigned phase; };  // an mbar
 struct Copy { int program; unsigned to, bar; std::vector<unsigned char> bytes; };
 struct Warp { uint64_t words[2][32][6]; unsigned arrived = 0, number = 0; };
 struct Named { unsigned arrived = 0, number = 0; };
+struct Product {  // of a warpgroup: this thread's sums, and where the matrices are; the first may be in registers
+  std::vector<float*> sums;
+  std::vector<unsigned> held;
+  std::vector<unsigned long long> tiles;
+  bool adds;
+};
 struct Program {
   unsigned char* shared;
   std::vector<Barrier> barriers = std::vector<Barrier>(SHARED / 8);
   std::vector<Warp> warps;
-  Named named[2];
+  Named named[20];  // 16, and one of each warpgroup
 };
 struct Dim { unsigned x, y = 0, z = 0; };
 struct Thread {
@@ -68,6 +75,7 @@ struct Thread {
   unsigned rank, program;  // of which GPU, and which of all GPUs' programs
   bool done = false;
   const char* waits = "";
+  std::vector<std::vector<Product>> products{1};  // the last group is not yet committed
 };
 inline std::vector<Program> programs;
 inline std::vector<Thread> threads;
@@ -108,12 +116,15 @@ inline const uint64_t (*exchange(std::initializer_list<uint64_t> mine))[6] {
     while (its.number == number) yield("its warp");
   return its.words[number % 2];
 }
+inline bool come(Named& its, unsigned count) {  // the last of them?
+  if (++its.arrived < count) return false;
+  its.arrived = 0, its.number++, progress++;
+  return true;
+}
 inline void meet(int which, unsigned count) {
   Named& its = program().named[which];
   const unsigned number = its.number;
-  if (++its.arrived == count)
-    its.arrived = 0, its.number++, progress++;
-  else
+  if (!come(its, count))
     while (its.number == number) yield("its program");
 }
 inline Barrier& barrier(unsigned at) {
@@ -258,6 +269,18 @@ inline void cp_async_bulk(unsigned to, const void* from, int size, unsigned bar,
   auto* bytes = (const unsigned char*)from;
   emulated::send(to, bar, {bytes, bytes + size});
 }
+struct Matrix { const unsigned char* pointer; long long rows, columns, stride, box_rows, box_columns; };  // or this
+inline void cp_async_bulk_tensor_2d(unsigned to, const void* map, unsigned bar, int column, int row) {
+  Matrix its;
+  memcpy(&its, map, sizeof its);
+  if (to % 1024 || its.box_columns != 64) emulated::fail("a tile is lines of 128 bytes, which are swizzled");
+  std::vector<unsigned char> bytes(its.box_rows * 128);
+  for (int line = 0; line < its.box_rows && row + line < its.rows; line++)
+    for (int i = 0; i < 64 && column + i < its.columns; i++)
+      memcpy(&bytes[line * 128 + (i / 8 ^ (line & 7)) * 16 + i % 8 * 2],
+             its.pointer + ((row + line) * its.stride + column + i) * 2, 2);
+  emulated::send(to, bar, std::move(bytes));
+}
 struct Pages { const unsigned char* pointer; long long size, width, columns; };  // what stands in a TensorMap here
 inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int column, int page) {
   Pages its;
@@ -284,6 +307,9 @@ inline void trap() { emulated::fail("waited for a word too long"); }
 template <class... T> void nothing(T&...) {}  // a value that the compiler is not to know
 [[noreturn]] inline void unknown(const char* code) { emulated::fail(std::string("not emulated: ") + code); }
 inline void bar_sync(int threads) { emulated::meet(1, threads); }
+inline void bar_sync_of(int which, int threads) { emulated::meet(which, threads); }
+inline void bar_arrive(int which, int threads) { emulated::come(emulated::program().named[which], threads); }
+inline void setmaxnreg() {}
 inline void st_relaxed(unsigned long long* to, unsigned long long x) {
   emulated::come_late();
   *to = x, emulated::progress++;
@@ -354,6 +380,52 @@ inline float of_bf16(unsigned x) { return __uint_as_float(x << 16); }
 inline void cvt_rn(unsigned& pair, float high, float low) { pair = bf16(high) << 16 | bf16(low); }
 inline void mul_rn(unsigned& y, unsigned a, unsigned b) {
   y = bf16(of_bf16(a >> 16) * of_bf16(b >> 16)) << 16 | bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF));
+}
+// Products of a warpgroup. They are made when they are waited for, of what then stands in shared memory, all threads'
+// at once: who reads sums earlier, or has a tile written over, gets something else.
+inline void take(emulated::Product& its, float& sum) { its.sums.push_back(&sum); }
+inline void take(emulated::Product& its, unsigned word) { its.held.push_back(word); }
+inline void take(emulated::Product& its, unsigned long long tile) { its.tiles.push_back(tile); }
+template <class... T> void product(bool adds, T&&... operands) {
+  emulated::Product its{{}, {}, {}, adds};
+  (take(its, operands), ...);
+  emulated::now->products.back().push_back(std::move(its));
+}
+template <class... T> void wgmma(T&&... operands) { product(true, operands...); }
+template <class... T> void wgmma_first(T&&... operands) { product(false, operands...); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulated::now->products.emplace_back(); }
+// Of 64 elements a line, swizzled; leading and stride: from the first to the next 64 elements, and to the next 8 lines.
+inline float element(unsigned long long tile, int line, int i) {
+  const unsigned leading = (tile >> 16 & 0x3FFF) << 4, stride = (tile >> 32 & 0x3FFF) << 4;
+  const unsigned at = ((tile & 0x3FFF) << 4) + line / 8 * stride + line % 8 * 128 + i / 64 * leading + i % 64 * 2;
+  if (tile >> 62 != 1) emulated::fail("a tile that is not swizzled in 128 bytes");
+  return of_bf16(*(const unsigned short*)shared(at ^ (at >> 7 & 7) << 4, 2));
+}
+inline void make(const emulated::Product& its) {
+  const int lane = emulated::lane(), row = emulated::now->thread.x / 32 % 4 * 16 + lane / 4;
+  const bool held = its.held.size();
+  const auto b = its.tiles.back();
+  auto* words = held ? emulated::exchange({its.held[0], its.held[1], its.held[2], its.held[3]}) : nullptr;
+  float a[2][16];
+  for (int h = 0; h < 2; h++)
+    for (int k = 0; k < 16; k++)
+      a[h][k] = held ? of_bf16(words[lane / 4 * 4 + k % 8 / 2][k / 8 * 2 + h] >> k % 2 * 16 & 0xFFFF)
+                     : element(its.tiles[0], row + 8 * h, k);
+  for (size_t i = 0; i < its.sums.size(); i++) {
+    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    float sum = its.adds ? *its.sums[i] : 0.f;
+    for (int k = 0; k < 16; k++) sum += a[i / 2 % 2][k] * (held ? element(b, k, column) : element(b, column, k));
+    *its.sums[i] = sum;
+  }
+}
+inline void wgmma_wait(unsigned left) {
+  auto& groups = emulated::now->products;
+  const int warpgroup = 16 + emulated::now->thread.x / 128;
+  emulated::meet(warpgroup, 128);
+  for (; groups.size() > left + 1; groups.erase(groups.begin()))
+    for (const auto& each : groups.front()) make(each);
+  emulated::meet(warpgroup, 128);
 }
 // m16n8k16: a lane has of A rows lane / 4 and that + 8, of B and D the columns that PTX's pictures show.
 inline void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,

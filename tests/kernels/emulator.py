@@ -45,6 +45,15 @@ _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
     "cvt.rn.bf16x2.f32": "cvt_rn",
     "mul.rn.bf16x2": "mul_rn",
     "mma.sync.aligned.m16n8k16": "mma_sync",
+    ", 0, 1, 1, 0, 0;": "wgmma_first",
+    "wgmma.mma_async": "wgmma",
+    "wgmma.fence": "wgmma_fence",
+    "wgmma.commit_group": "wgmma_commit",
+    "wgmma.wait_group": "wgmma_wait",
+    "bar.sync %0": "bar_sync_of",
+    "bar.arrive": "bar_arrive",
+    "setmaxnreg": "setmaxnreg",
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [": "cp_async_bulk_tensor_2d",
 }
 
 

@@ -65,11 +65,52 @@ def test_queries_that_tma_cannot_read_are_copied_and_none_are_no_launch(told):
     assert len(told.seen) == 1
 
 
+# --------------------------------------------------------------------------- emulated
+
+STEPS = {  # query and key lengths, heads, key heads, head size
+    "one query": ([1], [1], 2, 2, 64),
+    "a chunk and a short prompt": ([130, 5], [300, 20], 4, 2, 64),
+    "padding": ([40, 30], [40, 1], 2, 1, 128),
+    "many items": ([70] * 5, [70, 90, 128, 129, 200], 4, 1, 64),
+    "long": ([150], [520], 2, 1, 128),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_it_attends_as_the_reference_does_wherever_it_runs(step, emulated, close):
+    for emulated.seed in (1, 2):
+        check(close, *STEPS[step], no_more=2, device="cpu")
+
+
+_GIVEN_UP = "        leave(keys_empty + 8 * of_keys.stage);\n"
+MISTAKES = {
+    "scores read too early": [("        wait_for_products<1>();\n", "")],
+    "keys given up too early": [
+        ("        arrived(s);\n" + _GIVEN_UP, "        arrived(s);\n"),
+        ("        my_turn(group);\n", _GIVEN_UP + "        my_turn(group);\n"),
+    ],
+    "values that are no numbers": [("held < KEYS", "held < 0")],
+    "no turn is given": [("  if (group == 1) your_turn(group);\n", "")],
+    "an item that changes while it is read": [("      barrier_wait(query_empty, items & 1 ^ 1);\n", "")],
+    "a key too many": [("> position + e / 2 * 8", "> position + 1 + e / 2 * 8")],
+    "halves of the values change places": [("(u64)(HALF_KEYS >> 4) << 16", "(u64)(0 >> 4) << 16")],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_emulator_notices(mistake, emulated, close):
+    emulated.changes = MISTAKES[mistake]
+    with pytest.raises((AssertionError, RuntimeError)):
+        for emulated.seed in range(8):
+            for step in ("padding", "long"):
+                check(close, *STEPS[step], no_more=2, device="cpu")
+
+
 # --------------------------------------------------------------------------- on Hopper
 
 
-def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
-    step = step_of(("cuda", torch.bfloat16), query_lens, seq_lens, heads, kv_heads, dim, no_more)
+def check(close, query_lens, seq_lens, heads, kv_heads, dim, no_more=0, device="cuda"):
+    step = step_of((device, torch.bfloat16), query_lens, seq_lens, heads, kv_heads, dim, no_more)
     q, k, v, tables, start, lens, _, scale = step
     out = torch.full_like(q, float("nan"))
     prompt_attention(*step, out)
