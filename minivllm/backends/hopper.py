@@ -11,7 +11,7 @@ from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, TILE, prompt_atte
 
 
 class HopperBackend(TritonBackend):
-    """Not what ``auto`` takes: alone its kernel is as fast as FlashAttention-3, in whole steps that has not been seen
+    """Not what ``auto`` takes: alone its kernel is as fast as FlashAttention-3, whole steps have yet to be timed
     (docs/performance-log.md)."""
 
     capabilities = Capabilities(

@@ -14,11 +14,11 @@ constexpr int STAGES = 2, GROUPS = 2;
 #define NONE __int_as_float(0xFF800000)  // minus infinity
 
 struct Step {  // of the batch; strides in elements
-  const int *tiles;                           // (tiles, 2): a row of prompts (-1: no more), and its first token there
-  const int *starts, *lengths, *tables;       // (rows + 1,); (rows,); (rows, stride): first tokens, keys, blocks
+  const int* tiles;                      // (tiles, 2): a row of prompts (-1: no more), and the tile's first token of it
+  const int *starts, *lengths, *tables;  // (rows + 1,); (rows,); (rows, stride): first tokens, keys, blocks
   long long table_stride, out_stride;
-  int count, first_row, heads, group;  // tiles; the first row of a prompt; query heads, and those of a key head
-  float scale;                         // times log2(e)
+  int count, first_row, heads, group;    // tiles; the first row of a prompt; query heads, and those of a key head
+  float scale;                           // times log2(e)
 };
 
 struct Item {

@@ -15,7 +15,7 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
-from minivllm.kernels.hopper import SHARED_BYTES, Kernel, compile_ahead, load
+from minivllm.kernels.hopper import Kernel, compile_ahead, load
 from minivllm.kernels.paged_prefill import LOG2E
 
 TILE = 128  # query tokens
@@ -44,9 +44,7 @@ class _Step(ctypes.Structure):
 @cache
 def _shape(head_dim: int, programs: int) -> nvrtc.LaunchShape:
     size = (TILE + 2 * _STAGES * _KEYS) * head_dim * 2 + 1024
-    assert size <= SHARED_BYTES - 1024
-    # All that there is, as other kernels of a step ask for: none has to wait until a multiprocessor divides its anew.
-    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), _THREADS, SHARED_BYTES - 1024, False)
+    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), _THREADS, size, False)
 
 
 def prompt_attention(
