@@ -11,17 +11,13 @@ Memory, of the same layout on each rank, all EMPTY at the start and again after 
 On the rank alone, apart for either kind of call, so that they may be mixed: ``calls`` (lamport.py).
 """
 
-# In a Triton kernel, tuples grow by + only.
-# ruff: noqa: RUF005
-# mypy: disable-error-code="assignment"
-
 from typing import Any
 
 import torch
 
 from minivllm.kernels import two_shots as twice
 from minivllm.kernels._triton import cdiv, tl, triton
-from minivllm.kernels.lamport import EMPTY, arrived, count_call, empty, floats, memory_of_all, plus, rounded, to_send
+from minivllm.kernels.lamport import EMPTY, count_call, empty, floats, memory_of_all, plus, rounded, sum_of_all, to_send
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_memory import take_peer_memory
 
@@ -70,20 +66,10 @@ def _push_kernel(
     count_call(calls, pid, programs, call, n4, ROWS)
     for block in range(pid, tl.cdiv(n, BLOCK), programs):
         at = block * BLOCK + lanes
-        parts = ()
-        for peer in tl.static_range(RANKS):  # all in flight at once
-            if peer == RANK:
-                parts = parts + (to_send(tl.load(x + at, mask=at < n, other=0)),)
-            else:
-                parts = parts + (tl.load(inbox + (now + peer) * capacity + at, mask=at < n, other=0, volatile=True),)
+        own = to_send(tl.load(x + at, mask=at < n, other=0))
         if ADD:
             residual = floats(tl.load(out + at, mask=at < n, other=0), TYPE)
-        total = floats(tl.zeros((BLOCK,), tl.int32), TYPE)
-        for peer in tl.static_range(RANKS):
-            words = parts[peer]
-            if peer != RANK:
-                words = arrived(words, inbox + (now + peer) * capacity + at, at < n)
-            total = plus(total, floats(words, TYPE))
+        total = sum_of_all(own, inbox + now * capacity + at, capacity, at < n, RANK, RANKS, TYPE)
         if ADD:
             total = plus(total, residual)
         tl.store(out + at, rounded(total, TYPE), mask=at < n)

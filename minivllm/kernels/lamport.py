@@ -52,6 +52,25 @@ def arrived(words, places, mask):
 
 
 @triton.jit
+def sum_of_all(own, inbox, stride, mask, RANK: tl.constexpr, RANKS: tl.constexpr, TYPE: tl.constexpr):
+    """The ranks' words added up, in their order, as ``floats`` of TYPE: our ``own``, and the others' once they are in
+    the ``inbox``, each ``stride`` words behind the one before."""
+    parts = ()
+    for peer in tl.static_range(RANKS):  # all in flight at once
+        if peer == RANK:
+            parts = parts + (own,)
+        else:
+            parts = parts + (tl.load(inbox + peer * stride, mask=mask, other=0, volatile=True),)
+    total = floats(tl.zeros(own.shape, tl.int32), TYPE)
+    for peer in tl.static_range(RANKS):
+        if peer == RANK:
+            total = plus(total, floats(own, TYPE))
+        else:
+            total = plus(total, floats(arrived(parts[peer], inbox + peer * stride, mask), TYPE))
+    return total
+
+
+@triton.jit
 def empty(places, mask):
     tl.store(places, tl.full(places.shape, _EMPTY, tl.int32), mask=mask)
 

@@ -15,7 +15,17 @@ parts, then sums; calls take turns; from whom. A share is a rank's part of the l
 # mypy: disable-error-code="assignment"
 
 from minivllm.kernels._triton import cdiv, tl, triton
-from minivllm.kernels.lamport import arrived, count_call, empty, floats, memory_of_all, plus, rounded, to_send
+from minivllm.kernels.lamport import (
+    arrived,
+    count_call,
+    empty,
+    floats,
+    memory_of_all,
+    plus,
+    rounded,
+    sum_of_all,
+    to_send,
+)
 
 PROGRAMS = 256  # at most; a power of two
 BLOCK = 512  # words (4 bytes)
@@ -72,20 +82,10 @@ def two_shots_kernel(
     for chunk in range(pid, tl.cdiv(n, CHUNK), programs):
         at = chunk * CHUNK + RANK * BLOCK + lanes
         place = now * share + chunk * BLOCK + lanes
-        parts = ()
-        for peer in tl.static_range(RANKS):  # all in flight at once
-            if peer == RANK:
-                parts = parts + (tl.load(x + at, mask=at < n, other=0),)
-            else:
-                parts = parts + (tl.load(inbox + peer * share + place, mask=at < n, other=0, volatile=True),)
+        own = tl.load(x + at, mask=at < n, other=0)
         if ADD:
             residual = floats(tl.load(out + at, mask=at < n, other=0), TYPE)
-        total = floats(tl.zeros((BLOCK,), tl.int32), TYPE)
-        for peer in tl.static_range(RANKS):
-            words = parts[peer]
-            if peer != RANK:
-                words = arrived(words, inbox + peer * share + place, at < n)
-            total = plus(total, floats(words, TYPE))
+        total = sum_of_all(own, inbox + place, share, at < n, RANK, RANKS, TYPE)
         if ADD:
             total = plus(total, residual)
         words = to_send(rounded(total, TYPE))
