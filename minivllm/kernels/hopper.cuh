@@ -61,9 +61,10 @@ __device__ __forceinline__ void load_tile_once(u32 to, const TensorMap* map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "l"(policy) : "memory");
 }
-// The descriptor of a tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another.
-__device__ __forceinline__ u64 matrix(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// The descriptor of a tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another. Where a product is
+// over its lines, the next 64 elements of each stand ``leading`` times 16 bytes on.
+__device__ __forceinline__ u64 matrix(u32 address, u32 leading = 1) {
+  return (u64)((address & 0x3FFFF) >> 4) | (u64)leading << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 __device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
@@ -80,6 +81,15 @@ __device__ __forceinline__ uint4 read16(u32 from) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from)
                : "memory");
   return x;
+}
+__device__ __forceinline__ void write16(u32 to, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+// 64 columns of a page, or as many of them as the map's box has, from the ``column``-th 64 on.
+__device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int column, int page, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5}], [%2];" ::
+      "r"(to), "l"(map), "r"(bar), "r"(0), "r"(column), "r"(page) : "memory");
 }
 __device__ __forceinline__ float exp2_of(float x) {
   float y;

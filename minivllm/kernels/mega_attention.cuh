@@ -67,11 +67,7 @@ __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* tab
       for (int i = 0; i < PAGES; i++) {
         const int its_block = __shfl_sync(~0u, block, first - some + i);
         const u32 to = ring.at() + i * PAGE_BYTES + lane * (PAGE_BYTES / 2);
-        if (lane < 2 && i < pages)  // keys, values
-          asm volatile(
-              "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-              " [%0], [%1, {%3, %3, %4, %5}], [%2];" ::"r"(to), "l"(maps + lane), "r"(bar), "r"(0), "r"(column),
-              "r"(its_block) : "memory");
+        if (lane < 2 && i < pages) load_page(to, maps + lane, column, its_block, bar);  // keys, values
       }
     }
   }

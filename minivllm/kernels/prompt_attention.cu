@@ -52,15 +52,6 @@ struct Turn {  // of a ring's stages
   }
 };
 
-__device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int column, int page, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5}], [%2];" ::
-      "r"(to), "l"(map), "r"(bar), "r"(0), "r"(column), "r"(page) : "memory");
-}
-// A tile whose lines are keys, for a product over the keys: dimensions are contiguous, 64 of them a line.
-__device__ __forceinline__ u64 across(u32 address) {
-  return (u64)((address & 0x3FFFF) >> 4) | (u64)(HALF_KEYS >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
-}
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // All but the last so many groups of them are done.
@@ -69,9 +60,6 @@ template <int LEFT> __device__ __forceinline__ void wait_for_products() {
 }
 __device__ __forceinline__ void meet(int which, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void write_zeros(u32 to) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(0), "r"(0), "r"(0), "r"(0) : "memory");
 }
 template <int N> __device__ __forceinline__ void arrived(float (&x)[N]) {  // nothing that reads x goes before this
 #pragma unroll
@@ -191,7 +179,7 @@ __device__ __forceinline__ void score(float (&s)[KEYS / 2], u32 queries, u32 key
 }
 
 __device__ __forceinline__ void weigh(float (&o)[D / 2], const u32 (&p)[KEYS / 4], u32 values) {
-  const u64 b = across(values);
+  const u64 b = matrix(values, HALF_KEYS >> 4);
 #pragma unroll
   for (int k = 0; k < KEYS / 16; k++) multiply_held(o, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + k * 128);
   commit_products();
@@ -294,7 +282,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
           for (int i = held * 8 + of_group; i < KEYS * 8; i += 128)
-            write_zeros(at + h * HALF_KEYS + i * 16);
+            write16(at + h * HALF_KEYS + i * 16, make_uint4(0, 0, 0, 0));
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         meet(1 + group, 128);
       }

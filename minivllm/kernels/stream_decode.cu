@@ -31,11 +31,6 @@ constexpr u32 HEAD_START = 4000;                // cycles that pages wait for qu
 #define BOUNDS __launch_bounds__(32 * (WARPS + 1 + HELPERS), 1)
 #endif
 
-__device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int page, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %3, %4}], [%2];" ::
-      "r"(to), "l"(map), "r"(bar), "r"(0), "r"(page) : "memory");
-}
 __device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
@@ -51,9 +46,6 @@ __device__ __forceinline__ u32 read1(u32 from) {
 }
 __device__ __forceinline__ void write1(u32 to, u32 word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
-}
-__device__ __forceinline__ void write16(u32 to, uint4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 __device__ __forceinline__ bool has_passed(u32 bar, u32 parity) {
   u32 done;
@@ -348,8 +340,8 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         if (lane == 0) {
           const u32 bar = full + 8 * asked, to = pages_at + asked * STAGE_BYTES;
           barrier_expect(bar, STAGE_BYTES);
-          load_page(to, &keys, its, bar);
-          load_page(to + PART_BYTES, &values, its, bar);
+          load_page(to, &keys, 0, its, bar);
+          load_page(to + PART_BYTES, &values, 0, its, bar);
         }
       }
     };
@@ -378,8 +370,8 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
             const u32 bar = full + 8 * stage, to = pages_at + stage * STAGE_BYTES;
             barrier_wait(empty + 8 * stage, round & 1 ^ 1);
             barrier_expect(bar, STAGE_BYTES);
-            load_page(to, &keys, its, bar);
-            load_page(to + PART_BYTES, &values, its, bar);
+            load_page(to, &keys, 0, its, bar);
+            load_page(to + PART_BYTES, &values, 0, its, bar);
           }
           if (++stage == stages) stage = 0, round++;
         }

@@ -294,9 +294,6 @@ inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, 
                its.pointer + ((page * its.size + line) * its.width + (column + c) * 64 + unit * 8) * 2, 16);
   emulated::send(to, bar, std::move(bytes));
 }
-inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int page) {
-  cp_async_bulk_tensor_4d(to, map, bar, zero, 0, page);
-}
 inline void elect_sync(unsigned& yes) { yes = emulated::lane() == 0; }
 inline void createpolicy(unsigned long long& policy) { policy = 0; }
 inline void fence_mbarrier_init() {}
