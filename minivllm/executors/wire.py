@@ -16,7 +16,7 @@ from minivllm.core.batch import Batch
 from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
-_PROFILE = -1
+_PROFILE = b"\xff" * 8  # -1, which is no step's number
 
 
 def pack_batch(batch: Batch) -> bytes:
@@ -38,13 +38,12 @@ def pack_batch(batch: Batch) -> bytes:
 
 def pack_profile(file: str) -> bytes:
     """Rank 0 is to trace what comes, into ``file``; "" ends that."""
-    return _joined([np.array([_PROFILE])]) + os.fsencode(file)
+    return _PROFILE + os.fsencode(file)
 
 
 def unpack_profile(data: bytearray) -> str | None:
     """``pack_profile``'s file, or None: it is a step."""
-    number = np.frombuffer(data, np.int64, 1)
-    return os.fsdecode(bytes(data[number.nbytes :])) if number[0] == _PROFILE else None
+    return os.fsdecode(bytes(data.removeprefix(_PROFILE))) if data.startswith(_PROFILE) else None
 
 
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
