@@ -31,8 +31,6 @@ meanwhile: what it waits for are copies of memory on other GPUs, which engines d
 from __future__ import annotations
 
 import math
-import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,10 +38,11 @@ import torch
 
 from minivllm.kernels._triton import cdiv, compiling
 from minivllm.kernels.capture import captured
+from minivllm.kernels.peer_copies import PeerCopies
 from minivllm.kernels.peer_memory import take_peer_memory
 from minivllm.kernels.rms_norm import add_rows_factors
 
-MIN_PART = 2048  # rows, of two ranks: a product of fewer takes longer a row
+MIN_PART = 1024  # rows on average: products of fewer take longer a row, and the host launches more
 _TILE = 256  # rows of a part are a multiple of it, but of the last: a pair of tiles of ``persistent_linear``
 _NUMBERS = 1 << 10  # calls are counted modulo this
 _PARTIAL, _SUM = 0, 1  # rows of ``arrived``
@@ -69,17 +68,16 @@ class PeerExchange:
         self, rank: int, memory: list[torch.Tensor], rows: int, width: int, dtype: torch.dtype, keep: Any = None
     ) -> None:
         self.rank, self.ranks, self.max_rows = rank, len(memory), rows
-        self.device, self._keep = memory[rank].device, keep  # what owns the memory
+        self.device, self._keep = memory[rank].device, (memory, keep)  # what owns it
         self.others = [(rank + i) % self.ranks for i in range(1, self.ranks)]
-        views = [_views(each, self.ranks, rows, width, dtype) for each in memory]
-        self.stream, self.factors, self.inbox, self._arrived = views[rank]
-        self._everywhere = views
-        self._inboxes = {peer: views[peer].inbox[rank - (rank > peer)] for peer in self.others}
-        self._told = [view.arrived[:, rank] for view in views]
+        self.stream, self.factors, self.inbox, self._arrived = _views(memory[rank], self.ranks, rows, width, dtype)
         self._outbox = torch.empty_like(self.inbox)
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device)
-        self._call = 0
-        self._lane = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        self._call, self._to = 0, {peer: PeerCopies(self.device) for peer in self.others}
+        self._line = width * dtype.itemsize
+        self._slot = part_rows(rows, self.ranks) * self._line
+        # from here to the same place in a peer's memory
+        self._away = {peer: memory[peer].data_ptr() - memory[rank].data_ptr() for peer in self.others}
 
     @staticmethod
     def nbytes(ranks: int, rows: int, width: int, dtype: torch.dtype) -> int:
@@ -121,9 +119,11 @@ class PeerExchange:
 
     def send(self, peer: int, rows: int) -> None:
         """Send it."""
-        with self._beside():
-            self._inboxes[peer][:rows].copy_(self.outbox(peer, rows))
-            self._tell(peer, _PARTIAL)
+        inbox = self.inbox.data_ptr() + self._away[peer] + (self.rank - (self.rank > peer)) * self._slot
+        outbox = self._outbox.data_ptr() + (peer - (peer > self.rank)) * self._slot
+        self._to[peer].begin()
+        self._to[peer].copy(inbox, outbox, rows * self._line)
+        self._tell(peer, _PARTIAL)
 
     def collect(self, own: slice, eps: float) -> None:
         """Add to this rank's part of the stream, the rows ``own``, what the others sent of it, in their order. ``eps``:
@@ -134,11 +134,14 @@ class PeerExchange:
 
     def share(self, own: slice) -> None:
         """Send them and their factors to all others; the call ends when theirs ``arrive``."""
-        with self._beside():
-            for peer in self.others:
-                self._everywhere[peer].stream[own].copy_(self.stream[own])
-                self._everywhere[peer].factors[own].copy_(self.factors[own])
-                self._tell(peer, _SUM)
+        rows, stream, factors = own.stop - own.start, self.stream.data_ptr(), self.factors.data_ptr()
+        stream, factors = stream + own.start * self._line, factors + own.start * 4
+        for peer in self.others:
+            copies, away = self._to[peer], self._away[peer]
+            copies.begin()
+            copies.copy(stream + away, stream, rows * self._line)
+            copies.copy(factors + away, factors, rows * 4)
+            self._tell(peer, _SUM)
 
     def arrive(self, peer: int) -> None:
         """What is launched from now on finds the part of ``peer``, of the call that ended last, in the stream, and its
@@ -151,8 +154,8 @@ class PeerExchange:
 
     def settle(self) -> None:
         """What is launched from now on may write over what was sent and shared."""
-        if self._lane is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._lane)
+        for copies in self._to.values():
+            copies.settle()
 
     def all_reduce(self, x: torch.Tensor, eps: float = 0.0) -> torch.Tensor:
         """A call by itself: the sum over the ranks of x, (t, width); returned in ``stream``, with ``factors``."""
@@ -170,41 +173,22 @@ class PeerExchange:
             self.arrive(peer)
         return stream
 
-    # ------------------------------------------------------------------ copies
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        """Behind all that is launched so far, and beside what comes."""
-        if self._lane is None:
-            return nullcontext()
-        self._lane.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self._lane)
-
     def _tell(self, peer: int, what: int) -> None:
         """By a copy, which engines do in order: behind those before it."""
-        self._told[peer][what : what + 1].copy_(self._numbers[self._call : self._call + 1])
+        told, number = self._told(self.rank, what) + self._away[peer], self._numbers.data_ptr() + self._call * 4
+        self._to[peer].copy(told, number, 4)
 
     def _wait(self, peer: int, what: int) -> None:
-        number = self._arrived[what, peer]
-        if self._lane is None:
-            while int(number) != self._call:
-                time.sleep(0)
-            return
-        from cuda.bindings import driver
+        self._to[peer].wait(self._told(peer, what), self._call)
 
-        (error,) = driver.cuStreamWaitValue32(
-            torch.cuda.current_stream(self.device).cuda_stream,
-            number.data_ptr(),
-            self._call,
-            driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ,
-        )
-        if error != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuStreamWaitValue32: {error.name}")
+    def _told(self, rank: int, what: int) -> int:
+        """Where that rank leaves numbers, here."""
+        return self._arrived.data_ptr() + (what * self.ranks + rank) * 4
 
 
 def least_rows(ranks: int) -> int:
-    """Of a step that is summed here. More ranks than two have more parts to multiply and to send, one after another:
-    with 2,048 rows each Qwen3-14B's `mixed` on four GPUs took 9.7 s, 9.3 without, on two machines of equal `bs1`."""
-    return MIN_PART * (1 if ranks == 2 else 2) * ranks
+    """Of a step that is summed here."""
+    return MIN_PART * ranks
 
 
 def part_rows(rows: int, ranks: int) -> int:

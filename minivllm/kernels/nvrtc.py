@@ -37,7 +37,7 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def _checked(result: tuple[Any, ...]) -> Any:
+def checked(result: tuple[Any, ...]) -> Any:
     """What a call of cuda-bindings returned, behind its status."""
     if int(result[0]):
         raise MinivllmError(f"a call of the CUDA driver or compiler failed: {result[0]}")
@@ -48,21 +48,21 @@ def compile_cubin(source: str) -> bytes:
     """Machine code of ``source`` for Hopper, from disk if it was compiled before. Raises MinivllmError with the log."""
     from cuda.bindings import nvrtc
 
-    version = _checked(nvrtc.nvrtcVersion())
+    version = checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(f"{version} {_ARCHITECTURE} {source}".encode()).hexdigest()[:32]
     path = Path(triton.knobs.cache.dir) / f"minivllm-{key}.cubin"
     if path.is_file():
         return path.read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     options = [f"--gpu-architecture={_ARCHITECTURE}".encode()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status):
-        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        log = bytearray(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        checked(nvrtc.nvrtcGetProgramLog(program, log))
         raise MinivllmError(f"a kernel does not compile: {status}\n{log.decode().rstrip(chr(0))}")
-    cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
+    cubin = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
+    checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    checked(nvrtc.nvrtcDestroyProgram(program))
     with suppress(OSError):  # a folder that cannot be written costs a compilation each time
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")  # ranks compile side by side
@@ -77,10 +77,10 @@ def load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> An
 
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # torch has made the device's context, and it is current
-        module = _checked(driver.cuModuleLoadData(cubin))
-        function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+        module = checked(driver.cuModuleLoadData(cubin))
+        function = checked(driver.cuModuleGetFunction(module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+        checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
     return function
 
 
@@ -113,7 +113,7 @@ def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box
     """Dimensions from the innermost on, which is contiguous; ``strides``, of the others, in elements."""
     from cuda.bindings import driver
 
-    made = _checked(
+    made = checked(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             len(sizes),
@@ -183,7 +183,7 @@ def clusters_at_once(function: Any, shape: LaunchShape) -> int:
     from cuda.bindings import driver
 
     config = _launch_config(shape, _stream())
-    return int(_checked(driver.cuOccupancyMaxActiveClusters(function, config)))
+    return int(checked(driver.cuOccupancyMaxActiveClusters(function, config)))
 
 
 def programs_at_once(function: Any, shape: LaunchShape, multiprocessors: int) -> int:
@@ -191,7 +191,7 @@ def programs_at_once(function: Any, shape: LaunchShape, multiprocessors: int) ->
     from cuda.bindings import driver
 
     each = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, shape.threads, shape.shared_bytes)
-    return multiprocessors * int(_checked(each))
+    return multiprocessors * int(checked(each))
 
 
 def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:
@@ -200,4 +200,4 @@ def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:
 
     addresses = (ctypes.c_void_p * len(arguments))(*arguments)
     config = _launch_config(shape, _stream())
-    _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))
+    checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(addresses), 0))

@@ -14,6 +14,7 @@ MIN_EVEN_ROWS, MAX_EVEN_ROWS = 65, 192  # beyond, arithmetic counts as much as m
 UNIT = 16  # lines of gate and up that shares are counted in: outputs are written in eights
 _MOST_LINES = {2: 256, 3: 192}  # by warpgroups that multiply: registers
 _BUSY = 0.9  # below, the library's smaller tiles save more than the pass over the product costs
+_BUSY_PARTS = 0.7  # of rows that arrive in parts, each of which the library would norm and multiply by itself
 _LEAST_STAGES, _MOST_STAGES = 4, 8  # with three, 192 rows of Qwen3-8B take longer than in the library
 
 
@@ -92,6 +93,11 @@ def persistent_cut(rows: int, n: int, k: int, sms: int, gated: bool, head_dim: i
         wide = 3 * cut.lines >= 2 * cut.rows  # else x, which every round reads, is most of what a program takes in
         return cut if wide and even(n, sms) >= _BUSY else None
     return None
+
+
+def parts_cut(rows: int, n: int, sms: int) -> Cut | None:
+    """The same of rows that are still to arrive."""
+    return GRID if rows >= MIN_ROWS and busy(rows, n, sms // 2) >= _BUSY_PARTS else None
 
 
 def busy(rows: int, n: int, clusters: int) -> float:

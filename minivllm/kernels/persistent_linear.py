@@ -21,7 +21,7 @@ from minivllm.kernels._triton import cdiv, compiling, num_sms
 from minivllm.kernels.exchange import Arrival
 from minivllm.kernels.hopper import STEP, Plan, compile_ahead, heads_argument, launch, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
-from minivllm.kernels.persistent_config import GRID, UNIT, Cut, cut_kernel, persistent_cut
+from minivllm.kernels.persistent_config import GRID, UNIT, Cut, cut_kernel, parts_cut, persistent_cut
 from minivllm.kernels.rotary import Heads
 
 HEAD_DIMS = (64, 128)  # of heads that it norms, rotates and stores
@@ -42,8 +42,9 @@ def use_persistent(
     ``parts``: of rows that are still to arrive."""
     if dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
         return False
-    cut = persistent_cut(rows, n, k, num_sms(device), gated, head_dim)
-    if cut is None or (parts and cut is not GRID):
+    sms = num_sms(device)
+    cut = parts_cut(rows, n, sms) if parts else persistent_cut(rows, n, k, sms, gated, head_dim)
+    if cut is None:
         return False
     return loads(cut_kernel(cut, gated, head_dim, parts), device)
 
