@@ -7,7 +7,7 @@ import torch
 from minivllm.backends.triton import TritonBackend
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels import nvrtc
-from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, TILE, prompt_attention
+from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, prompt_attention, tile_tokens
 
 
 class HopperBackend(TritonBackend):
@@ -24,6 +24,10 @@ class HopperBackend(TritonBackend):
         packages=("triton", "cuda.bindings"),
     )
 
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        self.attends_beside = self.plain_decode and type(self).prefill is HopperBackend.prefill
+
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         why = super(TritonBackend, cls).unsupported(spec)
@@ -33,7 +37,7 @@ class HopperBackend(TritonBackend):
 
     @property
     def tile_tokens(self) -> int:
-        return TILE
+        return tile_tokens(self.group)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch

@@ -109,6 +109,14 @@ def page_map(pointer: int, pages: int, size: int, width: int, columns: int | Non
     return _encoded(pointer, (64, size, width // 64, pages), (width, 64, size * width), box)
 
 
+@lru_cache(maxsize=8192)
+def head_map(pointer: int, tokens: int, heads: int, dim: int, stride: int, box_heads: int, box_tokens: int) -> TensorMap:
+    """The same for (tokens, heads, dim), ``stride`` elements from a token to the next: 64 dimensions of some heads of
+    some tokens, a token's one after another."""
+    box = (64, box_heads, box_tokens, 1)
+    return _encoded(pointer, (64, heads, tokens, dim // 64), (dim, stride, 64), box)
+
+
 def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
     """Dimensions from the innermost on, which is contiguous; ``strides``, of the others, in elements."""
     from cuda.bindings import driver

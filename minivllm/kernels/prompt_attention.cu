@@ -1,13 +1,14 @@
 // Causal attention of prompts, or chunks of them, over a paged cache; see prompt_attention.py.
 //
 // Compiled for one (D, KEYS): a head's dimension and the keys of a tile; behind hopper.cuh, `multiply_first` and
-// `multiply` of 64 x KEYS and `multiply_held` of 64 x D. A program goes through items, each 128 query tokens of a head,
-// the longest first. Of its warpgroups two multiply, each for 64 of the tokens; of the third, one warp asks for queries
-// and keys, one for values, page by page (TMA). Tiles of keys are taken from the last to the first, so that the masked
-// ones come first. While the tensor cores make a tile's output, the next tile's scores are exponentiated:
-// FlashAttention-3 (Shah et al., 2024).
+// `multiply` of 64 x KEYS and `multiply_held` of 64 x D. A program goes through items, the longest first: of so many
+// query tokens the heads that share a key head, up to 128 rows, a token's one after another. Of its warpgroups two
+// multiply, each for 64 of the rows; of the third, one warp asks for queries and keys, one for values, page by page (TMA).
+// Tiles of keys are taken from the last to the first, so that the masked ones come first. While the tensor cores make a
+// tile's output, the next tile's scores are exponentiated (FlashAttention-3, Shah et al., 2024), be it this item's or
+// the next one's: the queries of two items are here at once.
 
-constexpr int ROWS = 128, HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
+constexpr int ROWS = 128, AT_ONCE = 2, HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
 constexpr int HALF_QUERIES = ROWS * LINE, HALF_KEYS = KEYS * LINE;  // 64 dimensions of all rows
 constexpr int QUERY_BYTES = HALVES * HALF_QUERIES, TILE_BYTES = HALVES * HALF_KEYS;
 constexpr int STAGES = 2, GROUPS = 2;
@@ -17,12 +18,14 @@ struct Step {  // of the batch; strides in elements
   const int* tiles;                      // (tiles, 2): a row of prompts (-1: no more), and the tile's first token of it
   const int *starts, *lengths, *tables;  // (rows + 1,); (rows,); (rows, stride): first tokens, keys, blocks
   long long table_stride, out_stride;
-  int count, first_row, heads, group;    // tiles; the first row of a prompt; query heads, and those of a key head
+  int count, first_row, heads, group;    // tiles; the first row of a prompt; key heads, and query heads of each
+  int each;                              // tokens of a tile
   float scale;                           // times log2(e)
 };
 
-struct Item {
-  int head, row, token, live, before, length, tiles;  // token: of q and out; live: tokens that are; keys before them
+struct alignas(16) Item {  // so that it is read in two pieces, both of them when it is looked at
+  // Head of the keys; first token of q and out; how many there are; keys before them, and in all.
+  int head, row, token, live, before, length, tiles;
 
   // The number-th; its row is -1 where there are no more.
   __device__ __forceinline__ void take(const Step& step, int number) {
@@ -33,9 +36,9 @@ struct Item {
     if (index < 0) return;
     head = number % step.heads, row = step.first_row + index;
     const int start = step.starts[row], queries = step.starts[row + 1] - start;
-    token = start - step.starts[step.first_row] + first, live = min(queries - first, ROWS);
+    token = start - step.starts[step.first_row] + first, live = min(queries - first, step.each);
     length = step.lengths[row], before = length - queries + first;
-    const int seen = min(before + ROWS, length);
+    const int seen = min(before + step.each, length);
     tiles = seen > 0 ? (seen + KEYS - 1) / KEYS : 0;
   }
   // The block of a page of a tile; past the last key, of the last page.
@@ -71,29 +74,40 @@ __device__ __forceinline__ int number_of(int round) {
   return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
+// 64 dimensions of a tile's queries, from the token and the head on.
+__device__ __forceinline__ void load_queries(u32 to, const TensorMap* map, int head, int token, int half, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+      "r"(to), "l"(map), "r"(bar), "r"(0), "r"(head), "r"(token), "r"(half) : "memory");
+}
+
 // All keys, or all values, of this program's items; with the keys the items themselves, which whoever multiplies finds in
 // ``given``, and their queries. Lanes ask for 64 dimensions of a page each.
 template <bool QUERIES>
 __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap& queries, const Step& step, u32 tiles,
                                            u32 full, u32 empty, u32 query_tile, u32 query_full, u32 query_empty,
-                                           Item& given) {
+                                           Item* given) {
   const int lane = threadIdx.x % 32, page = lane % PAGES, half = lane / PAGES % HALVES;
   Turn turn;
   Item item;
   int round = 0;
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // nothing is read, and nobody multiplies, before
   item.take(step, number_of(round));
   int block = item.block(step, item.tiles - 1, page);
 #pragma unroll 1
   for (int items = 0;; items++) {
     if (QUERIES && lane == 0) {
-      barrier_wait(query_empty, items & 1 ^ 1);
-      given = item;
-      if (!item.tiles) here_arrive(query_full);
+      const int place = items % AT_ONCE;
+      const u32 bar = query_full + 8 * place;
+      barrier_wait(query_empty + 8 * place, items / AT_ONCE & 1 ^ 1);
+      given[place] = item;
+      if (!item.tiles) here_arrive(bar);
       else {
-        barrier_expect(query_full, QUERY_BYTES);
+        barrier_expect(bar, HALVES * step.each * step.group * LINE);
 #pragma unroll
         for (int h = 0; h < HALVES; h++)
-          load_tile(query_tile + h * HALF_QUERIES, &queries, item.head * D + h * 64, item.token, query_full, 1, 0);
+          load_queries(query_tile + place * QUERY_BYTES + h * HALF_QUERIES, &queries, item.head * step.group,
+                       item.token, h, bar);
       }
     }
     if (item.row < 0) return;
@@ -112,7 +126,7 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
       __syncwarp();
       if (lane < PAGES * HALVES)
         load_page(tiles + turn.stage * TILE_BYTES + half * HALF_KEYS + page * PAGE * LINE, &map,
-                  item.head / step.group * HALVES + half, block, bar);
+                  item.head * HALVES + half, block, bar);
       block = item.block(step, tile - 1, page);
       if (tile == item.tiles - 1) look_ahead();
     }
@@ -149,14 +163,14 @@ struct Softmax {  // of this thread's two rows, 8 apart
   }
 };
 
-// Row ``position`` sees keys up to its number, of those that begin at ``first``; its thread's other row eight more.
-__device__ __forceinline__ void hide(float (&s)[KEYS / 2], int first, int position) {
+// Of keys that begin at ``first`` this thread's rows see those up to their positions.
+__device__ __forceinline__ void hide(float (&s)[KEYS / 2], int first, const int (&positions)[2]) {
   const int column = first + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
     for (int e = 0; e < 4; e++)
-      if (column + j * 8 + e % 2 > position + e / 2 * 8) s[4 * j + e] = NONE;
+      if (column + j * 8 + e % 2 > positions[e / 2]) s[4 * j + e] = NONE;
 }
 
 // As the tensor cores take them: of each 16 keys, this thread's of both rows.
@@ -215,15 +229,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                  const __grid_constant__ TensorMap values, u16* out, const __grid_constant__ Step step) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 + 4 * STAGES];
-  __shared__ Item given;
-  const u32 query_tile = (shared_address(memory) + 1023) & ~1023u, key_tiles = query_tile + QUERY_BYTES;
+  __shared__ u64 barriers[2 * AT_ONCE + 4 * STAGES];
+  __shared__ Item given[AT_ONCE];
+  const u32 query_tile = (shared_address(memory) + 1023) & ~1023u, key_tiles = query_tile + AT_ONCE * QUERY_BYTES;
   const u32 value_tiles = key_tiles + STAGES * TILE_BYTES;
-  const u32 query_full = shared_address(barriers), query_empty = query_full + 8;
-  const u32 keys_full = query_full + 16, keys_empty = keys_full + 8 * STAGES;
+  const u32 query_full = shared_address(barriers), query_empty = query_full + 8 * AT_ONCE;
+  const u32 keys_full = query_empty + 8 * AT_ONCE, keys_empty = keys_full + 8 * STAGES;
   const u32 values_full = keys_empty + 8 * STAGES, values_empty = values_full + 8 * STAGES;
   if (threadIdx.x == 0) {
-    barrier_init(query_full, 1), barrier_init(query_empty, GROUPS);
+    for (int i = 0; i < AT_ONCE; i++) barrier_init(query_full + 8 * i, 1), barrier_init(query_empty + 8 * i, GROUPS);
     for (int s = 0; s < STAGES; s++) {
       barrier_init(keys_full + 8 * s, 1), barrier_init(keys_empty + 8 * s, GROUPS);
       barrier_init(values_full + 8 * s, 1), barrier_init(values_empty + 8 * s, GROUPS);
@@ -242,91 +256,73 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-  const int group = threadIdx.x / 128, of_group = threadIdx.x % 128;
-  const int line = group * 64 + of_group / 32 * 16 + of_group % 32 / 4;  // this thread's first row, of the item's
-  const u32 own_queries = query_tile + group * 64 * LINE;
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler is to know: it keeps
+  const int of_group = threadIdx.x % 128;                    // descriptors for all of them then, which products wait for
+  const int line = group * 64 + of_group / 32 * 16 + of_group % 32 / 4;  // this thread's first row, of an item's
+  const int tokens[2] = {line / step.group, (line + 8) / step.group};    // its tokens, and where their heads lie
+  const int first_token = group * 64 / step.group;                       // of this group's rows
   const auto leave = [&](u32 bar) {
     if (of_group == 0) here_arrive(bar);
   };
+  const auto taken = [&](int items) {  // the items-th
+    barrier_wait(query_full + 8 * (items % AT_ONCE), items / AT_ONCE & 1);
+    return given[items % AT_ONCE];
+  };
   Turn of_keys, of_values;
-  if (group == 1) your_turn(group);
-#pragma unroll 1
-  for (int items = 0;; items++) {
-    barrier_wait(query_full, items & 1);
-    const Item item = given;
-    if (item.row < 0) break;
-    float o[D / 2];
-    Softmax softmax;
+  float o[D / 2], s[KEYS / 2];
+  u32 p[KEYS / 4];
+  // Begins to score the next tile of keys by the items-th item's queries.
+  const auto score_next = [&](int items) {
+    barrier_wait(keys_full + 8 * of_keys.stage, of_keys.round);
+    my_turn(group);
+    begin_products();
+    score(s, query_tile + items % AT_ONCE * QUERY_BYTES + group * 64 * LINE, key_tiles + of_keys.stage * TILE_BYTES);
+  };
+  const auto leave_keys = [&] {
+    arrived(s);
+    leave(keys_empty + 8 * of_keys.stage);
+    of_keys.next();
+  };
+  const auto weigh_next = [&] {
+    barrier_wait(values_full + 8 * of_values.stage, of_values.round);
+    weigh(o, p, value_tiles + of_values.stage * TILE_BYTES);
+  };
+  const auto leave_values = [&] {
+    wait_for_products<0>();
+    arrived(o);
+    leave(values_empty + 8 * of_values.stage);
+    of_values.next();
+  };
+  const auto weights_of = [&](Softmax& softmax, const Item& item, int tile) {
+    if ((tile + 1) * KEYS - 1 > item.before + first_token) {
+      const int positions[2] = {item.before + tokens[0], item.before + tokens[1]};
+      hide(s, tile * KEYS, positions);
+    }
+    softmax.take(s, step.scale);
+  };
+  const auto begin_item = [&](const Item& item) {  // behind the weights of its first tile, the last of its keys
+    hold(p, s);
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-    if (item.tiles) {
-      const int position = item.before + line, certain = item.before + group * 64;  // keys that all its rows see
-      float s[KEYS / 2];
-      u32 p[KEYS / 4];
-      int tile = item.tiles - 1;
-      barrier_wait(keys_full + 8 * of_keys.stage, of_keys.round);
-      my_turn(group);
-      begin_products();
-      score(s, own_queries, key_tiles + of_keys.stage * TILE_BYTES);
-      your_turn(group);
-      wait_for_products<0>();
-      arrived(s);
-      leave(keys_empty + 8 * of_keys.stage);
-      of_keys.next();
-      hide(s, tile * KEYS, position);
-      softmax.take(s, step.scale);
-      hold(p, s);
-      if (const int held = item.length - tile * KEYS; held < KEYS) {  // what no context holds may be no number
-        const u32 at = value_tiles + of_values.stage * TILE_BYTES;
-        barrier_wait(values_full + 8 * of_values.stage, of_values.round);
+    const int held = item.length - (item.tiles - 1) * KEYS;
+    if (held >= KEYS) return;
+    const u32 at = value_tiles + of_values.stage * TILE_BYTES;  // what no context holds may be no number
+    barrier_wait(values_full + 8 * of_values.stage, of_values.round);
 #pragma unroll
-        for (int h = 0; h < HALVES; h++)
-          for (int i = held * 8 + of_group; i < KEYS * 8; i += 128)
-            write16(at + h * HALF_KEYS + i * 16, make_uint4(0, 0, 0, 0));
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        meet(1 + group, 128);
-      }
-#pragma unroll 1
-      while (--tile >= 0) {
-        barrier_wait(keys_full + 8 * of_keys.stage, of_keys.round);
-        my_turn(group);
-        begin_products();
-        score(s, own_queries, key_tiles + of_keys.stage * TILE_BYTES);
-        barrier_wait(values_full + 8 * of_values.stage, of_values.round);
-        weigh(o, p, value_tiles + of_values.stage * TILE_BYTES);
-        your_turn(group);
-        wait_for_products<1>();
-        arrived(s);
-        leave(keys_empty + 8 * of_keys.stage);
-        of_keys.next();
-        if ((tile + 1) * KEYS - 1 > certain) hide(s, tile * KEYS, position);
-        softmax.take(s, step.scale);
-        wait_for_products<0>();
-        arrived(o);
-        leave(values_empty + 8 * of_values.stage);
-        of_values.next();
-#pragma unroll
-        for (int i = 0; i < D / 2; i++) o[i] *= softmax.fades[i / 2 % 2];
-        hold(p, s);
-      }
-      leave(query_empty);  // and the item
-      barrier_wait(values_full + 8 * of_values.stage, of_values.round);
-      begin_products();
-      weigh(o, p, value_tiles + of_values.stage * TILE_BYTES);
-      wait_for_products<0>();
-      arrived(o);
-      leave(values_empty + 8 * of_values.stage);
-      of_values.next();
-    } else {
-      meet(1 + group, 128);  // all have read the item
-      leave(query_empty);
-    }
+    for (int h = 0; h < HALVES; h++)
+      for (int i = held * 8 + of_group; i < KEYS * 8; i += 128)
+        write16(at + h * HALF_KEYS + i * 16, make_uint4(0, 0, 0, 0));
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    meet(1 + group, 128);
+  };
+  const auto store = [&](const Item& item, const float (&sums)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float sum = softmax.sums[h];
+      float sum = sums[h];
       sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
       const float factor = sum > 0.f ? 1.f / sum : 0.f;
-      u16* to = out + (item.token + line + 8 * h) * step.out_stride + item.head * D + of_group % 4 * 8;
+      const int head = item.head * step.group + line + 8 * h - tokens[h] * step.group;
+      u16* to = out + (item.token + tokens[h]) * step.out_stride + head * D + of_group % 4 * 8;
 #pragma unroll
       for (int i = 0; i < D / 32; i++) {  // of four lanes' pairs of four eights each lane gets one eight
         u32 pairs[4];
@@ -336,8 +332,64 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
           pairs[j] = pack(y[0] * factor, y[1] * factor);
         }
         const uint4 eight = gathered(pairs);
-        if (line + 8 * h < item.live) *(uint4*)(to + i * 32) = eight;
+        if (tokens[h] < item.live) *(uint4*)(to + i * 32) = eight;
       }
     }
+  };
+  if (group == 1) your_turn(group);
+  int items = 0;
+  Item item = taken(items), next;
+#pragma unroll 1
+  while (item.row >= 0) {
+    Softmax softmax;
+    if (item.tiles) {
+      int tile = item.tiles - 1;
+      score_next(items);
+      your_turn(group);
+      wait_for_products<0>();
+      leave_keys();
+      weights_of(softmax, item, tile);
+      begin_item(item);
+#pragma unroll 1
+      for (;;) {
+        const bool last = tile == 0;
+        if (last) {
+          leave(query_empty + 8 * (items % AT_ONCE));  // and the item
+          next = taken(++items);
+          if (next.row < 0 || !next.tiles) break;
+          tile = next.tiles;
+        }
+        tile--;
+        score_next(items);
+        weigh_next();
+        your_turn(group);
+        wait_for_products<1>();
+        leave_keys();
+        const float sums[2] = {softmax.sums[0], softmax.sums[1]};
+        if (last) softmax = Softmax();
+        weights_of(softmax, last ? next : item, tile);
+        leave_values();
+        if (last) {
+          store(item, sums);
+          begin_item(next);
+          item = next;
+        } else {
+#pragma unroll
+          for (int i = 0; i < D / 2; i++) o[i] *= softmax.fades[i / 2 % 2];
+          hold(p, s);
+        }
+      }
+      begin_products();
+      weigh_next();
+      leave_values();
+    } else {
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) o[i] = 0.f;
+      meet(1 + group, 128);  // all have read the item
+      leave(query_empty + 8 * (items % AT_ONCE));
+      next = taken(++items);
+    }
+    store(item, softmax.sums);
+    item = next;
   }
 }

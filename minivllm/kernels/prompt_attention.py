@@ -1,11 +1,11 @@
 """Causal attention of prompts over a paged cache on Hopper, in CUDA C++ (``prompt_attention.cu``).
 
 Work as in ``paged_prefill``: 4 * head_dim floating-point operations a head and (query, visible key) pair. A program
-takes 128 query tokens of a head and walks through tiles of 128 keys: scores and outputs by wgmma, queries, keys and
-values by TMA, a page of the cache at a time. Exponentials of one tile go beside the product of the one before, and
-those of one warpgroup beside the products of the other: FlashAttention-3 (Shah et al., 2024,
+takes 128 rows, query tokens of all heads that share a key head, and walks through tiles of 128 keys: scores and outputs
+by wgmma, queries, keys and values by TMA, a page of the cache at a time. Exponentials of one tile go beside the product
+of the one before, and those of one warpgroup beside the products of the other: FlashAttention-3 (Shah et al., 2024,
 https://arxiv.org/abs/2407.08608). One program a multiprocessor goes through its share of the query tiles, the longest
-first.
+first, and begins each beside the end of the one before.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.hopper import Kernel, compile_ahead, load
 from minivllm.kernels.paged_prefill import LOG2E
+from minivllm.kernels.pdl import use_pdl
 
-TILE = 128  # query tokens
 HEAD_DIMS, PAGE = (64, 128), 16
-_KEYS = 128
-_STAGES, _THREADS = 2, 384
+_ROWS, _KEYS = 128, 128
+_QUERIES, _STAGES, _THREADS = 2, 2, 384  # tiles of queries, and of keys and values, that are there at once
 
 
 @cache
@@ -36,15 +36,20 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tiles", "starts", "lengths", "tables")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("count", "first_row", "heads", "group")),
+        *((name, ctypes.c_int) for name in ("count", "first_row", "heads", "group", "each")),
         ("scale", ctypes.c_float),
     ]
 
 
 @cache
-def _shape(head_dim: int, programs: int) -> nvrtc.LaunchShape:
-    size = (TILE + 2 * _STAGES * _KEYS) * head_dim * 2 + 1024
-    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), _THREADS, size, False)
+def _shape(head_dim: int, programs: int, pdl: bool) -> nvrtc.LaunchShape:
+    size = (_QUERIES * _ROWS + 2 * _STAGES * _KEYS) * head_dim * 2 + 1024
+    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), _THREADS, size, pdl)
+
+
+def tile_tokens(group: int) -> int:
+    """Query tokens of a tile, of ``group`` query heads a key head."""
+    return _ROWS // group
 
 
 def prompt_attention(
@@ -59,7 +64,7 @@ def prompt_attention(
     out: torch.Tensor,
     first_row: int = 0,
 ) -> None:
-    """As ``paged_prefill_triton``, of bfloat16; ``tiles`` are ``query_tiles(…, TILE)``, and those behind a row of -1
+    """As ``paged_prefill_triton``, of bfloat16; ``tiles`` are of ``tile_tokens``, and those behind a row of -1
     are not read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous."""
     if compiling():
         compile_ahead(_kernel(q.shape[2]))
@@ -71,13 +76,14 @@ def prompt_attention(
     assert out.stride(2) == 1 and out.stride(1) == dim and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
     if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) % 8 or q.data_ptr() % 16:  # TMA's alignment
         q = q.contiguous()
-    programs = min(num_sms(q.device), len(tiles) * heads)
-    maps = [nvrtc.tensor_map(q.data_ptr(), tokens, heads * dim, q.stride(0), TILE, 64)]
+    group = heads // kv_heads
+    programs, each = min(num_sms(q.device), len(tiles) * kv_heads), tile_tokens(group)
+    maps = [nvrtc.head_map(q.data_ptr(), tokens, heads, dim, q.stride(0), group, each)]
     maps += [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim, 64) for cache in (k_cache, v_cache)]
     step = _Step(
         tiles.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-        out.stride(0), len(tiles), first_row, heads, heads // kv_heads, scale * LOG2E,
+        out.stride(0), len(tiles), first_row, kv_heads, group, each, scale * LOG2E,
     )  # fmt: skip
     pointer = ctypes.c_void_p(out.data_ptr())
     arguments = [*(one.address for one in maps), ctypes.addressof(pointer), ctypes.addressof(step)]
-    nvrtc.launch(load(_kernel(dim), q.device), _shape(dim, programs), arguments)
+    nvrtc.launch(load(_kernel(dim), q.device), _shape(dim, programs, use_pdl(q.device)), arguments)

@@ -154,14 +154,13 @@ def told(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=72 + device))
     for module in (hopper, chain_linear, megakernel, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
-    for kind in ("tensor_map", "page_map"):
+    for kind in ("tensor_map", "page_map", "head_map"):
         monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
     monkeypatch.setattr(megakernel, "_map_bytes", lambda made: bytes(128))
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    for module in (cluster_linear, persistent_linear, chain_linear, megakernel, stream_decode):
+    for module in (cluster_linear, persistent_linear, chain_linear, megakernel, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: True)
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
-    monkeypatch.setattr(prompt_attention, "num_sms", lambda device: 132)
     for module in (cluster_linear, persistent_linear):
         module._plan.cache_clear()
     yield launches
@@ -224,10 +223,10 @@ def emulated(monkeypatch, tmp_path_factory):
     for module, programs in ((megakernel, 16), (stream_decode, 4), (prompt_attention, 4)):
         monkeypatch.setattr(module, "num_sms", lambda device, programs=programs: programs)
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
-    for module in (megakernel, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: False)
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
     monkeypatch.setattr(nvrtc, "page_map", page_map)
+    monkeypatch.setattr(nvrtc, "head_map", tensor_map)  # HeadsOfTokens
     monkeypatch.setattr(nvrtc, "tensor_map", tensor_map)
     monkeypatch.setattr(nvrtc, "launch", launched)
     return asked

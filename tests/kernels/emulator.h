@@ -294,6 +294,22 @@ inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, 
                its.pointer + ((page * its.size + line) * its.width + (column + c) * 64 + unit * 8) * 2, 16);
   emulated::send(to, bar, std::move(bytes));
 }
+struct HeadsOfTokens { const unsigned char* pointer; long long tokens, heads, dim, stride, box_heads, box_tokens; };
+inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int head, int token,
+                                    int half) {
+  HeadsOfTokens its;
+  memcpy(&its, map, sizeof its);
+  if (zero || to % 1024 || (half + 1) * 64 > its.dim) emulated::fail("a box is lines of 128 bytes, which are swizzled");
+  std::vector<unsigned char> bytes(its.box_tokens * its.box_heads * 128);
+  for (int line = 0; line < its.box_tokens * its.box_heads; line++) {
+    const long long t = token + line / its.box_heads, h = head + line % its.box_heads;
+    if (t >= its.tokens || h >= its.heads) continue;
+    for (int unit = 0; unit < 8; unit++)
+      memcpy(&bytes[line * 128 + (unit ^ (line & 7)) * 16],
+             its.pointer + (t * its.stride + h * its.dim + half * 64 + unit * 8) * 2, 16);
+  }
+  emulated::send(to, bar, std::move(bytes));
+}
 inline void elect_sync(unsigned& yes) { yes = emulated::lane() == 0; }
 inline void createpolicy(unsigned long long& policy) { policy = 0; }
 inline void fence_mbarrier_init() {}

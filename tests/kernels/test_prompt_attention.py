@@ -8,7 +8,7 @@ from test_paged_attention import paged_world
 from minivllm.kernels import nvrtc
 from minivllm.kernels import prompt_attention as module
 from minivllm.kernels.paged_prefill import paged_attention_reference, query_tiles
-from minivllm.kernels.prompt_attention import HEAD_DIMS, TILE, prompt_attention
+from minivllm.kernels.prompt_attention import HEAD_DIMS, prompt_attention, tile_tokens
 
 
 def step_of(where, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
@@ -17,7 +17,7 @@ def step_of(where, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
     k, v, tables, lens = paged_world(where, seq_lens, heads, kv_heads, dim, 16)
     q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
     start = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device)
-    tiles = query_tiles(np.array(query_lens), np.array(seq_lens), TILE)
+    tiles = query_tiles(np.array(query_lens), np.array(seq_lens), tile_tokens(heads // kv_heads))
     tiles = np.concatenate((tiles, np.full((no_more, 2), -1, np.int32)))
     return q, k, v, tables, start, lens, torch.from_numpy(tiles).to(device), 0.1
 
@@ -32,7 +32,7 @@ def test_it_compiles_and_reads_shared_memory_in_time(dim, compiled, reads_in_tim
     reads_in_time(cubin)
 
 
-@pytest.mark.parametrize(("queries", "programs"), [([40], 4), ([300, 5], 16), ([128 * 40], 132)])
+@pytest.mark.parametrize(("queries", "programs"), [([40], 2), ([300, 5], 12), ([128 * 40], 132)])
 def test_the_driver_is_told_the_launch(queries, programs, told):
     first, stride = 2, 640
     world = step_of(("cpu", torch.bfloat16), queries, [n + 7 for n in queries], 4, 2, 64, no_more=0)
@@ -40,18 +40,18 @@ def test_the_driver_is_told_the_launch(queries, programs, told):
     out = torch.empty(len(q), stride // 64, 64, dtype=q.dtype)[:, :4]
     prompt_attention(q, k, v, tables, start, lens, tiles, scale, out, first)
     ((config, kernel, (*maps, to, step)),) = told.seen
-    assert (config.gridDimX, config.gridDimY, config.blockDimX, config.numAttrs) == (programs, 1, 384, 0)
-    assert config.sharedMemBytes >= (TILE + 4 * 128) * 64 * 2 + 1024
+    assert (config.gridDimX, config.gridDimY, config.blockDimX, config.numAttrs) == (programs, 1, 384, 1)
+    assert config.sharedMemBytes >= (2 * 128 + 4 * 128) * 64 * 2 + 1024
     assert kernel is module._kernel(64) and maps == [5, 5, 5] and to == out.data_ptr()
     assert told.maps == [
-        (q.data_ptr(), len(q), 256, 256, TILE, 64),
+        (q.data_ptr(), len(q), 4, 64, 256, 2, 64),
         (k.data_ptr(), len(k), 16, 128, 64),
         (v.data_ptr(), len(v), 16, 128, 64),
     ]
     pointers = tiles.data_ptr(), start.data_ptr(), lens.data_ptr(), tables.data_ptr()
     assert (step.tiles, step.starts, step.lengths, step.tables) == pointers
     assert (step.table_stride, step.out_stride) == (tables.stride(0), stride)
-    assert (step.count, step.first_row, step.heads, step.group) == (len(tiles), first, 4, 2)
+    assert (step.count, step.first_row, step.heads, step.group, step.each) == (len(tiles), first, 2, 2, 64)
     assert step.scale == pytest.approx(scale * module.LOG2E)
 
 
@@ -59,7 +59,7 @@ def test_queries_that_tma_cannot_read_are_copied_and_none_are_no_launch(told):
     q, *rest = step_of(("cpu", torch.bfloat16), [9], [9], 4, 2, 64)
     wide = torch.empty(9, 4 * 64 + 4, dtype=q.dtype)[:, 4:].view(9, 4, 64)
     prompt_attention(wide, *rest, torch.empty_like(q))
-    assert told.maps[0][0] != wide.data_ptr() and told.maps[0][3] == 256
+    assert told.maps[0][0] != wide.data_ptr() and told.maps[0][4] == 256
     k, v, tables, start, lens, tiles, scale = rest
     prompt_attention(q[:0], k, v, tables, start, lens, tiles[:0], scale, torch.empty_like(q[:0]))
     assert len(told.seen) == 1
@@ -73,6 +73,7 @@ STEPS = {  # query and key lengths, heads, key heads, head size
     "padding": ([40, 30], [40, 1], 2, 1, 128),
     "many items": ([70] * 5, [70, 90, 128, 129, 200], 4, 1, 64),
     "long": ([150], [520], 2, 1, 128),
+    "five heads a key head": ([60, 3], [200, 300], 5, 1, 64),
 }
 
 
@@ -81,16 +82,16 @@ def test_it_attends_as_the_reference_does_wherever_it_runs(step, emulated, close
     check(close, *STEPS[step], no_more=2, device="cpu")
 
 
-_GIVEN_UP = "        leave(keys_empty + 8 * of_keys.stage);\n"
+_GIVEN_UP = "    leave(keys_empty + 8 * of_keys.stage);\n"
 MISTAKES = {
-    "scores read too early": [("        wait_for_products<1>();\n", "")],
+    "scores read too early": [("      wait_for_products<1>();\n", "")],
     "keys given up too early": [
-        ("        arrived(s);\n" + _GIVEN_UP, "        arrived(s);\n"),
-        ("        my_turn(group);\n", _GIVEN_UP + "        my_turn(group);\n"),
+        ("    arrived(s);\n" + _GIVEN_UP, "    arrived(s);\n"),
+        ("    my_turn(group);\n", _GIVEN_UP + "    my_turn(group);\n"),
     ],
-    "values that are no numbers": [("held < KEYS", "held < 0")],
+    "values that are no numbers": [("if (held >= KEYS) return;", "return;")],
     "no turn is given": [("  if (group == 1) your_turn(group);\n", "")],
-    "an item that changes while it is read": [("      barrier_wait(query_empty, items & 1 ^ 1);\n", "")],
+    "an item that changes while it is read": [("      barrier_wait(query_empty + 8 * place, items / AT_ONCE & 1 ^ 1);\n", "")],
 }
 
 
@@ -99,7 +100,7 @@ def test_the_emulator_notices(mistake, emulated, close):
     emulated.changes = MISTAKES[mistake]
     with pytest.raises((AssertionError, RuntimeError)):
         for emulated.seed in range(8):
-            for step in ("padding", "long"):
+            for step in ("padding", "long", "many items"):
                 check(close, *STEPS[step], no_more=2, device="cpu")
 
 
@@ -149,7 +150,7 @@ def test_rows_of_decodes_before_the_prompts_are_passed_over(gpu, close):
     q, k, v, tables, start, lens, _, scale = step_of(
         ("cuda", torch.bfloat16), [1, 1, 200, 30], [9, 40, 200, 530], 4, 2, 128
     )
-    tiles = torch.from_numpy(query_tiles(np.array([200, 30]), np.array([200, 530]), TILE)).cuda()
+    tiles = torch.from_numpy(query_tiles(np.array([200, 30]), np.array([200, 530]), tile_tokens(2))).cuda()
     out = torch.full_like(q, float("nan"))
     prompt_attention(q[2:], k, v, tables, start, lens, tiles, scale, out[2:], 2)
     expected = paged_attention_reference(q.float(), k.float(), v.float(), tables, start, lens, scale)
@@ -166,7 +167,7 @@ def test_a_captured_step_takes_what_its_buffers_hold(gpu, close, captured):
     for queries, seqs in (([300, 20], [300, 500]), ([20, 300], [100, 420]), ([250, 70], [250, 71])):
         start.copy_(torch.tensor([0, *np.cumsum(queries)]))
         lens.copy_(torch.tensor(seqs))
-        new = query_tiles(np.array(queries), np.array(seqs), TILE)
+        new = query_tiles(np.array(queries), np.array(seqs), tile_tokens(2))
         tiles.fill_(-1)[: len(new)] = torch.from_numpy(new)
         out.fill_(float("nan"))
         graph.replay()
