@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from minivllm.backends.triton import TritonBackend
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels import nvrtc
-from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, prompt_attention, tile_tokens
+from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, PromptWorkspace, prompt_attention, tile_tokens
 
 
 class HopperBackend(TritonBackend):
@@ -26,6 +27,7 @@ class HopperBackend(TritonBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
+        self._prompts: PromptWorkspace | None = None
         self.attends_beside = self.plain_decode and type(self).prefill is HopperBackend.prefill
 
     @classmethod
@@ -39,9 +41,22 @@ class HopperBackend(TritonBackend):
     def tile_tokens(self) -> int:
         return tile_tokens(self.group)
 
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        super().bind(kv_cache)
+        if self._prompts is None:
+            self._prompts = PromptWorkspace(self.spec.num_kv_heads, self.spec.head_dim, kv_cache.device)
+
+    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        assert self._prompts is not None
+        return self._prompts.key_parts(query_lens, seq_lens, self.group)
+
+    def _most_tiles(self, tokens: int, rows: int) -> int:
+        assert self._prompts is not None
+        return self._prompts.most_tiles(tokens, rows, self.group)
+
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch
-        assert batch is not None and self._tiles is not None
+        assert batch is not None and self._tiles is not None and self._prompts is not None
         k_cache, v_cache = self.kv_cache[layer.index]
         prompt_attention(
             q,
@@ -53,5 +68,6 @@ class HopperBackend(TritonBackend):
             self._tiles,
             self.spec.scale,
             out,
+            self._prompts,
             batch.num_decodes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch
@@ -52,7 +53,7 @@ class TritonBackend(AttentionBackend):
         self._own: tuple[torch.Tensor, torch.Tensor] | None = None  # of this step's cascade, tables and lengths
         self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # which holds this step's schedule
         self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
-        self._tiles: torch.Tensor | None = None  # (m, 2) int32: query tiles of the step's prompt rows
+        self._tiles: torch.Tensor | None = None  # (m, …) int32: query tiles of the step's prompt rows
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -112,24 +113,31 @@ class TritonBackend(AttentionBackend):
         """Query tokens of a tile of ``prefill``."""
         return self.prefill_config.block_m // self.group
 
+    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+        """What ``prefill`` works through, of the step's prompt rows."""
+        return query_tiles(query_lens, seq_lens, self.tile_tokens)
+
+    def _most_tiles(self, tokens: int, rows: int) -> int:
+        """Of so many tokens of so many rows."""
+        return tokens // self.tile_tokens + rows
+
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
             raise ValueError(f"{batch.num_decodes} decode rows, planned for {self.max_rows} (max_num_seqs)")
         self.batch, self._scheduled, self._tiles = batch, None, None
         d = batch.num_decodes
         if d < batch.num_seqs:
-            block_q = self.tile_tokens
-            tiles = torch.from_numpy(query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:], block_q))
+            tiles = torch.from_numpy(self._query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:]))
             device = batch.seq_lens.device
             self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
             if batch.graph_size:
-                most = (batch.graph_size - d) // block_q + batch.num_seqs - d
+                most = self._most_tiles(batch.graph_size - d, batch.num_seqs - d)
                 self._tiles = self._captured_tiles(self._tiles, most)
 
     def _captured_tiles(self, tiles: torch.Tensor, most: int) -> torch.Tensor:
-        """The tiles where a graph finds them: (most, 2), a buffer for each ``most``, -1 behind the last."""
+        """The tiles where a graph finds them: a buffer for each ``most``, -1 behind the last."""
         if most not in self._tiles_of:
-            self._tiles_of[most] = torch.empty((most, 2), dtype=torch.int32, device=tiles.device)
+            self._tiles_of[most] = tiles.new_empty((most, tiles.shape[1]))
         static = self._tiles_of[most]
         static[: len(tiles)] = tiles
         static[len(tiles) :] = -1

@@ -110,7 +110,9 @@ def page_map(pointer: int, pages: int, size: int, width: int, columns: int | Non
 
 
 @lru_cache(maxsize=8192)
-def head_map(pointer: int, tokens: int, heads: int, dim: int, stride: int, box_heads: int, box_tokens: int) -> TensorMap:
+def head_map(
+    pointer: int, tokens: int, heads: int, dim: int, stride: int, box_heads: int, box_tokens: int
+) -> TensorMap:
     """The same for (tokens, heads, dim), ``stride`` elements from a token to the next: 64 dimensions of some heads of
     some tokens, a token's one after another."""
     box = (64, box_heads, box_tokens, 1)

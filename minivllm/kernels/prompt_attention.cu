@@ -6,47 +6,60 @@
 // multiply, each for 64 of the rows; of the third, one warp asks for queries and keys, one for values, page by page (TMA).
 // Tiles of keys are taken from the last to the first, so that the masked ones come first. While the tensor cores make a
 // tile's output, the next tile's scores are exponentiated (FlashAttention-3, Shah et al., 2024), be it this item's or
-// the next one's: the queries of two items are here at once.
+// the next one's: the queries of two items are here at once. Where few queries see many keys, these are cut into parts,
+// an item each (flash decoding, Dao et al., 2023): whoever is the last of them to end adds them up.
 
-constexpr int ROWS = 128, AT_ONCE = 2, HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
+constexpr int ROWS = 128, AT_ONCE = 2, KNOWN = 2 * AT_ONCE;  // items whose queries are here, and that may be looked at
+constexpr int HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
 constexpr int HALF_QUERIES = ROWS * LINE, HALF_KEYS = KEYS * LINE;  // 64 dimensions of all rows
 constexpr int QUERY_BYTES = HALVES * HALF_QUERIES, TILE_BYTES = HALVES * HALF_KEYS;
 constexpr int STAGES = 2, GROUPS = 2;
 #define NONE __int_as_float(0xFF800000)  // minus infinity
 
 struct Step {  // of the batch; strides in elements
-  const int* tiles;                      // (tiles, 2): a row of prompts (-1: no more), and the tile's first token of it
+  const int4* tiles;                     // of queries: a row of prompts (-1: no more), and the tile's first token of it;
+                                         // the part of its keys, and 65,536 times how many; where those are left
   const int *starts, *lengths, *tables;  // (rows + 1,); (rows,); (rows, stride): first tokens, keys, blocks
   long long table_stride, out_stride;
   int count, first_row, heads, group;    // tiles; the first row of a prompt; key heads, and query heads of each
+  float4* left;                          // what parts leave, and how many of them have so far
+  u32* came;
   int each;                              // tokens of a tile
   float scale;                           // times log2(e)
 };
 
-struct alignas(16) Item {  // so that it is read in two pieces, both of them when it is looked at
-  // Head of the keys; first token of q and out; how many there are; keys before them, and in all.
-  int head, row, token, live, before, length, tiles;
+struct Item {
+  // Head of the keys; first token of q and out; how many there are; keys before them, and in all; the first tile of keys.
+  int head, row, token, live, before, length, first, left, part, parts, tiles;
 
   // The number-th; its row is -1 where there are no more.
   __device__ __forceinline__ void take(const Step& step, int number) {
     const int tile = number / step.heads;
-    row = -1, tiles = 0;
+    row = -1, tiles = first = 0;
     if (tile >= step.count) return;
-    const int index = step.tiles[2 * tile], first = step.tiles[2 * tile + 1];
-    if (index < 0) return;
-    head = number % step.heads, row = step.first_row + index;
+    const int4 its = step.tiles[tile];
+    if (its.x < 0) return;
+    head = number % step.heads, row = step.first_row + its.x;
     const int start = step.starts[row], queries = step.starts[row + 1] - start;
-    token = start - step.starts[step.first_row] + first, live = min(queries - first, step.each);
-    length = step.lengths[row], before = length - queries + first;
-    const int seen = min(before + step.each, length);
-    tiles = seen > 0 ? (seen + KEYS - 1) / KEYS : 0;
+    token = start - step.starts[step.first_row] + its.y, live = min(queries - its.y, step.each);
+    length = step.lengths[row], before = length - queries + its.y;
+    const int seen = max(min(before + step.each, length), 0), all = (seen + KEYS - 1) / KEYS;
+    part = its.z & 0xFFFF, parts = its.z >> 16, left = its.w;
+    first = all * part / parts, tiles = all * (part + 1) / parts - first;
   }
   // The block of a page of a tile; past the last key, of the last page.
   __device__ __forceinline__ int block(const Step& step, int tile, int page) const {
-    if (tile < 0) return 0;
+    if (tile < first) return 0;
     return step.tables[row * step.table_stride + min(tile * PAGES + page, (length - 1) / PAGE)];
   }
 };
+
+// Counts one; returns how many there were. Whoever counts the last one finds what all left before they counted.
+__device__ __forceinline__ u32 one_more(u32* count) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(1) : "memory");
+  return before;
+}
 
 struct Turn {  // of a ring's stages
   int stage = 0, round = 0;
@@ -93,14 +106,14 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
   int round = 0;
   asm volatile("griddepcontrol.wait;" ::: "memory");  // nothing is read, and nobody multiplies, before
   item.take(step, number_of(round));
-  int block = item.block(step, item.tiles - 1, page);
+  int block = item.block(step, item.first + item.tiles - 1, page);
 #pragma unroll 1
   for (int items = 0;; items++) {
     if (QUERIES && lane == 0) {
       const int place = items % AT_ONCE;
       const u32 bar = query_full + 8 * place;
       barrier_wait(query_empty + 8 * place, items / AT_ONCE & 1 ^ 1);
-      given[place] = item;
+      given[items % KNOWN] = item;  // one of which all, when the queries in this place were left, had stored what came out
       if (!item.tiles) here_arrive(bar);
       else {
         barrier_expect(bar, HALVES * step.each * step.group * LINE);
@@ -115,11 +128,11 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
     int next_block = 0;
     const auto look_ahead = [&] {
       next.take(step, number_of(++round));
-      next_block = next.block(step, next.tiles - 1, page);
+      next_block = next.block(step, next.first + next.tiles - 1, page);
     };
     if (!item.tiles) look_ahead();
 #pragma unroll 1
-    for (int tile = item.tiles - 1; tile >= 0; tile--, turn.next()) {
+    for (int tile = item.first + item.tiles - 1; tile >= item.first; tile--, turn.next()) {
       const u32 bar = full + 8 * turn.stage;
       barrier_wait(empty + 8 * turn.stage, turn.round ^ 1);
       if (lane == 0) barrier_expect(bar, TILE_BYTES);
@@ -128,7 +141,7 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
         load_page(tiles + turn.stage * TILE_BYTES + half * HALF_KEYS + page * PAGE * LINE, &map,
                   item.head * HALVES + half, block, bar);
       block = item.block(step, tile - 1, page);
-      if (tile == item.tiles - 1) look_ahead();
+      if (tile == item.first + item.tiles - 1) look_ahead();
     }
     item = next, block = next_block;
   }
@@ -230,7 +243,8 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
                  const __grid_constant__ TensorMap values, u16* out, const __grid_constant__ Step step) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * AT_ONCE + 4 * STAGES];
-  __shared__ Item given[AT_ONCE];
+  __shared__ Item given[KNOWN];
+  __shared__ u32 came[GROUPS];
   const u32 query_tile = (shared_address(memory) + 1023) & ~1023u, key_tiles = query_tile + AT_ONCE * QUERY_BYTES;
   const u32 value_tiles = key_tiles + STAGES * TILE_BYTES;
   const u32 query_full = shared_address(barriers), query_empty = query_full + 8 * AT_ONCE;
@@ -264,15 +278,15 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
   const auto leave = [&](u32 bar) {
     if (of_group == 0) here_arrive(bar);
   };
-  const auto taken = [&](int items) {  // the items-th
-    barrier_wait(query_full + 8 * (items % AT_ONCE), items / AT_ONCE & 1);
-    return given[items % AT_ONCE];
-  };
+  int items = 0;  // how many are done
+  const auto item = [&](int items) -> const Item& { return given[items % KNOWN]; };
+  const auto wait_for_item = [&] { barrier_wait(query_full + 8 * (items % AT_ONCE), items / AT_ONCE & 1); };
+  const auto leave_queries = [&] { leave(query_empty + 8 * (items % AT_ONCE)); };
   Turn of_keys, of_values;
   float o[D / 2], s[KEYS / 2];
   u32 p[KEYS / 4];
-  // Begins to score the next tile of keys by the items-th item's queries.
-  const auto score_next = [&](int items) {
+  // Begins to score the next tile of keys.
+  const auto score_next = [&] {
     barrier_wait(keys_full + 8 * of_keys.stage, of_keys.round);
     my_turn(group);
     begin_products();
@@ -293,18 +307,17 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     leave(values_empty + 8 * of_values.stage);
     of_values.next();
   };
-  const auto weights_of = [&](Softmax& softmax, const Item& item, int tile) {
-    if ((tile + 1) * KEYS - 1 > item.before + first_token) {
-      const int positions[2] = {item.before + tokens[0], item.before + tokens[1]};
+  const auto weights_of = [&](Softmax& softmax, int before, int tile) {
+    if ((tile + 1) * KEYS - 1 > before + first_token) {
+      const int positions[2] = {before + tokens[0], before + tokens[1]};
       hide(s, tile * KEYS, positions);
     }
     softmax.take(s, step.scale);
   };
   const auto begin_item = [&](const Item& item) {  // behind the weights of its first tile, the last of its keys
-    hold(p, s);
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-    const int held = item.length - (item.tiles - 1) * KEYS;
+    const int held = item.length - (item.first + item.tiles - 1) * KEYS;
     if (held >= KEYS) return;
     const u32 at = value_tiles + of_values.stage * TILE_BYTES;  // what no context holds may be no number
     barrier_wait(values_full + 8 * of_values.stage, of_values.round);
@@ -315,12 +328,64 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     meet(1 + group, 128);
   };
-  const auto store = [&](const Item& item, const float (&sums)[2]) {
+  // Leaves this part of an item; returns whether it was the last one, and then o, tops and sums are those of all.
+  const auto joined = [&](const Item& item, float (&tops)[2], float (&sums)[2]) {
+    constexpr int WORDS = D / 8;  // fours of o, before one of tops and sums
+    const auto of_part = [&](int part) {
+      return step.left + (((item.left + part) * step.heads + item.head) * GROUPS + group) * (WORDS + 1) * 128 + of_group;
+    };
+    float4* mine = of_part(item.part);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) leave_four(mine + i * 128, o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    leave_four(mine + WORDS * 128, tops[0], tops[1], sums[0], sums[1]);
+    meet(1 + group, 128);
+    if (of_group == 0) {
+      u32* count = step.came + (item.left * step.heads + item.head) * GROUPS + group;
+      came[group] = one_more(count);
+      if (came[group] == item.parts - 1) *count = 0;  // for the next step
+    }
+    meet(1 + group, 128);
+    if (came[group] != item.parts - 1) return false;
+    tops[0] = tops[1] = NONE, sums[0] = sums[1] = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < item.parts; part++) {
+      float its[2], unused[2];
+      look_at_four(of_part(part) + WORDS * 128, its[0], its[1], unused[0], unused[1]);
+      tops[0] = fmaxf(tops[0], its[0]), tops[1] = fmaxf(tops[1], its[1]);
+    }
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] = 0.f;
+#pragma unroll 1
+    for (int part = 0; part < item.parts; part++) {
+      const float4* from = of_part(part);
+      float its[2], sum[2], weights[2];
+      look_at_four(from + WORDS * 128, its[0], its[1], sum[0], sum[1]);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        weights[h] = its[h] == NONE ? 0.f : exp2_of(its[h] - tops[h]);
+        sums[h] += weights[h] * sum[h];
+      }
+#pragma unroll
+      for (int i = 0; i < WORDS; i++) {
+        float x[4];
+        look_at_four(from + i * 128, x[0], x[1], x[2], x[3]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) o[4 * i + e] += weights[e / 2] * x[e];
+      }
+    }
+    return true;
+  };
+  const auto store = [&](const Item& item, const Softmax& softmax) {
+    float tops[2], sums[2];
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float sum = sums[h];
-      sum += __shfl_xor_sync(~0u, sum, 1), sum += __shfl_xor_sync(~0u, sum, 2);
-      const float factor = sum > 0.f ? 1.f / sum : 0.f;
+      tops[h] = softmax.tops[h] * step.scale, sums[h] = softmax.sums[h];
+      sums[h] += __shfl_xor_sync(~0u, sums[h], 1), sums[h] += __shfl_xor_sync(~0u, sums[h], 2);
+    }
+    if (item.parts > 1 && !joined(item, tops, sums)) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float factor = sums[h] > 0.f ? 1.f / sums[h] : 0.f;
       const int head = item.head * step.group + line + 8 * h - tokens[h] * step.group;
       u16* to = out + (item.token + tokens[h]) * step.out_stride + head * D + of_group % 4 * 8;
 #pragma unroll
@@ -337,46 +402,47 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     }
   };
   if (group == 1) your_turn(group);
-  int items = 0;
-  Item item = taken(items), next;
+  wait_for_item();
 #pragma unroll 1
-  while (item.row >= 0) {
+  while (item(items).row >= 0) {
     Softmax softmax;
-    if (item.tiles) {
-      int tile = item.tiles - 1;
-      score_next(items);
+    if (item(items).tiles) {
+      int before = item(items).before, first = item(items).first, tile = first + item(items).tiles - 1;
+      score_next();
       your_turn(group);
       wait_for_products<0>();
       leave_keys();
-      weights_of(softmax, item, tile);
-      begin_item(item);
+      weights_of(softmax, before, tile);
+      hold(p, s);
+      begin_item(item(items));
 #pragma unroll 1
       for (;;) {
-        const bool last = tile == 0;
+        const bool last = tile == first;
         if (last) {
-          leave(query_empty + 8 * (items % AT_ONCE));  // and the item
-          next = taken(++items);
+          leave_queries();
+          items++;
+          wait_for_item();
+          const Item& next = item(items);
           if (next.row < 0 || !next.tiles) break;
-          tile = next.tiles;
+          before = next.before, first = next.first, tile = first + next.tiles;
         }
         tile--;
-        score_next(items);
+        score_next();
         weigh_next();
         your_turn(group);
         wait_for_products<1>();
         leave_keys();
-        const float sums[2] = {softmax.sums[0], softmax.sums[1]};
+        const Softmax of_all = softmax;
         if (last) softmax = Softmax();
-        weights_of(softmax, last ? next : item, tile);
+        weights_of(softmax, before, tile);
         leave_values();
+        hold(p, s);
         if (last) {
-          store(item, sums);
-          begin_item(next);
-          item = next;
+          store(item(items - 1), of_all);
+          begin_item(item(items));
         } else {
 #pragma unroll
           for (int i = 0; i < D / 2; i++) o[i] *= softmax.fades[i / 2 % 2];
-          hold(p, s);
         }
       }
       begin_products();
@@ -385,11 +451,11 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     } else {
 #pragma unroll
       for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-      meet(1 + group, 128);  // all have read the item
-      leave(query_empty + 8 * (items % AT_ONCE));
-      next = taken(++items);
+      meet(1 + group, 128);  // all have looked at the item
+      leave_queries();
+      items++;
+      wait_for_item();
     }
-    store(item, softmax.sums);
-    item = next;
+    store(item(items - 1), softmax);
   }
 }

@@ -5,23 +5,27 @@ takes 128 rows, query tokens of all heads that share a key head, and walks throu
 by wgmma, queries, keys and values by TMA, a page of the cache at a time. Exponentials of one tile go beside the product
 of the one before, and those of one warpgroup beside the products of the other: FlashAttention-3 (Shah et al., 2024,
 https://arxiv.org/abs/2407.08608). One program a multiprocessor goes through its share of the query tiles, the longest
-first, and begins each beside the end of the one before.
+first, and begins each beside the end of the one before. Of few queries behind many keys the keys are cut into parts
+(``key_parts``), as in flash decoding.
 """
 
 import ctypes
 from functools import cache
 
+import numpy as np
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import compiling, num_sms
+from minivllm.kernels._triton import cdiv, compiling, num_sms
 from minivllm.kernels.hopper import Kernel, compile_ahead, load
-from minivllm.kernels.paged_prefill import LOG2E
+from minivllm.kernels.paged_prefill import LOG2E, query_tiles
 from minivllm.kernels.pdl import use_pdl
 
 HEAD_DIMS, PAGE = (64, 128), 16
 _ROWS, _KEYS = 128, 128
 _QUERIES, _STAGES, _THREADS = 2, 2, 384  # tiles of queries, and of keys and values, that are there at once
+_GROUPS = 2  # warpgroups that multiply
+_EVEN, _LEAST = 1.25, 8  # a part's tiles of keys: so many times a program's share of all, and so many
 
 
 @cache
@@ -36,7 +40,9 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tiles", "starts", "lengths", "tables")),
         *((name, ctypes.c_longlong) for name in ("table_stride", "out_stride")),
-        *((name, ctypes.c_int) for name in ("count", "first_row", "heads", "group", "each")),
+        *((name, ctypes.c_int) for name in ("count", "first_row", "heads", "group")),
+        *((name, ctypes.c_void_p) for name in ("left", "came")),
+        ("each", ctypes.c_int),
         ("scale", ctypes.c_float),
     ]
 
@@ -52,6 +58,41 @@ def tile_tokens(group: int) -> int:
     return _ROWS // group
 
 
+class PromptWorkspace:
+    """Where parts of keys leave what is theirs; of any number of steps, one after another."""
+
+    def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self.programs, self.kv_heads = num_sms(device), kv_heads
+        self.parts = 2 * self.programs // kv_heads + 1  # more than ``key_parts`` makes
+        shape = self.parts, kv_heads, _GROUPS
+        self.left = torch.empty((*shape, head_dim // 8 + 1, 128, 4), dtype=torch.float32, device=device)
+        self.came = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def key_parts(self, query_lens: np.ndarray, seq_lens: np.ndarray, group: int) -> np.ndarray:
+        """(m, 4) int32, the longest first: ``query_tiles`` with the part of the keys, plus 65,536 times how many parts,
+        and where they are left. More parts than one have those whose keys take longer than a program's share of the
+        step: there are at most ``programs / kv_heads`` more of them than there are tiles."""
+        each = tile_tokens(group)
+        tiles = query_tiles(query_lens, seq_lens, each)
+        row, first = tiles.T
+        seen = np.minimum((seq_lens - query_lens)[row] + first + each, seq_lens[row])
+        keys = -(-seen // _KEYS)
+        most = max(_EVEN * float(keys.sum()) * self.kv_heads / self.programs, _LEAST)
+        parts = np.maximum(np.ceil(keys / most), 1).astype(np.int32)
+        if len(parts) and parts.max() == 1:
+            return np.column_stack((tiles, np.full(len(tiles), 1 << 16, np.int32), np.zeros(len(tiles), np.int32)))
+        apart = np.where(parts > 1, parts, 0)
+        left = np.cumsum(apart) - apart
+        which = np.repeat(np.arange(len(parts)), parts)
+        part = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
+        cut = np.column_stack((tiles[which], part + (parts[which] << 16), left[which])).astype(np.int32)
+        return np.asarray(cut[np.argsort(-(keys / parts)[which], kind="stable")])
+
+    def most_tiles(self, tokens: int, rows: int, group: int) -> int:
+        """What ``key_parts`` may return of so many tokens of so many rows."""
+        return tokens // tile_tokens(group) + rows + cdiv(self.programs, self.kv_heads)
+
+
 def prompt_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -62,10 +103,11 @@ def prompt_attention(
     tiles: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    workspace: PromptWorkspace,
     first_row: int = 0,
 ) -> None:
-    """As ``paged_prefill_triton``, of bfloat16; ``tiles`` are of ``tile_tokens``, and those behind a row of -1
-    are not read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous."""
+    """As ``paged_prefill_triton``, of bfloat16; ``tiles`` are ``key_parts`` of the workspace, and those behind a row of
+    -1 are not read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous."""
     if compiling():
         compile_ahead(_kernel(q.shape[2]))
         return
@@ -82,7 +124,8 @@ def prompt_attention(
     maps += [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim, 64) for cache in (k_cache, v_cache)]
     step = _Step(
         tiles.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), block_tables.data_ptr(), block_tables.stride(0),
-        out.stride(0), len(tiles), first_row, kv_heads, group, each, scale * LOG2E,
+        out.stride(0), len(tiles), first_row, kv_heads, group, workspace.left.data_ptr(), workspace.came.data_ptr(),
+        each, scale * LOG2E,
     )  # fmt: skip
     pointer = ctypes.c_void_p(out.data_ptr())
     arguments = [*(one.address for one in maps), ctypes.addressof(pointer), ctypes.addressof(step)]

@@ -26,6 +26,7 @@ using std::max;
 using std::min;
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
@@ -316,6 +317,10 @@ inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
+inline void atom_add(unsigned& before, unsigned* count, unsigned more) {
+  emulated::yield("its turn to count");
+  before = *count, *count += more;
+}
 inline void trap() { emulated::fail("waited for a word too long"); }
 template <class... T> void nothing(T&...) {}  // a value that the compiler is not to know
 [[noreturn]] inline void unknown(const char* code) { emulated::fail(std::string("not emulated: ") + code); }

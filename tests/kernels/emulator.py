@@ -32,6 +32,7 @@ _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
     "fence.mbarrier_init": "fence_mbarrier_init",
     "griddepcontrol.wait": "griddepcontrol_wait",
     "griddepcontrol.launch_dependents": "griddepcontrol_launch_dependents",
+    "atom.acq_rel.gpu.global.add.u32": "atom_add",
     "trap": "trap",
     "bar.sync 1": "bar_sync",
     "st.relaxed.gpu.global.b64": "st_relaxed",
