@@ -8,12 +8,12 @@ import torch
 from minivllm.backends.triton import TritonBackend
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels import nvrtc
-from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, PromptWorkspace, prompt_attention, tile_tokens
+from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, PromptWorkspace, loads_prompt_attention, prompt_attention
 
 
 class HopperBackend(TritonBackend):
-    """Not what ``auto`` takes: alone its kernel is as fast as FlashAttention-3, whole steps have yet to be timed
-    (docs/performance-log.md)."""
+    """What ``auto`` takes where it fits: faster than FlashAttention-3 but for single prompts of many thousand tokens,
+    where it is as fast (docs/performance-log.md)."""
 
     capabilities = Capabilities(
         devices=("cuda",),
@@ -37,24 +37,31 @@ class HopperBackend(TritonBackend):
             why.append("it needs a Hopper GPU (compute capability 9.0), and a CUDA build of torch")
         return why
 
-    @property
-    def tile_tokens(self) -> int:
-        return tile_tokens(self.group)
-
     def bind(self, kv_cache: torch.Tensor) -> None:
         super().bind(kv_cache)
         if self._prompts is None:
             self._prompts = PromptWorkspace(self.spec.num_kv_heads, self.spec.head_dim, kv_cache.device)
 
+    def _loads(self) -> bool:
+        """If not, prompts are left to Triton's kernel."""
+        return loads_prompt_attention(self.spec.head_dim, self.kv_cache.device)
+
     def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         assert self._prompts is not None
+        if not self._loads():
+            return super()._query_tiles(query_lens, seq_lens)
         return self._prompts.key_parts(query_lens, seq_lens, self.group)
 
     def _most_tiles(self, tokens: int, rows: int) -> int:
         assert self._prompts is not None
+        if not self._loads():
+            return super()._most_tiles(tokens, rows)
         return self._prompts.most_tiles(tokens, rows, self.group)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        if not self._loads():
+            super().prefill(q, layer, out)
+            return
         batch = self.batch
         assert batch is not None and self._tiles is not None and self._prompts is not None
         k_cache, v_cache = self.kv_cache[layer.index]

@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from minivllm.backends.triton import TritonBackend
     from minivllm.kernels.paged_decode import DecodeConfig
 
-BACKENDS = {"triton": "TritonBackend", "flash": "FlashBackend", "flashinfer": "FlashInferBackend"}
+BACKENDS = {
+    "hopper": "HopperBackend",
+    "triton": "TritonBackend",
+    "flash": "FlashBackend",
+    "flashinfer": "FlashInferBackend",
+}
 CACHE_BYTES = 6 << 30  # of all layers together, at most
 
 

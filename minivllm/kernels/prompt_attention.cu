@@ -1,19 +1,19 @@
 // Causal attention of prompts, or chunks of them, over a paged cache; see prompt_attention.py.
 //
-// Compiled for one (D, KEYS): a head's dimension and the keys of a tile; behind hopper.cuh, `multiply_first` and
-// `multiply` of 64 x KEYS and `multiply_held` of 64 x D. A program goes through items, the longest first: of so many
-// query tokens the heads that share a key head, up to 128 rows, a token's one after another. Of its warpgroups two
-// multiply, each for 64 of the rows; of the third, one warp asks for queries and keys, one for values, page by page (TMA).
-// Tiles of keys are taken from the last to the first, so that the masked ones come first. While the tensor cores make a
-// tile's output, the next tile's scores are exponentiated (FlashAttention-3, Shah et al., 2024), be it this item's or
-// the next one's: the queries of two items are here at once. Where few queries see many keys, these are cut into parts,
-// an item each (flash decoding, Dao et al., 2023): whoever is the last of them to end adds them up.
+// Compiled for one (D, KEYS, GROUPS, STAGES): a head's dimension, the keys of a tile, its rows, 64 a group, and how many
+// tiles of keys and of values are there at once; behind hopper.cuh, `multiply_first` and `multiply` of 64 x KEYS and
+// `multiply_held` of 64 x D. A program goes through items, the longest first: of so many query tokens the heads that share
+// a key head, a token's one after another. Of its warpgroups all but the last multiply, each for 64 of the rows; of that
+// one, a warp asks for queries and keys, another for values, page by page (TMA). Tiles of keys are taken from the last to
+// the first, so that the masked ones come first. While the tensor cores make a tile's output, the next tile's scores are
+// exponentiated (FlashAttention-3, Shah et al., 2024), be it this item's or the next one's: the queries of two items are
+// here at once. Where few queries see many keys, these are cut into parts, an item each (flash decoding, Dao et al.,
+// 2023): whoever is the last of them to end adds them up.
 
-constexpr int ROWS = 128, AT_ONCE = 2, KNOWN = 2 * AT_ONCE;  // items whose queries are here, and that may be looked at
+constexpr int ROWS = 64 * GROUPS, AT_ONCE = 2, KNOWN = 2 * AT_ONCE;  // items with their queries here, and known ones
 constexpr int HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
 constexpr int HALF_QUERIES = ROWS * LINE, HALF_KEYS = KEYS * LINE;  // 64 dimensions of all rows
 constexpr int QUERY_BYTES = HALVES * HALF_QUERIES, TILE_BYTES = HALVES * HALF_KEYS;
-constexpr int STAGES = 2, GROUPS = 2;
 #define NONE __int_as_float(0xFF800000)  // minus infinity
 
 struct Step {  // of the batch; strides in elements
@@ -230,15 +230,13 @@ __device__ __forceinline__ uint4 gathered(u32 (&x)[4]) {
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// Products of one warpgroup, then of the other: exponentials of one stand beside products of the other.
-__device__ __forceinline__ void my_turn(int group) {
-  meet(3 + group, 256);
-}
-__device__ __forceinline__ void your_turn(int group) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(4 - group), "r"(256) : "memory");
+// Products of one warpgroup, then of the next: exponentials of one stand beside products of the others.
+__device__ __forceinline__ void my_turn(int group) { meet(1 + GROUPS + group, 256); }
+__device__ __forceinline__ void next_turn(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(1 + GROUPS + (group + 1) % GROUPS), "r"(256) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
                  const __grid_constant__ TensorMap values, u16* out, const __grid_constant__ Step step) {
   extern __shared__ unsigned char memory[];
@@ -261,7 +259,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
   __syncthreads();
 
   if (threadIdx.x / 128 == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32));
     const int warp = threadIdx.x / 32 % 4;
     if (warp == 0)
       load_pages<true>(keys, queries, step, key_tiles, keys_full, keys_empty, query_tile, query_full, query_empty, given);
@@ -269,7 +267,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
       load_pages<false>(values, queries, step, value_tiles, values_full, values_empty, 0, 0, 0, given);
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler is to know: it keeps
   const int of_group = threadIdx.x % 128;                    // descriptors for all of them then, which products wait for
   const int line = group * 64 + of_group / 32 * 16 + of_group % 32 / 4;  // this thread's first row, of an item's
@@ -401,7 +399,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
       }
     }
   };
-  if (group == 1) your_turn(group);
+  if (group == GROUPS - 1) next_turn(group);
   wait_for_item();
 #pragma unroll 1
   while (item(items).row >= 0) {
@@ -409,7 +407,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     if (item(items).tiles) {
       int before = item(items).before, first = item(items).first, tile = first + item(items).tiles - 1;
       score_next();
-      your_turn(group);
+      next_turn(group);
       wait_for_products<0>();
       leave_keys();
       weights_of(softmax, before, tile);
@@ -429,7 +427,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
         tile--;
         score_next();
         weigh_next();
-        your_turn(group);
+        next_turn(group);
         wait_for_products<1>();
         leave_keys();
         const Softmax of_all = softmax;

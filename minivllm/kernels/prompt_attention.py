@@ -1,12 +1,12 @@
 """Causal attention of prompts over a paged cache on Hopper, in CUDA C++ (``prompt_attention.cu``).
 
 Work as in ``paged_prefill``: 4 * head_dim floating-point operations a head and (query, visible key) pair. A program
-takes 128 rows, query tokens of all heads that share a key head, and walks through tiles of 128 keys: scores and outputs
-by wgmma, queries, keys and values by TMA, a page of the cache at a time. Exponentials of one tile go beside the product
-of the one before, and those of one warpgroup beside the products of the other: FlashAttention-3 (Shah et al., 2024,
-https://arxiv.org/abs/2407.08608). One program a multiprocessor goes through its share of the query tiles, the longest
-first, and begins each beside the end of the one before. Of few queries behind many keys the keys are cut into parts
-(``key_parts``), as in flash decoding.
+takes 128 rows (192 of small heads), query tokens of all heads that share a key head, and walks through tiles of 128
+keys: scores and outputs by wgmma, queries, keys and values by TMA, a page of the cache at a time. Exponentials of one
+tile go beside the product of the one before, and those of one warpgroup beside the products of the others:
+FlashAttention-3 (Shah et al., 2024, https://arxiv.org/abs/2407.08608). One program a multiprocessor goes through its
+share of the query tiles, the longest first, and begins each beside the end of the one before. Of few queries behind
+many keys the keys are cut into parts (``key_parts``), as in flash decoding.
 """
 
 import ctypes
@@ -17,20 +17,19 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
-from minivllm.kernels.hopper import Kernel, compile_ahead, load
+from minivllm.kernels.hopper import Kernel, compile_ahead, load, loads
 from minivllm.kernels.paged_prefill import LOG2E, query_tiles
 from minivllm.kernels.pdl import use_pdl
 
 HEAD_DIMS, PAGE = (64, 128), 16
-_ROWS, _KEYS = 128, 128
-_QUERIES, _STAGES, _THREADS = 2, 2, 384  # tiles of queries, and of keys and values, that are there at once
-_GROUPS = 2  # warpgroups that multiply
+_KEYS, _GROUPS = 128, {64: 3, 128: 2}  # of a tile; warpgroups of 64 rows, by head dimension: registers
+_QUERIES, _STAGES = 2, {64: 3, 128: 2}  # tiles of queries, and of keys and values, that are there at once
 _EVEN, _LEAST = 1.25, 8  # a part's tiles of keys: so many times a program's share of all, and so many
 
 
 @cache
 def _kernel(head_dim: int) -> Kernel:
-    macros = {"D": head_dim, "KEYS": _KEYS}
+    macros = {"D": head_dim, "KEYS": _KEYS, "GROUPS": _GROUPS[head_dim], "STAGES": _STAGES[head_dim]}
     return Kernel("prompt_attention", (_KEYS,), tuple(macros.items()), held=(head_dim,))
 
 
@@ -49,22 +48,28 @@ class _Step(ctypes.Structure):
 
 @cache
 def _shape(head_dim: int, programs: int, pdl: bool) -> nvrtc.LaunchShape:
-    size = (_QUERIES * _ROWS + 2 * _STAGES * _KEYS) * head_dim * 2 + 1024
-    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), _THREADS, size, pdl)
+    groups = _GROUPS[head_dim]
+    size = (_QUERIES * 64 * groups + 2 * _STAGES[head_dim] * _KEYS) * head_dim * 2 + 1024
+    return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), 128 * (groups + 1), size, pdl)
 
 
-def tile_tokens(group: int) -> int:
+def loads_prompt_attention(head_dim: int, device: torch.device) -> bool:
+    """Whether the kernel compiles here; if not, a warning has said why."""
+    return loads(_kernel(head_dim), device)
+
+
+def tile_tokens(group: int, head_dim: int) -> int:
     """Query tokens of a tile, of ``group`` query heads a key head."""
-    return _ROWS // group
+    return 64 * _GROUPS[head_dim] // group
 
 
 class PromptWorkspace:
     """Where parts of keys leave what is theirs; of any number of steps, one after another."""
 
     def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.programs, self.kv_heads = num_sms(device), kv_heads
+        self.programs, self.kv_heads, self.head_dim = num_sms(device), kv_heads, head_dim
         self.parts = 2 * self.programs // kv_heads + 1  # more than ``key_parts`` makes
-        shape = self.parts, kv_heads, _GROUPS
+        shape = self.parts, kv_heads, _GROUPS[head_dim]
         self.left = torch.empty((*shape, head_dim // 8 + 1, 128, 4), dtype=torch.float32, device=device)
         self.came = torch.zeros(shape, dtype=torch.int32, device=device)
 
@@ -72,7 +77,7 @@ class PromptWorkspace:
         """(m, 4) int32, the longest first: ``query_tiles`` with the part of the keys, plus 65,536 times how many parts,
         and where they are left. More parts than one have those whose keys take longer than a program's share of the
         step: there are at most ``programs / kv_heads`` more of them than there are tiles."""
-        each = tile_tokens(group)
+        each = tile_tokens(group, self.head_dim)
         tiles = query_tiles(query_lens, seq_lens, each)
         row, first = tiles.T
         seen = np.minimum((seq_lens - query_lens)[row] + first + each, seq_lens[row])
@@ -90,7 +95,7 @@ class PromptWorkspace:
 
     def most_tiles(self, tokens: int, rows: int, group: int) -> int:
         """What ``key_parts`` may return of so many tokens of so many rows."""
-        return tokens // tile_tokens(group) + rows + cdiv(self.programs, self.kv_heads)
+        return tokens // tile_tokens(group, self.head_dim) + rows + cdiv(self.programs, self.kv_heads)
 
 
 def prompt_attention(
@@ -119,7 +124,7 @@ def prompt_attention(
     if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) % 8 or q.data_ptr() % 16:  # TMA's alignment
         q = q.contiguous()
     group = heads // kv_heads
-    programs, each = min(num_sms(q.device), len(tiles) * kv_heads), tile_tokens(group)
+    programs, each = min(num_sms(q.device), len(tiles) * kv_heads), tile_tokens(group, dim)
     maps = [nvrtc.head_map(q.data_ptr(), tokens, heads, dim, q.stride(0), group, each)]
     maps += [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim, 64) for cache in (k_cache, v_cache)]
     step = _Step(

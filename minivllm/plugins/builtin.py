@@ -45,7 +45,8 @@ def minivllm_attention_backends() -> Iterator[Component]:
         "minivllm.backends.hopper:HopperBackend",
         requires=("triton", "cuda.bindings"),
         gpu=True,
-        priority=10,  # until it has been timed in whole steps
+        priority=45,
+        prefill_priority=60,  # faster than FlashAttention-3: docs/performance-log.md
         description="triton's decode, and prompts by a kernel in CUDA C++ for Hopper GPUs",
     )
     yield Component(

@@ -327,7 +327,7 @@ template <class... T> void nothing(T&...) {}  // a value that the compiler is no
 inline void bar_sync(int threads) { emulated::meet(1, threads); }
 inline void bar_sync_of(int which, int threads) { emulated::meet(which, threads); }
 inline void bar_arrive(int which, int threads) { emulated::come(emulated::program().named[which], threads); }
-inline void setmaxnreg() {}
+inline void setmaxnreg(int = 0) {}
 inline void st_relaxed(unsigned long long* to, unsigned long long x) {
   emulated::come_late();
   *to = x, emulated::progress++;

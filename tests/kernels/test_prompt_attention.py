@@ -40,7 +40,7 @@ def test_it_compiles_and_reads_shared_memory_in_time(dim, compiled, reads_in_tim
     reads_in_time(cubin)
 
 
-@pytest.mark.parametrize(("queries", "programs"), [([40], 2), ([300, 5], 12), ([128 * 40], 132)])
+@pytest.mark.parametrize(("queries", "programs"), [([40], 2), ([300, 5], 10), ([128 * 60], 132)])
 def test_the_driver_is_told_the_launch(queries, programs, told):
     first, stride = 2, 640
     world = step_of(("cpu", torch.bfloat16), queries, [n + 7 for n in queries], 4, 2, 64, no_more=0)
@@ -48,18 +48,18 @@ def test_the_driver_is_told_the_launch(queries, programs, told):
     out = torch.empty(len(q), stride // 64, 64, dtype=q.dtype)[:, :4]
     prompt_attention(q, k, v, tables, start, lens, tiles, scale, out, workspace, first)
     ((config, kernel, (*maps, to, step)),) = told.seen
-    assert (config.gridDimX, config.gridDimY, config.blockDimX, config.numAttrs) == (programs, 1, 384, 1)
-    assert config.sharedMemBytes >= (2 * 128 + 4 * 128) * 64 * 2 + 1024
+    assert (config.gridDimX, config.gridDimY, config.blockDimX, config.numAttrs) == (programs, 1, 512, 1)
+    assert config.sharedMemBytes >= (2 * 192 + 6 * 128) * 64 * 2 + 1024
     assert kernel is module._kernel(64) and maps == [5, 5, 5] and to == out.data_ptr()
     assert told.maps == [
-        (q.data_ptr(), len(q), 4, 64, 256, 2, 64),
+        (q.data_ptr(), len(q), 4, 64, 256, 2, 96),
         (k.data_ptr(), len(k), 16, 128, 64),
         (v.data_ptr(), len(v), 16, 128, 64),
     ]
     pointers = tiles.data_ptr(), start.data_ptr(), lens.data_ptr(), tables.data_ptr()
     assert (step.tiles, step.starts, step.lengths, step.tables) == pointers
     assert (step.table_stride, step.out_stride) == (tables.stride(0), stride)
-    assert (step.count, step.first_row, step.heads, step.group, step.each) == (len(tiles), first, 2, 2, 64)
+    assert (step.count, step.first_row, step.heads, step.group, step.each) == (len(tiles), first, 2, 2, 96)
     assert (step.left, step.came) == (workspace.left.data_ptr(), workspace.came.data_ptr())
     assert step.scale == pytest.approx(scale * module.LOG2E)
 
@@ -80,7 +80,7 @@ def test_each_query_sees_each_tile_of_its_keys_once(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(module, "num_sms", lambda device: 132)
     kv_heads, group, rows = int(rng.choice([1, 2, 8, 40])), int(rng.integers(1, 9)), int(rng.integers(1, 12))
-    workspace = PromptWorkspace(kv_heads, 64, torch.device("cpu"))
+    workspace = PromptWorkspace(kv_heads, 128, torch.device("cpu"))
     queries = rng.integers(1, rng.choice([4, 100, 3000]), rows)
     seqs = queries + rng.integers(0, rng.choice([2, 500, 100_000]), rows)
     tiles = workspace.key_parts(queries, seqs, group)
@@ -129,7 +129,8 @@ def test_parts_of_keys_are_added_up_by_whoever_is_the_last(step, emulated, close
         check(close, *IN_PARTS[step], no_more=2, device="cpu")
     emulated.changes = [("if (came[group] != item.parts - 1)", "if (came[group] != 0)")]
     with pytest.raises(AssertionError):
-        check(close, *IN_PARTS[step], no_more=2, device="cpu")
+        for emulated.seed in range(8):
+            check(close, *IN_PARTS[step], no_more=2, device="cpu")
 
 
 _GIVEN_UP = "    leave(keys_empty + 8 * of_keys.stage);\n"
@@ -140,7 +141,7 @@ MISTAKES = {
         ("    my_turn(group);\n", _GIVEN_UP + "    my_turn(group);\n"),
     ],
     "values that are no numbers": [("if (held >= KEYS) return;", "return;")],
-    "no turn is given": [("  if (group == 1) your_turn(group);\n", "")],
+    "no turn is given": [("  if (group == GROUPS - 1) next_turn(group);\n", "")],
     "an item that changes while it is read": [
         ("      barrier_wait(query_empty + 8 * place, items / AT_ONCE & 1 ^ 1);\n", "")
     ],

@@ -28,8 +28,8 @@ def test_builtins_come_first_and_without_a_report(fake_plugin: FakePlugin) -> No
     assert registry.names("sampler") == ["default"]
     assert "single" in registry.names("executor")
     assert {e.provider.package for e in registry.entries()} == {"minivllm"}
-    assert [c.name for c in registry.by_priority("attention")] == ["triton", "flashinfer", "flash", "hopper", "torch"]
-    assert registry.by_priority("attention", prefill=True)[0].name == "flash"
+    assert [c.name for c in registry.by_priority("attention")] == ["hopper", "triton", "flashinfer", "flash", "torch"]
+    assert registry.by_priority("attention", prefill=True)[0].name == "hopper"
 
 
 def test_an_installed_plugin_is_found_with_its_package_and_version(fake_plugin: FakePlugin) -> None:
