@@ -23,13 +23,13 @@ from minivllm.kernels.pdl import use_pdl
 
 HEAD_DIMS, PAGE = (64, 128), 16
 _KEYS, _GROUPS = 128, {64: 3, 128: 2}  # of a tile; warpgroups of 64 rows, by head dimension: registers
-_QUERIES, _STAGES = 2, {64: 3, 128: 2}  # tiles of queries, and of keys and values, that are there at once
+_QUERIES, _STAGES = 2, 2  # tiles of queries, and of keys and values, that are there at once
 _EVEN, _LEAST = 1.25, 8  # a part's tiles of keys: so many times a program's share of all, and so many
 
 
 @cache
 def _kernel(head_dim: int) -> Kernel:
-    macros = {"D": head_dim, "KEYS": _KEYS, "GROUPS": _GROUPS[head_dim], "STAGES": _STAGES[head_dim]}
+    macros = {"D": head_dim, "KEYS": _KEYS, "GROUPS": _GROUPS[head_dim], "STAGES": _STAGES}
     return Kernel("prompt_attention", (_KEYS,), tuple(macros.items()), held=(head_dim,))
 
 
@@ -49,7 +49,7 @@ class _Step(ctypes.Structure):
 @cache
 def _shape(head_dim: int, programs: int, pdl: bool) -> nvrtc.LaunchShape:
     groups = _GROUPS[head_dim]
-    size = (_QUERIES * 64 * groups + 2 * _STAGES[head_dim] * _KEYS) * head_dim * 2 + 1024
+    size = (_QUERIES * 64 * groups + 2 * _STAGES * _KEYS) * head_dim * 2 + 1024
     return nvrtc.LaunchShape((programs, 1, 1), (1, 1, 1), 128 * (groups + 1), size, pdl)
 
 
