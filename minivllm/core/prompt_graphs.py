@@ -40,7 +40,7 @@ _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
 _SMALLEST, _TILE_ROWS = 32, 128  # tokens
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
 _FLOP = 1e13  # of the layers' products: about 13 ms of a fast GPU. Larger steps hide most of their launches
-_BETWEEN_FLOP = 2e12  # 3 ms: about what lies between two sizes, at most; that much padding is allowed
+_BETWEEN_FLOP = 1e12  # 1.5 ms: about what lies between two sizes, at most; that much padding is allowed
 _RANKS_FLOP, _RANKS_BETWEEN_FLOP = 2.5e13, 5e12  # of one rank of several, which take the host 40 ms to launch
 FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
@@ -85,7 +85,7 @@ class PromptGraphs:
         between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
         most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
         if tp.size > 1:  # unless their sums go beside products, see kernels/exchange.py
-            most = max(most, min(int(_RANKS_FLOP / flop), least_rows(tp.size) // 2))
+            most = max(most, min(int(_RANKS_FLOP / flop), least_rows(tp.size)))
             self.waste = max(between, most)
         self.full = step if step * flop <= FULL_FLOP else 0
         self.sizes = prompt_sizes(min(most, step), between, self.full)
