@@ -13,7 +13,7 @@ from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, PromptWorkspace, 
 
 class HopperBackend(TritonBackend):
     """What ``auto`` takes where it fits: faster than FlashAttention-3 but for single prompts of many thousand tokens,
-    where it is as fast (docs/performance-log.md)."""
+    where it is about as fast (docs/performance-log.md)."""
 
     capabilities = Capabilities(
         devices=("cuda",),

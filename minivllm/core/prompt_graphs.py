@@ -84,8 +84,10 @@ class PromptGraphs:
         step = min(max_tokens, runner.num_slots * self._longest)
         between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
         most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
-        if tp.size > 1:  # unless their sums go beside products, see kernels/exchange.py
-            most = max(most, min(int(_RANKS_FLOP / flop), least_rows(tp.size)))
+        if tp.size > 1:
+            # Two ranks' sums go beside products, see kernels/exchange.py; more ranks wait longer for their hosts then.
+            beside = least_rows(tp.size) if tp.size == 2 else step
+            most = max(most, min(int(_RANKS_FLOP / flop), beside))
             self.waste = max(between, most)
         self.full = step if step * flop <= FULL_FLOP else 0
         self.sizes = prompt_sizes(min(most, step), between, self.full)

@@ -124,18 +124,20 @@ def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "one", "several"),
+    ("weights", "most"),
     [
-        (10**8, [8192], [8192]),  # captured anyhow
-        (3 * 10**9, [1664], [2048]),  # until sums go beside products
-        (10**10, [512], [1024]),
-        (10**11, [32], [64]),
+        (10**8, (8192, 8192, 8192)),  # captured anyhow
+        (3 * 10**9, (1664, 2048, 4096)),  # two: until sums go beside products
+        (10**10, (512, 1024, 1024)),
+        (10**11, (32, 64, 64)),
     ],
 )
-def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, one: list[int], several: list[int]) -> None:
-    graphs = [made_for({"layer.weight": (weights, 1)}, (0, 0), ranks) for ranks in (1, 2)]
-    assert [made.sizes[-1:] for made in graphs] == [one, several]
-    assert all(graphs[1]._size_for(tokens) for tokens in range(1, several[0] + 1)), "rather than launch it"
+def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, most: tuple[int, ...]) -> None:
+    for ranks, tokens in zip((1, 2, 4), most, strict=True):
+        made = made_for({"layer.weight": (weights, 1)}, (0, 0), ranks)
+        assert made.sizes[-1] == tokens
+        if ranks > 1:
+            assert all(made._size_for(each) for each in range(1, tokens + 1)), "rather than launch it"
 
 
 @pytest.mark.parametrize(("experts", "apart"), [(0, True), (40, True), (80, False)])
