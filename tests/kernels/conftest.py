@@ -99,15 +99,25 @@ def unread_at_arrivals(machine_code):
 
 
 @pytest.fixture
-def reads_in_time(tmp_path_factory):
+def disassembled(tmp_path_factory):
+    """The text of machine code."""
+
+    def text(cubin):
+        disassembler = pytest.importorskip("triton").knobs.nvidia.nvdisasm.path
+        path = tmp_path_factory.mktemp("cubin") / "kernel.cubin"
+        path.write_bytes(cubin)
+        return subprocess.run([disassembler, "-c", path], capture_output=True, text=True, check=True).stdout
+
+    return text
+
+
+@pytest.fixture
+def reads_in_time(disassembled):
     """Checks machine code: what is loaded from shared memory is used before the next arrival at a barrier. That does
     not wait for loads, and TMA may write where they read."""
 
     def check(cubin):
-        disassembler = pytest.importorskip("triton").knobs.nvidia.nvdisasm.path
-        path = tmp_path_factory.mktemp("cubin") / "kernel.cubin"
-        path.write_bytes(cubin)
-        text = subprocess.run([disassembler, "-c", path], capture_output=True, text=True, check=True).stdout
+        text = disassembled(cubin)
         assert text.count("SYNCS.ARRIVE") > 3
         assert not unread_at_arrivals(text)
 
