@@ -40,7 +40,8 @@ class HopperBackend(TritonBackend):
     def bind(self, kv_cache: torch.Tensor) -> None:
         super().bind(kv_cache)
         if self._prompts is None:
-            self._prompts = PromptWorkspace(self.spec.num_kv_heads, self.spec.head_dim, kv_cache.device)
+            s = self.spec
+            self._prompts = PromptWorkspace(s.num_heads, s.num_kv_heads, s.head_dim, kv_cache.device)
 
     def _loads(self) -> bool:
         """If not, prompts are left to Triton's kernel."""
@@ -50,13 +51,11 @@ class HopperBackend(TritonBackend):
         assert self._prompts is not None
         if not self._loads():
             return super()._query_tiles(query_lens, seq_lens)
-        return self._prompts.key_parts(query_lens, seq_lens, self.group)
+        return self._prompts.key_parts(query_lens, seq_lens)
 
     def _most_tiles(self, tokens: int, rows: int) -> int:
         assert self._prompts is not None
-        if not self._loads():
-            return super()._most_tiles(tokens, rows)
-        return self._prompts.most_tiles(tokens, rows, self.group)
+        return self._prompts.most_tiles(tokens, rows) if self._loads() else super()._most_tiles(tokens, rows)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if not self._loads():

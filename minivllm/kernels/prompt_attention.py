@@ -58,29 +58,24 @@ def loads_prompt_attention(head_dim: int, device: torch.device) -> bool:
     return loads(_kernel(head_dim), device)
 
 
-def tile_tokens(group: int, head_dim: int) -> int:
-    """Query tokens of a tile, of ``group`` query heads a key head."""
-    return 64 * _GROUPS[head_dim] // group
-
-
 class PromptWorkspace:
     """Where parts of keys leave what is theirs; of any number of steps, one after another."""
 
-    def __init__(self, kv_heads: int, head_dim: int, device: torch.device) -> None:
-        self.programs, self.kv_heads, self.head_dim = num_sms(device), kv_heads, head_dim
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self.programs, self.kv_heads = num_sms(device), kv_heads
+        self.tile_tokens = 64 * _GROUPS[head_dim] * kv_heads // heads  # of queries
         self.parts = 2 * self.programs // kv_heads + 1  # more than ``key_parts`` makes
         shape = self.parts, kv_heads, _GROUPS[head_dim]
         self.left = torch.empty((*shape, head_dim // 8 + 1, 128, 4), dtype=torch.float32, device=device)
         self.came = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def key_parts(self, query_lens: np.ndarray, seq_lens: np.ndarray, group: int) -> np.ndarray:
+    def key_parts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """(m, 4) int32, the longest first: ``query_tiles`` with the part of the keys, plus 65,536 times how many parts,
         and where they are left. More parts than one have those whose keys take longer than a program's share of the
         step: there are at most ``programs / kv_heads`` more of them than there are tiles."""
-        each = tile_tokens(group, self.head_dim)
-        tiles = query_tiles(query_lens, seq_lens, each)
+        tiles = query_tiles(query_lens, seq_lens, self.tile_tokens)
         row, first = tiles.T
-        seen = np.minimum((seq_lens - query_lens)[row] + first + each, seq_lens[row])
+        seen = np.minimum((seq_lens - query_lens)[row] + first + self.tile_tokens, seq_lens[row])
         keys = -(-seen // _KEYS)
         most = max(_EVEN * float(keys.sum()) * self.kv_heads / self.programs, _LEAST)
         parts = np.maximum(np.ceil(keys / most), 1).astype(np.int32)
@@ -93,9 +88,9 @@ class PromptWorkspace:
         cut = np.column_stack((tiles[which], part + (parts[which] << 16), left[which])).astype(np.int32)
         return np.asarray(cut[np.argsort(-(keys / parts)[which], kind="stable")])
 
-    def most_tiles(self, tokens: int, rows: int, group: int) -> int:
+    def most_tiles(self, tokens: int, rows: int) -> int:
         """What ``key_parts`` may return of so many tokens of so many rows."""
-        return tokens // tile_tokens(group, self.head_dim) + rows + cdiv(self.programs, self.kv_heads)
+        return tokens // self.tile_tokens + rows + cdiv(self.programs, self.kv_heads)
 
 
 def prompt_attention(
@@ -123,8 +118,8 @@ def prompt_attention(
     assert out.stride(2) == 1 and out.stride(1) == dim and out.stride(0) % 8 == 0 and out.data_ptr() % 16 == 0
     if q.stride(2) != 1 or q.stride(1) != dim or q.stride(0) % 8 or q.data_ptr() % 16:  # TMA's alignment
         q = q.contiguous()
-    group = heads // kv_heads
-    programs, each = min(num_sms(q.device), len(tiles) * kv_heads), tile_tokens(group, dim)
+    group, each = heads // kv_heads, workspace.tile_tokens
+    programs = min(workspace.programs, len(tiles) * kv_heads)
     maps = [nvrtc.head_map(q.data_ptr(), tokens, heads, dim, q.stride(0), group, each)]
     maps += [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim, 64) for cache in (k_cache, v_cache)]
     step = _Step(

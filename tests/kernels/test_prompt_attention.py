@@ -21,14 +21,14 @@ def step_of(where, query_lens, seq_lens, heads, kv_heads, dim, no_more=0):
     k, v, tables, lens = paged_world(where, seq_lens, heads, kv_heads, dim, 16)
     q = torch.randn(sum(query_lens), heads, dim, device=device).to(dtype)
     start = torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device)
-    workspace = PromptWorkspace(kv_heads, dim, torch.device(device))
-    tiles = tiles_of(workspace, query_lens, seq_lens, heads // kv_heads)
+    workspace = PromptWorkspace(heads, kv_heads, dim, torch.device(device))
+    tiles = tiles_of(workspace, query_lens, seq_lens)
     tiles = torch.cat((tiles, torch.full((no_more, 4), -1, dtype=torch.int32)))
     return q, k, v, tables, start, lens, tiles.to(device), 0.1, workspace
 
 
-def tiles_of(workspace, query_lens, seq_lens, group):
-    return torch.from_numpy(workspace.key_parts(np.array(query_lens), np.array(seq_lens), group))
+def tiles_of(workspace, query_lens, seq_lens):
+    return torch.from_numpy(workspace.key_parts(np.array(query_lens), np.array(seq_lens)))
 
 
 # --------------------------------------------------------------------------- without a GPU
@@ -102,11 +102,11 @@ def test_each_query_sees_each_tile_of_its_keys_once(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     monkeypatch.setattr(module, "num_sms", lambda device: 132)
     kv_heads, group, rows = int(rng.choice([1, 2, 8, 40])), int(rng.integers(1, 9)), int(rng.integers(1, 12))
-    workspace = PromptWorkspace(kv_heads, 128, torch.device("cpu"))
+    workspace = PromptWorkspace(kv_heads * group, kv_heads, 128, torch.device("cpu"))
     queries = rng.integers(1, rng.choice([4, 100, 3000]), rows)
     seqs = queries + rng.integers(0, rng.choice([2, 500, 100_000]), rows)
-    tiles = workspace.key_parts(queries, seqs, group)
-    assert tiles.dtype == np.int32 and len(tiles) <= workspace.most_tiles(int(queries.sum()), rows, group)
+    tiles = workspace.key_parts(queries, seqs)
+    assert tiles.dtype == np.int32 and len(tiles) <= workspace.most_tiles(int(queries.sum()), rows)
     parts, left, longest = {}, [], []
     for row, first, cut, place in tiles.tolist():
         part, count = cut % 65536, cut // 65536
@@ -232,7 +232,7 @@ def test_rows_of_decodes_before_the_prompts_are_passed_over(gpu, close):
     q, k, v, tables, start, lens, _, scale, workspace = step_of(
         ("cuda", torch.bfloat16), [1, 1, 200, 30], [9, 40, 200, 530], 4, 2, 128
     )
-    tiles = tiles_of(workspace, [200, 30], [200, 530], 2).cuda()
+    tiles = tiles_of(workspace, [200, 30], [200, 530]).cuda()
     out = torch.full_like(q, float("nan"))
     prompt_attention(q[2:], k, v, tables, start, lens, tiles, scale, out[2:], workspace, 2)
     expected = paged_attention_reference(q.float(), k.float(), v.float(), tables, start, lens, scale)
@@ -249,7 +249,7 @@ def test_a_captured_step_takes_what_its_buffers_hold(gpu, close, captured):
     for queries, seqs in (([300, 20], [300, 500]), ([20, 300], [100, 420]), ([250, 70], [250, 71])):
         start.copy_(torch.tensor([0, *np.cumsum(queries)]))
         lens.copy_(torch.tensor(seqs))
-        new = tiles_of(workspace, queries, seqs, 2)
+        new = tiles_of(workspace, queries, seqs)
         tiles.fill_(-1)[: len(new)] = new
         out.fill_(float("nan"))
         graph.replay()
