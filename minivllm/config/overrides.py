@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config.modes import MODES
 from minivllm.config.schema import EngineSchema, Key, keys_of
@@ -17,6 +18,9 @@ from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
 from minivllm.plugins.types import CONFIG_GROUPS
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +137,21 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
     if isinstance(value, str) and "${" in value:
         return  # an interpolation: its type is known when Hydra has composed
     group, _, leaf = key.name.rpartition(".")
-    schema = next(m.schema for m in MODES.values() if key.name in keys_of(m.schema))
-    node = OmegaConf.structured(schema)
+    node = _typed(next(mode for mode, its in MODES.items() if key.name in keys_of(its.schema)))
     try:
         if isinstance(value, bool) and key.type.startswith(("a number", "a whole number")):
             raise OmegaConfBaseException  # OmegaConf reads true as 1
         OmegaConf.update(node, f"{group}.{leaf}" if group else leaf, value, merge=False)
     except OmegaConfBaseException as e:
         raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}") from e
+
+
+@cache
+def _typed(mode: str) -> DictConfig:
+    """A mode's keys, which refuse values of other types. Made once, as that takes 8 ms; what it is given stays in it."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(MODES[mode].schema)
 
 
 def _quoted(value: Any) -> str:

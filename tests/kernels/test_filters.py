@@ -37,8 +37,10 @@ def kept(logits, bounds):
     return logits.float() >= bounds[:, None]
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
-@pytest.mark.parametrize("vocab", [1, 7, 1024, 1500, 9000])
+@pytest.mark.parametrize(
+    ("vocab", "spread"),
+    [(1, 3.0), (7, 0.3), (1024, 3.0), (1500, 0.0), (1500, 0.3), (1500, 3.0), (1500, 30.0), (9000, 0.3), (9000, 30.0)],
+)
 def test_the_bound_is_the_one_that_sorting_finds(where, vocab, spread):
     device, dtype = where
     generator, n = torch.Generator().manual_seed(vocab), len(CASES)
@@ -85,7 +87,7 @@ def test_infinite_logits(where):
         assert logits[3, tokens[3]] > -INF
 
 
-@pytest.mark.parametrize("rows", [5, 17])
+@pytest.mark.parametrize("rows", [5, 9])
 def test_filtered_draws_are_the_references(where, rows):
     device, dtype = where
     generator = torch.Generator().manual_seed(rows)

@@ -151,7 +151,7 @@ def test_where_it_is_taken(monkeypatch):
 @pytest.mark.parametrize("model", SHAPES)
 def test_published_models_compile(compiled, reads_in_time, model):
     shape, rows_of = SHAPES[model], ROWS[model]
-    for rows in rows_of if model in ("Qwen3-0.6B", "Llama-3.1-8B") else rows_of[-1:]:
+    for rows in rows_of[:: len(rows_of) - 1] if model == "Qwen3-0.6B" else rows_of[-1:]:
         cubin = nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows)).source)
         assert b"megakernel" in cubin
         reads_in_time(cubin)
@@ -305,11 +305,10 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
 SMALL = DecoderShape(512, 1024, 8, 2, 128)  # stages of 512; four query heads of a key head
 ROUTED = DecoderShape(512, 512, 8, 2, 128, Routing(32, 3, True))
 EMULATED = [
-    (SMALL, [1]), (SMALL, [300]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [1, 400, 40]), (SMALL, [1, 2, 3, 4, 5]),
+    (SMALL, [1]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [1, 400, 40]),
     (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]),
     (DecoderShape(1024, 2048, 16, 2, 64), [20, 300, 6]),  # stages of 1,024; eight
-    (ROUTED, [300, 17]), (ROUTED, [30, 2, 200]),
-    (replace(ROUTED, inner=768, routing=Routing(64, 8, False)), [33]),
+    (ROUTED, [30, 2, 200]), (replace(ROUTED, inner=768, routing=Routing(32, 8, False)), [33]),
 ]  # fmt: skip
 
 

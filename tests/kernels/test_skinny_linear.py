@@ -46,7 +46,7 @@ def check_all(where, close, rows, n, k, config, bias=False):
     close(skinny.norm_gate_up_triton(x, g, EPS, w, b, config), skinny.norm_gate_up_reference(*wide(x, g, EPS, w, b)))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
 def test_the_vector_kernel_of_every_number_of_rows(where, close, rows):
     check_all(where, close, rows, 21, 512, VECTOR)
 
@@ -56,12 +56,12 @@ def test_the_matrix_kernel_of_every_number_of_rows(where, close, rows):
     check_all(where, close, rows, 21, 64, MATRIX)
 
 
-@pytest.mark.parametrize("k", [8, 520, 1544])
+@pytest.mark.parametrize("k", [8, 520, 1032])
 @pytest.mark.parametrize("config", [VECTOR, SkinnyConfig(1, 2, 3), SkinnyConfig(4, 1, 1), MATRIX], ids=str)
 def test_k_that_no_step_divides(where, close, k, config):
     if where == ("cuda", torch.float32):
         pytest.skip("as in bfloat16; each shape is compiled for a second")
-    check_all(where, close, 3, 13, k, config)
+    check_all(where, close, 3, 9, k, config)
 
 
 @pytest.mark.parametrize("config", [SkinnyConfig(1, 4, 1), SkinnyConfig(2, 2, 2), SkinnyConfig(1, 1, 8)], ids=str)
