@@ -148,7 +148,7 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
 
 @cache
 def _typed(mode: str) -> DictConfig:
-    """A mode's keys, which refuse values of other types. Made once, as that takes 8 ms; what it is given stays in it."""
+    """A mode's keys, which refuse values of other types. Made once, which takes 8 ms; what it is given stays in it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(MODES[mode].schema)

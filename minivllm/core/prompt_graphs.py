@@ -28,7 +28,6 @@ import torch
 from minivllm.core.batch import AttentionBatch, Batch, PromptStep
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
 from minivllm.kernels.capture import rehearsal
-from minivllm.kernels.exchange import least_rows
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -41,7 +40,7 @@ _SMALLEST, _TILE_ROWS = 32, 128  # tokens
 _LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
 _FLOP = 1e13  # of the layers' products: about 13 ms of a fast GPU. Larger steps hide most of their launches
 _BETWEEN_FLOP = 1e12  # 1.5 ms: about what lies between two sizes, at most; that much padding is allowed
-_RANKS_FLOP, _RANKS_BETWEEN_FLOP = 2.5e13, 5e12  # of one rank of several, which take the host 40 ms to launch
+_RANKS_FLOP, _RANKS_BETWEEN_FLOP = 3.5e13, 2.5e12  # of one rank of several, which take the host 40 to 60 ms to launch
 FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
 _APART_BYTES = 8e9  # of the layers' weights, experts and all: read in 2 ms, where launching a step eagerly takes 10
@@ -85,9 +84,7 @@ class PromptGraphs:
         between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
         most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
         if tp.size > 1:
-            # Two ranks' sums go beside products, see kernels/exchange.py; more ranks wait longer for their hosts then.
-            beside = least_rows(tp.size) if tp.size == 2 else step
-            most = max(most, min(int(_RANKS_FLOP / flop), beside))
+            most = max(most, int(_RANKS_FLOP / flop))
             self.waste = max(between, most)
         self.full = step if step * flop <= FULL_FLOP else 0
         self.sizes = prompt_sizes(min(most, step), between, self.full)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from minivllm.core.cuda_graphs import capture_graph
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.all_reduce import PeerAllReduce
 from minivllm.kernels.exchange import PeerExchange, least_rows
@@ -109,7 +109,7 @@ def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str
 def with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int, dtype: torch.dtype) -> TensorParallel:
     """Sums of steps of up to ``rows`` tokens beside products, where peer memory works and steps may be large enough;
     after proving on this machine that they are right. Every rank calls this."""
-    if tp.peer is None or rows < least_rows(tp.size):
+    if tp.peer is None or rows < least_rows(tp.size, captured=True):
         return tp
     device, why, exchange = torch.device("cuda", device_index), "", None
     try:
@@ -183,12 +183,29 @@ def _agrees(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> bo
 
 
 def _exchanges(exchange: PeerExchange, tp: TensorParallel) -> bool:
-    """Whether it sums as NCCL does: small whole numbers, in calls of several sizes with nothing between."""
+    """Whether it sums as NCCL does: small whole numbers, in calls of several sizes with nothing between, the same in a
+    graph."""
     most, width = exchange.stream.shape
-    right = True
+
+    def drawn(rows: int) -> torch.Tensor:
+        return torch.randint(-8, 8, (rows, width), device=exchange.device).to(exchange.stream.dtype)
+
+    def is_right(x: torch.Tensor) -> bool:
+        total, factors = exchange.stream[: len(x)], exchange.factors[: len(x)]
+        same = torch.equal(total, tp.all_reduce(x.clone()))
+        return same and torch.allclose(factors, row_factors_reference(total, eps=1.0), rtol=1e-4)
+
+    right, x = True, drawn(1000)
     for rows in (most, 1000, most, 1001):
-        x = torch.randint(-8, 8, (rows, width), device=exchange.device).to(exchange.stream.dtype)
-        total, factors = exchange.all_reduce(x, eps=1.0), exchange.factors[:rows]
-        right &= torch.equal(total, tp.all_reduce(x.clone()))
-        right &= torch.allclose(factors, row_factors_reference(total, eps=1.0), rtol=1e-4)
+        other = drawn(rows)
+        exchange.all_reduce(other, eps=1.0)
+        right &= is_right(other)
+    try:
+        graph, _ = capture_graph(lambda: exchange.all_reduce(x, eps=1.0), torch.cuda.graph_pool_handle())
+    except (RuntimeError, MinivllmError):  # on all ranks, which have the same driver
+        return False
+    for _ in range(2):
+        x.copy_(drawn(1000))
+        graph.replay()
+        right &= is_right(x)
     return right

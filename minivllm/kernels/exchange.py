@@ -12,7 +12,8 @@ Memory, of the same layout on each rank, which the others write to:
 # stream (rows, width): each rank's part is written by that rank
 # factors (rows,) float32: likewise
 # inbox (ranks - 1, part rows, width): what the others, in their order, computed of this rank's part
-# arrived (2, ranks) int32: the number of the last call whose inbox, and whose part of the stream, rank i has sent
+# arrived (2, ranks) int32: the number (1 or 2, in turn) of the last call whose inbox, and whose part of the stream,
+#   rank i has sent
 On the rank alone:
 # outbox, as inbox: what is being sent
 
@@ -22,7 +23,8 @@ Why nothing is overwritten too early. A call is ``begin``, ``send`` to each othe
    behind our ``collect``, which read it.
 2. The stream, and the factors: a rank shares in call n + 1 when it has collected what we sent for it; we sent that
    behind all that reads the rows of call n.
-3. ``arrived``: by 1 and 2 a number is replaced when it has been seen, so to be equal to it is enough.
+3. ``arrived``: by 1 and 2 a number is replaced when it has been seen, so it need only differ from the one before, and
+   to be equal to it is enough. Calls come in pairs, as a layer has two sums: whatever is captured begins with a 1.
 4. The outbox, and the part of the stream that is being shared: ``begin`` waits for our own copies.
 A kernel that waits by itself (``arrival``) waits for as much as ``arrive`` from each. It may hold every multiprocessor
 meanwhile: what it waits for are copies of memory on other GPUs, which engines do, and which were launched before it.
@@ -40,11 +42,11 @@ from minivllm.kernels._triton import cdiv, compiling
 from minivllm.kernels.capture import captured
 from minivllm.kernels.peer_copies import PeerCopies
 from minivllm.kernels.peer_memory import take_peer_memory
-from minivllm.kernels.rms_norm import add_rows_factors
+from minivllm.kernels.rms_norm import Awaited, add_rows_factors
 
 MIN_PART = 1024  # rows on average: products of fewer take longer a row, and the host launches more
+MIN_PART_CAPTURED = 512
 _TILE = 256  # rows of a part are a multiple of it, but of the last: a pair of tiles of ``persistent_linear``
-_NUMBERS = 1 << 10  # calls are counted modulo this
 _PARTIAL, _SUM = 0, 1  # rows of ``arrived``
 _ALIGNED = 128  # bytes, of which each array in the memory starts at a multiple
 
@@ -72,8 +74,8 @@ class PeerExchange:
         self.others = [(rank + i) % self.ranks for i in range(1, self.ranks)]
         self.stream, self.factors, self.inbox, self._arrived = _views(memory[rank], self.ranks, rows, width, dtype)
         self._outbox = torch.empty_like(self.inbox)
-        self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=self.device)
-        self._call, self._to = 0, {peer: PeerCopies(self.device) for peer in self.others}
+        self._numbers = torch.arange(3, dtype=torch.int32, device=self.device)
+        self._call, self._copies = 2, PeerCopies(self.device, self.others)
         self._line = width * dtype.itemsize
         self._slot = part_rows(rows, self.ranks) * self._line
         # from here to the same place in a peer's memory
@@ -97,9 +99,8 @@ class PeerExchange:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether to sum products of a step of x, (t, width), here."""
-        fits = least_rows(self.ranks) <= x.shape[0] <= self.max_rows and x.dtype == self.stream.dtype
-        # Kernels that are only compiled wait for nobody, and the numbers of calls are not a graph's to keep.
-        return fits and x.device == self.device and not compiling() and not captured(x)
+        fits = least_rows(self.ranks, captured(x)) <= x.shape[0] <= self.max_rows and x.dtype == self.stream.dtype
+        return fits and x.device == self.device and not compiling()  # what is only compiled waits for nobody
 
     def parts(self, rows: int) -> list[slice]:
         """Each rank's rows of so many."""
@@ -110,7 +111,7 @@ class PeerExchange:
 
     def begin(self) -> None:
         """A call; what was sent and shared in the last one may be written over by what is launched from now on."""
-        self._call = self._call % (_NUMBERS - 1) + 1  # never 0, which stands there at the start
+        self._call = 3 - self._call  # never 0, which stands there at the start
         self.settle()
 
     def outbox(self, peer: int, rows: int) -> torch.Tensor:
@@ -121,26 +122,27 @@ class PeerExchange:
         """Send it."""
         inbox = self.inbox.data_ptr() + self._away[peer] + (self.rank - (self.rank > peer)) * self._slot
         outbox = self._outbox.data_ptr() + (peer - (peer > self.rank)) * self._slot
-        self._to[peer].begin()
-        self._to[peer].copy(inbox, outbox, rows * self._line)
+        self._copies.begin([peer])
+        self._copies.copy(peer, inbox, outbox, rows * self._line)
         self._tell(peer, _PARTIAL)
 
     def collect(self, own: slice, eps: float) -> None:
         """Add to this rank's part of the stream, the rows ``own``, what the others sent of it, in their order. ``eps``:
         of the norm behind, for the factors."""
-        for peer in self.others:
-            self._wait(peer, _PARTIAL)
-        add_rows_factors(self.stream[own], self.inbox, self.factors[own], eps)
+        awaited = Awaited(self._arrived[_PARTIAL], self._call, self.rank)
+        if own.start == own.stop or not self.stream.is_cuda:  # else each program of the addition waits
+            for peer in self.others:
+                self._wait(peer, _PARTIAL)
+        add_rows_factors(self.stream[own], self.inbox, self.factors[own], eps, awaited)
 
     def share(self, own: slice) -> None:
         """Send them and their factors to all others; the call ends when theirs ``arrive``."""
         rows, stream, factors = own.stop - own.start, self.stream.data_ptr(), self.factors.data_ptr()
         stream, factors = stream + own.start * self._line, factors + own.start * 4
-        for peer in self.others:
-            copies, away = self._to[peer], self._away[peer]
-            copies.begin()
-            copies.copy(stream + away, stream, rows * self._line)
-            copies.copy(factors + away, factors, rows * 4)
+        self._copies.begin(self.others)
+        for peer, away in self._away.items():
+            self._copies.copy(peer, stream + away, stream, rows * self._line)
+            self._copies.copy(peer, factors + away, factors, rows * 4)
             self._tell(peer, _SUM)
 
     def arrive(self, peer: int) -> None:
@@ -154,41 +156,45 @@ class PeerExchange:
 
     def settle(self) -> None:
         """What is launched from now on may write over what was sent and shared."""
-        for copies in self._to.values():
-            copies.settle()
+        self._copies.settle()
 
     def all_reduce(self, x: torch.Tensor, eps: float = 0.0) -> torch.Tensor:
-        """A call by itself: the sum over the ranks of x, (t, width); returned in ``stream``, with ``factors``."""
-        parts, stream = self.parts(x.shape[0]), self.stream[: x.shape[0]]
+        """A sum by itself: that over the ranks of x, (t, width); returned in ``stream``, with ``factors``."""
+        for rows in (x, x[:0]):  # a pair of calls
+            self._sum(rows, eps)
+        self.settle()
+        return self.stream[: x.shape[0]]
+
+    def _sum(self, x: torch.Tensor, eps: float) -> None:
+        parts = self.parts(x.shape[0])
         self.begin()
         for peer in self.others:
             theirs = x[parts[peer]]
             self.outbox(peer, len(theirs)).copy_(theirs)
             self.send(peer, len(theirs))
         own = parts[self.rank]
-        stream[own].copy_(x[own])
+        self.stream[own].copy_(x[own])
         self.collect(own, eps)
         self.share(own)
         for peer in self.others:
             self.arrive(peer)
-        return stream
 
     def _tell(self, peer: int, what: int) -> None:
         """By a copy, which engines do in order: behind those before it."""
         told, number = self._told(self.rank, what) + self._away[peer], self._numbers.data_ptr() + self._call * 4
-        self._to[peer].copy(told, number, 4)
+        self._copies.copy(peer, told, number, 4)
 
     def _wait(self, peer: int, what: int) -> None:
-        self._to[peer].wait(self._told(peer, what), self._call)
+        self._copies.wait(self._told(peer, what), self._call)
 
     def _told(self, rank: int, what: int) -> int:
         """Where that rank leaves numbers, here."""
         return self._arrived.data_ptr() + (what * self.ranks + rank) * 4
 
 
-def least_rows(ranks: int) -> int:
+def least_rows(ranks: int, captured: bool = False) -> int:
     """Of a step that is summed here."""
-    return MIN_PART * ranks
+    return (MIN_PART_CAPTURED if captured else MIN_PART) * ranks
 
 
 def part_rows(rows: int, ranks: int) -> int:

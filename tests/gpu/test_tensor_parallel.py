@@ -257,6 +257,23 @@ def check_exchange(tp: TensorParallel, device: torch.device) -> None:
         total = exchange.all_reduce((numbers[: 1000 + turn] + turn % 3).to(torch.bfloat16))
         same = (total == (numbers[: 1000 + turn] + turn % 3) * tp.size).all()
         results.append((same, same))
+    x, y = torch.empty_like(stream[:1300]), torch.empty_like(stream[:77])
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        totals = [exchange.all_reduce(part).clone() for part in (x, y, x)]
+    for turn in range(100):  # replays with and without other calls between, ranks late by turns
+        if turn % 20 == tp.rank:
+            time.sleep(0.02)
+        x.copy_(numbers[:1300] + turn % 3)
+        y.copy_(numbers[:77] + turn % 2)
+        graph.replay()
+        for total, part in zip(totals, (x, y, x), strict=True):
+            same = (total == part * tp.size).all()
+            results.append((same, same))
+        if turn % 3 == 0:
+            same = (exchange.all_reduce(x[: 1 + turn]) == x[: 1 + turn] * tp.size).all()
+            results.append((same, same))
     assert all(bool(same) for same, _ in results[6:])
 
 

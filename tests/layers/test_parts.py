@@ -170,6 +170,7 @@ class Rank:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART", 1)
+    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART_CAPTURED", 1)
     monkeypatch.setattr("minivllm.kernels.exchange._TILE", 1)
 
 
@@ -201,13 +202,35 @@ def test_a_product_begins_with_its_ranks_own_rows_and_ends_with_them(
         assert log == [*layer, ("arrive", peer), *layer, *last, *decode]
 
 
-def test_a_step_that_stands_for_a_captured_one_exchanges_nothing(
-    folder: Path, expected: torch.Tensor, small_parts: None
+@pytest.mark.parametrize("layers", [2, 3, 4])
+def test_any_step_begins_with_the_same_number(
+    tiny_checkpoint: Checkpoints, small_parts: None, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
+    """As a graph does, whatever ran before it."""
+    told: list[tuple[int, int]] = []
+    begin = PeerExchange.begin
+
+    def noted(exchange: PeerExchange) -> None:
+        begin(exchange)
+        told.append((exchange.rank, exchange.arrival(1).number))
+
+    monkeypatch.setattr(PeerExchange, "begin", noted)
+    world = World(tiny_checkpoint("qwen3", num_hidden_layers=layers))
+    for within in (nullcontext, rehearsal, nullcontext):
+        told.clear()
+        world.step(within)
+        for rank in (0, 1):
+            assert [number for its, number in told if its == rank] == [1, 2] * (layers - 1)
+
+
+def test_captured_steps_exchange_smaller_parts(
+    folder: Path, expected: torch.Tensor, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART", 1000)
     world = World(folder)
-    torch.testing.assert_close(world.step(within=rehearsal), expected)
-    assert not any(rank.exchanged() for rank in world.ranks)
     torch.testing.assert_close(world.step(), expected)
+    assert not any(rank.exchanged() for rank in world.ranks)
+    torch.testing.assert_close(world.step(within=rehearsal), expected)
     assert all(rank.exchanged() for rank in world.ranks)
 
 
@@ -475,5 +498,8 @@ def test_which_steps_an_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     size = PeerExchange.nbytes(4, 16384, 8, torch.bfloat16)
     of_four = PeerExchange(0, [torch.zeros(size, dtype=torch.uint8)] * 4, 16384, 8, torch.bfloat16)
     assert of_four.takes(torch.zeros(4096, 8).bfloat16()) and not of_four.takes(torch.zeros(4095, 8).bfloat16())
+    with rehearsal():
+        assert end.takes(torch.zeros(1024, 8).bfloat16()) and not end.takes(torch.zeros(1023, 8).bfloat16())
+        assert of_four.takes(torch.zeros(2048, 8).bfloat16()) and not of_four.takes(torch.zeros(2047, 8).bfloat16())
     monkeypatch.setattr("minivllm.kernels.exchange.compiling", lambda: True)
     assert not end.takes(torch.zeros(4096, 8).bfloat16())
