@@ -42,10 +42,10 @@ from minivllm.kernels._triton import cdiv, compiling
 from minivllm.kernels.capture import captured
 from minivllm.kernels.peer_copies import PeerCopies
 from minivllm.kernels.peer_memory import take_peer_memory
-from minivllm.kernels.rms_norm import Awaited, add_rows_factors
+from minivllm.kernels.rms_norm import add_rows_factors
 
-MIN_PART = 1024  # rows on average: products of fewer take longer a row, and the host launches more
-MIN_PART_CAPTURED = 512
+MIN_PART = 1024  # rows on average: the host launches more, which takes as long for fewer
+MIN_PART_CAPTURED = 512  # products of fewer take longer a row
 _TILE = 256  # rows of a part are a multiple of it, but of the last: a pair of tiles of ``persistent_linear``
 _PARTIAL, _SUM = 0, 1  # rows of ``arrived``
 _ALIGNED = 128  # bytes, of which each array in the memory starts at a multiple
@@ -129,11 +129,9 @@ class PeerExchange:
     def collect(self, own: slice, eps: float) -> None:
         """Add to this rank's part of the stream, the rows ``own``, what the others sent of it, in their order. ``eps``:
         of the norm behind, for the factors."""
-        awaited = Awaited(self._arrived[_PARTIAL], self._call, self.rank)
-        if own.start == own.stop or not self.stream.is_cuda:  # else each program of the addition waits
-            for peer in self.others:
-                self._wait(peer, _PARTIAL)
-        add_rows_factors(self.stream[own], self.inbox, self.factors[own], eps, awaited)
+        for peer in self.others:
+            self._wait(peer, _PARTIAL)
+        add_rows_factors(self.stream[own], self.inbox, self.factors[own], eps)
 
     def share(self, own: slice) -> None:
         """Send them and their factors to all others; the call ends when theirs ``arrive``."""

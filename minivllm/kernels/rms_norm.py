@@ -51,19 +51,9 @@ def _row_factors_kernel(
     tl.store(out + row, inverse_rms(h, eps, N, 1), mask=row < rows)
 
 
-@triton.jit
-def _wait_for(number, place):
-    """Until ``number`` stands at ``place``, where a copy from another GPU leaves it."""
-    found = number - 1
-    while found != number:
-        found = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit(do_not_specialize=["eps", "rows", "number", "rank"])
+@triton.jit(do_not_specialize=["eps", "rows"])
 def _add_rows_factors_kernel(
-    x, addends, factors, told, rows, x_stride, addend_stride, eps, number, rank,
+    x, addends, factors, rows, x_stride, addend_stride, eps,
     ADDENDS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -72,21 +62,11 @@ def _add_rows_factors_kernel(
     at = row.to(tl.int64)[:, None] * x_stride + cols[None, :]
     addend = addends + row.to(tl.int64)[:, None] * N + cols[None, :]
     h = tl.load(x + at, mask=mask, other=0.0)
-    for i in tl.static_range(ADDENDS):
-        if told is not None:
-            _wait_for(number, told + i + (i >= rank))
+    for _ in tl.static_range(ADDENDS):
         h = (h.to(tl.float32) + tl.load(addend, mask=mask, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
         addend += addend_stride
     tl.store(x + at, h, mask=mask)
     tl.store(factors + row, inverse_rms(h.to(tl.float32), eps, N, 1), mask=row < rows)
-
-
-class Awaited(NamedTuple):
-    """Of addends that other ranks send, in their order: each is there once the number of its rank is ``number``."""
-
-    told: torch.Tensor  # (ranks,) int32, of all ranks
-    number: int
-    rank: int  # this one, which sends none
 
 
 class RowScale(NamedTuple):
@@ -152,17 +132,14 @@ def row_factors(x: torch.Tensor, eps: float) -> torch.Tensor:
     return row_factors_triton(x, eps) if x.is_cuda else row_factors_reference(x, eps)
 
 
-def add_rows_factors_triton(
-    x: torch.Tensor, addends: torch.Tensor, factors: torch.Tensor, eps: float, awaited: Awaited | None = None
-) -> None:
+def add_rows_factors_triton(x: torch.Tensor, addends: torch.Tensor, factors: torch.Tensor, eps: float) -> None:
     """No part of ``pdl``: it starts when all before it is complete."""
     (rows, n), block = x.shape, next_power_of_2(x.shape[1])
     assert x.stride(1) == 1 and addends.stride()[1:] == (n, 1)
     at_once = max(4096 // block, 1)
     if rows:
         _add_rows_factors_kernel[(cdiv(rows, at_once),)](
-            x, addends, factors, None if awaited is None else awaited.told, rows, x.stride(0), addends.stride(0), eps,
-            0 if awaited is None else awaited.number, 0 if awaited is None else awaited.rank,
+            x, addends, factors, rows, x.stride(0), addends.stride(0), eps,
             ADDENDS=len(addends), N=n, BLOCK=block, ROWS=at_once, num_warps=_num_warps(block * at_once),
         )  # fmt: skip
 
@@ -173,12 +150,8 @@ def add_rows_factors_reference(x: torch.Tensor, addends: torch.Tensor, factors: 
     factors.copy_(row_factors_reference(x, eps))
 
 
-def add_rows_factors(
-    x: torch.Tensor, addends: torch.Tensor, factors: torch.Tensor, eps: float, awaited: Awaited | None = None
-) -> None:
+def add_rows_factors(x: torch.Tensor, addends: torch.Tensor, factors: torch.Tensor, eps: float) -> None:
     """x (t, n) += each of ``addends`` (m, t or more, n), one after the other and rounded each time; of what it is then
-    the ``row_factors`` go to ``factors`` (t,) float32. ``awaited``, on a GPU: by rows that there are."""
-    if x.is_cuda:
-        add_rows_factors_triton(x, addends, factors, eps, awaited)
-    else:
-        add_rows_factors_reference(x, addends, factors, eps)
+    the ``row_factors`` go to ``factors`` (t,) float32."""
+    run = add_rows_factors_triton if x.is_cuda else add_rows_factors_reference
+    run(x, addends, factors, eps)

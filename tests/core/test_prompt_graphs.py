@@ -126,14 +126,14 @@ def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
 @pytest.mark.parametrize(
     ("weights", "most"),
     [
-        (10**8, (8192, 8192, 8192)),  # captured anyhow
-        (3 * 10**9, (1664, 2048, 4096)),  # two: until sums go beside products
-        (10**10, (512, 1024, 1024)),
-        (10**11, (32, 64, 64)),
+        (10**8, (8192, 8192)),  # captured anyhow
+        (3 * 10**9, (1664, 4608)),
+        (10**10, (512, 1408)),
+        (10**11, (32, 128)),
     ],
 )
-def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, most: tuple[int, ...]) -> None:
-    for ranks, tokens in zip((1, 2, 4), most, strict=True):
+def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, most: tuple[int, int]) -> None:
+    for ranks, tokens in zip((1, 4), most, strict=True):
         made = made_for({"layer.weight": (weights, 1)}, (0, 0), ranks)
         assert made.sizes[-1] == tokens
         if ranks > 1:
