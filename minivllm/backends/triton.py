@@ -127,21 +127,20 @@ class TritonBackend(AttentionBackend):
         self.batch, self._scheduled, self._tiles = batch, None, None
         d = batch.num_decodes
         if d < batch.num_seqs:
-            tiles = torch.from_numpy(self._query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:]))
-            device = batch.seq_lens.device
-            self._tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles
-            if batch.graph_size:
-                most = self._most_tiles(batch.graph_size - d, batch.num_seqs - d)
-                self._tiles = self._captured_tiles(self._tiles, most)
+            tiles = self._query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:])
+            most = self._most_tiles(batch.graph_size - d, batch.num_seqs - d) if batch.graph_size else 0
+            self._tiles = self._send_tiles(tiles, most, batch.seq_lens.device)
 
-    def _captured_tiles(self, tiles: torch.Tensor, most: int) -> torch.Tensor:
-        """The tiles where a graph finds them: a buffer for each ``most``, -1 behind the last."""
+    def _send_tiles(self, tiles: np.ndarray, most: int, device: torch.device) -> torch.Tensor:
+        """Tiles on the device; captured, where a graph finds them: a buffer for each ``most``, -1 behind the last."""
+        sent = torch.empty((most or len(tiles), tiles.shape[1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+        host = sent.numpy()
+        host[: len(tiles)], host[len(tiles) :] = tiles, -1
+        if not most:
+            return sent.to(device, non_blocking=True)
         if most not in self._tiles_of:
-            self._tiles_of[most] = tiles.new_empty((most, tiles.shape[1]))
-        static = self._tiles_of[most]
-        static[: len(tiles)] = tiles
-        static[len(tiles) :] = -1
-        return static
+            self._tiles_of[most] = torch.empty(sent.shape, dtype=torch.int32, device=device)
+        return self._tiles_of[most].copy_(sent, non_blocking=True)
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._decode(q, layer, out, None)

@@ -279,9 +279,8 @@ class ModelRunner:
         graphs = self.prompt_graphs
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             step = PromptStep(batch.num_new, batch.num_computed, slots, tokens)
-            admission, sent = self.begin(batch, *of_rows, *graphs.numbers(key, step))
-            slots_, after, last_, sampled_, *sent = sent
-            hidden = graphs.launch(key, step, sent, slots_[:d])
+            admission, (slots_, after, last_, sampled_, packet) = self.begin(batch, *of_rows, graphs.numbers(key, step))
+            hidden = graphs.launch(key, step, packet, slots_[:d])
         else:
             cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
             numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))

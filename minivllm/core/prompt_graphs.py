@@ -7,9 +7,10 @@ the rows that sample on, runs eagerly behind. The full step is captured once mor
 where the backend has a faster way for those, and small ones for few sequences: what attention launches grows with those
 that there may be.
 
-Static buffers, shared by all sizes (their first rows are used), owned by PromptGraphs; R = num_slots + 1, T the size:
-# tokens (3, T) int64: input_ids, positions, slot_mapping
-# query_start (R + 1,) int32   seq_lens (R,) int32   block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
+What a step is told crosses as one packet, int32, R the graph's rows, T its tokens, each part padded to 16 bytes:
+# | input_ids, positions, slot_mapping (3, T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) |
+Static buffers, shared by all graphs: packet, and, for the largest:
+# block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
 All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
 weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
 context is one key long, so that they see nothing; they write into block 0, which nobody owns.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.parallel import TensorParallel
 
+_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _Key = tuple[int, str]  # a graph's tokens, and for which steps of so many it is: one of these
 _ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: whose prompts all start in it, _FEW: of few sequences
 _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
@@ -55,6 +57,24 @@ def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
     doubling = [1 << n for n in range(_SMALLEST.bit_length() - 1, between.bit_length())]
     sizes = [n for n in (*doubling, *range(2 * between, most + 1, between)) if n <= most]
     return [*(n for n in sizes if n < full), full] if full else sizes
+
+
+def _places(size: int, rows: int) -> list[int]:
+    """Where the parts of a packet begin, and where the last one ends."""
+    places = [0]
+    for words in (6 * size, rows + 1, rows, rows):
+        places.append(places[-1] + words + -words % 4)
+    return places
+
+
+def _parts(packet: _Array, size: int, rows: int) -> tuple[_Array, _Array, _Array, _Array]:
+    """Of a packet: of tokens (3, size) int64, query_start (rows + 1,), seq_lens (rows,), slots (rows,)."""
+    tokens, query_start, seq_lens, slots, _ = _places(size, rows)
+    of_tokens: _Array = packet[tokens : 6 * size].view(np.int64 if isinstance(packet, np.ndarray) else torch.int64)
+    return (
+        of_tokens.reshape(3, size), packet[query_start : query_start + rows + 1], packet[seq_lens : seq_lens + rows],
+        packet[slots : slots + rows],
+    )  # fmt: skip
 
 
 def _nearest_power_of_2(tokens: float) -> int:
@@ -90,10 +110,7 @@ class PromptGraphs:
         self.sizes = prompt_sizes(min(most, step), between, self.full)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
-        self.tokens = torch.zeros((3, top), dtype=torch.int64, device=device)
-        self.input_ids, self.positions, self.slot_mapping = self.tokens
-        self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.packet = torch.zeros(_places(top, rows)[-1], dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -104,14 +121,15 @@ class PromptGraphs:
         self._plans = {key: self._plan(*key) for key in keys}
 
     def _plan(self, size: int, kind: str) -> AttentionBatch:
-        rows = _FEW_ROWS if kind == _FEW else len(self.seq_lens)
+        rows = _FEW_ROWS if kind == _FEW else len(self.block_tables)
         picks = size > _PICKED_FROM and size >= 2 * (rows - 1)
+        tokens, query_start, seq_lens, _ = _parts(self.packet, size, rows)
         return AttentionBatch(
             num_decodes=0,
-            query_start=self.query_start[: rows + 1],
-            seq_lens=self.seq_lens[:rows],
+            query_start=query_start,
+            seq_lens=seq_lens,
             block_tables=self.block_tables[:rows],
-            slot_mapping=self.slot_mapping[:size],
+            slot_mapping=tokens[2],
             host_query_lens=np.zeros(rows, dtype=np.int32),
             host_seq_lens=np.zeros(rows, dtype=np.int32),
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
@@ -148,11 +166,12 @@ class PromptGraphs:
         lens = np.zeros(self._plans[size, kind].num_seqs, dtype=np.int32)
         parts = -(-size // self._longest)
         lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
-        start = np.zeros(len(lens) + 1, dtype=np.int32)
-        np.cumsum(lens, out=start[1:])
-        self.query_start[: len(start)] = torch.from_numpy(start)
-        self.seq_lens[: len(lens)] = torch.from_numpy(lens)
-        self._hand_over((size, kind), lens, lens, self._nobody[: len(lens)])
+        numbers = np.zeros(_places(size, len(lens))[-1], dtype=np.int32)
+        _, query_start, seq_lens, slots = _parts(numbers, size, len(lens))
+        np.cumsum(lens, out=query_start[1:])
+        seq_lens[:], slots[:] = lens, self._nobody[: len(lens)]
+        self.packet[: len(numbers)] = torch.from_numpy(numbers)
+        self._hand_over((size, kind), lens, lens, slots)
 
     def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> None:
         plan = self._plans[key]
@@ -161,9 +180,10 @@ class PromptGraphs:
 
     def _forward(self, key: _Key) -> torch.Tensor:
         size, plan = key[0], self._plans[key]
+        input_ids, positions, _ = _parts(self.packet, size, plan.num_seqs)[0]
         if plan.last_tokens is not None:  # where no sequence is, that of the padding
             torch.sub(plan.query_start[1:-1], 1, out=plan.last_tokens)
-        return self.runner.model.forward(self.input_ids[:size], self.positions[:size], self.runner.attention)
+        return self.runner.model.forward(input_ids, positions, self.runner.attention)
 
     # ------------------------------------------------------------------ replay
 
@@ -195,32 +215,32 @@ class PromptGraphs:
             return size, _WHOLE
         return size, _FEW if (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS else _ANY
 
-    def numbers(self, key: _Key, step: PromptStep) -> list[np.ndarray]:
-        """What the device is told of a step, padded, for ``launch``: tokens (3 * size,) int64, query_start and seq_lens
-        of all the graph's sequences int32, and slots (n + 1,) int64, the last of which has no blocks."""
+    def numbers(self, key: _Key, step: PromptStep) -> np.ndarray:
+        """What the device is told of a step, padded, for ``launch``: a packet."""
         size, rows, n, t = key[0], self._plans[key].num_seqs, len(step.slots), step.tokens.shape[1]
-        tokens = np.zeros((3, size), dtype=np.int64)
+        numbers = np.zeros(_places(size, rows)[-1], dtype=np.int32)
+        tokens, query_start, seq_lens, slots = _parts(numbers, size, rows)
         tokens[:, :t] = step.tokens
-        query_start, seq_lens = np.full(rows + 1, size, dtype=np.int32), np.ones(rows, dtype=np.int32)
-        query_start[0], seq_lens[:n] = 0, step.num_computed + step.num_new
         np.cumsum(step.num_new, out=query_start[1 : n + 1])
-        slots = np.append(step.slots.astype(np.int64), self.runner.num_slots)
-        return [tokens.reshape(-1), query_start, seq_lens, slots]
+        query_start[n + 1 :] = size
+        seq_lens[:n], seq_lens[n:] = step.num_computed + step.num_new, 1
+        slots[:n], slots[n:] = step.slots, self.runner.num_slots
+        return numbers
 
-    def launch(self, key: _Key, step: PromptStep, sent: list[torch.Tensor], decodes: torch.Tensor) -> torch.Tensor:
+    def launch(self, key: _Key, step: PromptStep, sent: torch.Tensor, decodes: torch.Tensor) -> torch.Tensor:
         """``sent``: the step's ``numbers``. decodes (d,) int64: slots of the first sequences, whose tokens the device
         has. Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size)."""
         self._load(key, step, sent)
         if len(decodes):
-            self.input_ids[: len(decodes)] = self.runner.last_token.index_select(0, decodes)
+            tokens = _parts(self.packet, key[0], self._plans[key].num_seqs)[0]
+            tokens[0, : len(decodes)] = self.runner.last_token.index_select(0, decodes)
         return self._replay(key, step)
 
-    def _load(self, key: _Key, step: PromptStep, sent: list[torch.Tensor]) -> None:
+    def _load(self, key: _Key, step: PromptStep, sent: torch.Tensor) -> None:
         """Put the step where the graph finds it, with its padding, and plan it."""
         size, rows, n = key[0], self._plans[key].num_seqs, len(step.slots)
-        tokens, query_start, seq_lens, slots = sent
-        self.tokens[:, :size] = tokens.view(3, size)
-        self.query_start[: rows + 1], self.seq_lens[:rows] = query_start, seq_lens
+        self.packet[: len(sent)] = sent
+        slots = _parts(self.packet, size, rows)[3][: n + 1]
         torch.index_select(self.runner.block_table, 0, slots, out=self.block_tables[: n + 1])
         query_lens, lens = np.zeros((2, rows), dtype=np.int32)
         query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
@@ -262,9 +282,7 @@ class PromptGraphs:
         values = torch.randn_like(contexts)
         rng = np.random.default_rng(0)
         steps = {key: self._random_step(key, blocks, longest, vocab_size, rng) for key in self._plans}
-        sent = {
-            key: [torch.from_numpy(a).to(run.device) for a in self.numbers(key, step)] for key, step in steps.items()
-        }
+        sent = {key: torch.from_numpy(self.numbers(key, step)).to(run.device) for key, step in steps.items()}
 
         def hidden(key: _Key, launch: Callable[[_Key, PromptStep], torch.Tensor]) -> torch.Tensor:
             contexts.copy_(values)
@@ -289,7 +307,7 @@ class PromptGraphs:
         check_differences(differences, run.attention)
         cache[:, :, 1 : 1 + rows * per_row] = 0
         run.host_tables[:] = 0
-        for used in (run.block_table, self.block_tables, self.tokens):
+        for used in (run.block_table, self.block_tables, self.packet):
             used.zero_()
 
     def _random_step(
