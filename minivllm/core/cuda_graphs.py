@@ -213,6 +213,10 @@ class DecodeGraphs:
             return run.land(n, np.arange(n), self._refined(key, kept, batch.slots))
         return self.landing.step(n, run.done())
 
+    def hidden(self, size: int) -> torch.Tensor:
+        """(size, hidden_size): what a captured step of so many rows sampled from last."""
+        return self._kept[size, None].hidden
+
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
         if cascade is not None:
             for size in self._cascade_sizes:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
     from minivllm.core.prompt_graphs import PromptGraphs
+    from minivllm.core.sample_graphs import SampleGraphs
 
 # Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
 # through all layers in one kernel.
@@ -194,6 +195,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
+        self.sample_graphs: SampleGraphs | None = None
         self.staging = Staging(device)
         self._landing = PinnedRing()
         on_gpu = device.type == "cuda"
@@ -265,33 +267,38 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ eager
 
-    def _launch_eager(self, batch: Batch) -> PendingStep:
+    def _launch_eager(self, batch: Batch) -> StepHandle:
         slots, d = batch.slots, batch.num_decodes
         seq_lens = batch.num_computed + batch.num_new
         start, position, mapping = self.places(slots, batch.num_computed, batch.num_new)
         sampled, last = np.nonzero(batch.samples)[0], start[1:].astype(np.int64) - 1
+        ends, size = self.sample_graphs, None if self.sample_graphs is None else self.sample_graphs.size_for(batch)
+        numbers = _NONE if ends is None or size is None else ends.numbers(size, slots, seq_lens, last)
         picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
         if picks and len(last) < _FEW_ROWS:
             last = np.concatenate([last, np.zeros(_FEW_ROWS - len(last), dtype=np.int64)])  # and what nobody asks for
         tokens = np.zeros((3, batch.num_tokens), dtype=np.int64)
         tokens[0, d:], tokens[1], tokens[2] = batch.token_ids, position, mapping
-        of_rows = slots.astype(np.int64), seq_lens.astype(np.int64), last, sampled
+        of_rows = slots.astype(np.int64), seq_lens.astype(np.int64), last, sampled, numbers
         graphs = self.prompt_graphs
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             step = PromptStep(batch.num_new, batch.num_computed, slots, tokens)
-            admission, (slots_, after, last_, sampled_, packet) = self.begin(batch, *of_rows, graphs.numbers(key, step))
+            admission, sent = self.begin(batch, *of_rows, graphs.numbers(key, step))
+            slots_, after, last_, sampled_, numbers_, packet = sent
             hidden = graphs.launch(key, step, packet, slots_[:d])
         else:
             cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
-            numbers = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
-            admission, sent = self.begin(batch, *of_rows, *tokens, start, seq_lens, numbers)
-            slots_, after, last_, sampled_, ids, positions, slot_mapping, start_, seq_lens_, numbers_ = sent
+            shared = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
+            admission, sent = self.begin(batch, *of_rows, *tokens, start, seq_lens, shared)
+            slots_, after, last_, sampled_, numbers_, ids, positions, slot_mapping, start_, seq_lens_, shared_ = sent
             if d:
                 ids[:d] = self.last_token.index_select(0, slots_[:d])
             plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, slots_, last_ if picks else None)
-            plan.cascade = None if cascade is None else Cascade.of(numbers_, d, cascade.beside)
+            plan.cascade = None if cascade is None else Cascade.of(shared_, d, cascade.beside)
             hidden = self._forward(ids, positions, plan)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
+        if ends is not None and size is not None and not self.needs_refine(slots, size):
+            return ends.launch(size, hidden, numbers_, batch)
         self.num_computed.scatter_(0, slots_, after)
         if not len(sampled):
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)

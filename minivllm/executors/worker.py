@@ -175,8 +175,12 @@ class Worker:
         self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
         self.runner.attention.bind(self._cache(num_blocks, device))
         if decodes is not None:
+            from minivllm.core.sample_graphs import SampleGraphs
+
             decodes.capture(num_blocks, model_config.vocab_size)
             self.runner.graphs = decodes
+            samples = self.runner.sample_graphs = SampleGraphs(self.runner, decodes)
+            samples.capture()
         if prompts is not None:
             prompts.capture(num_blocks, model_config.vocab_size)
             self.runner.prompt_graphs = prompts

@@ -232,12 +232,13 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConf
 
 def query_tiles(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> np.ndarray:
     """(m, 2) int32: (row, first query token) of each tile of ``block_q`` tokens, the longest work first."""
-    counts = -(-query_lens.astype(np.int64) // block_q)
+    counts = -(-query_lens // block_q)
     row = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * block_q
-    keys = (seq_lens.astype(np.int64) - query_lens)[row] + first
-    order = np.argsort(-keys, kind="stable")
-    return np.stack((row[order], first[order]), axis=1).astype(np.int32)
+    first = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * block_q
+    order = np.argsort(-((seq_lens - query_lens)[row] + first), kind="stable")
+    tiles = np.empty((len(row), 2), dtype=np.int32)
+    tiles[:, 0], tiles[:, 1] = row[order], first[order]
+    return tiles
 
 
 def paged_prefill_triton(

@@ -78,9 +78,11 @@ class PromptWorkspace:
         seen = np.minimum((seq_lens - query_lens)[row] + first + self.tile_tokens, seq_lens[row])
         keys = -(-seen // _KEYS)
         most = max(_EVEN * float(keys.sum()) * self.kv_heads / self.programs, _LEAST)
+        if not len(keys) or keys.max() <= most:
+            whole = np.empty((len(tiles), 4), dtype=np.int32)
+            whole[:, :2], whole[:, 2], whole[:, 3] = tiles, 1 << 16, 0
+            return whole
         parts = np.maximum(np.ceil(keys / most), 1).astype(np.int32)
-        if len(parts) and parts.max() == 1:
-            return np.column_stack((tiles, np.full(len(tiles), 1 << 16, np.int32), np.zeros(len(tiles), np.int32)))
         apart = np.where(parts > 1, parts, 0)
         left = np.cumsum(apart) - apart
         which = np.repeat(np.arange(len(parts)), parts)
