@@ -54,11 +54,12 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._ring = PinnedRing()
+        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Each int32 or int64 array (size,) on the device; records as int32, (their words,). Each begins at a multiple
         of 16 bytes, so that kernels are compiled for one alignment."""
-        words = [np.ascontiguousarray(a).view(np.int32) for a in arrays]
+        words = [np.ascontiguousarray(a).view(np.int32) for a in arrays if len(a)]
         sizes = [size for w in words for size in (len(w), -len(w) % 4)]  # and what is left out behind each
         total = sum(sizes)
         packet = self._ring.next(total) if self.device.type == "cuda" else torch.empty(total, dtype=torch.int32)
@@ -66,8 +67,15 @@ class Staging:
         for w in words:
             flat[at : at + len(w)] = w
             at += len(w) + -len(w) % 4
-        parts = packet.to(self.device, non_blocking=True).split(sizes)[::2]
-        return [part.view(torch.int64) if a.dtype == np.int64 else part for a, part in zip(arrays, parts, strict=True)]
+        sent = packet.to(self.device, non_blocking=True) if total else packet
+        parts = iter(sent.split(sizes)[::2] if total else ())
+        of_kind = {True: self._nothing, False: self._nothing.view(torch.int32)}
+        found = []
+        for a in arrays:
+            wide = a.dtype == np.int64
+            part = next(parts) if len(a) else of_kind[wide]
+            found.append(part.view(torch.int64) if wide else part)
+        return found
 
 
 class Admission(NamedTuple):
@@ -271,46 +279,49 @@ class ModelRunner:
         slots, d = batch.slots, batch.num_decodes
         seq_lens = batch.num_computed + batch.num_new
         start, position, mapping = self.places(slots, batch.num_computed, batch.num_new)
-        sampled, last = np.nonzero(batch.samples)[0], start[1:].astype(np.int64) - 1
-        ends, size = self.sample_graphs, None if self.sample_graphs is None else self.sample_graphs.size_for(batch)
-        numbers = _NONE if ends is None or size is None else ends.numbers(size, slots, seq_lens, last)
-        picks = batch.num_tokens > max(len(slots), _FEW_ROWS)
-        if picks and len(last) < _FEW_ROWS:
-            last = np.concatenate([last, np.zeros(_FEW_ROWS - len(last), dtype=np.int64)])  # and what nobody asks for
+        sampled, n = np.nonzero(batch.samples)[0], len(slots)
+        # Of each row its slot, its length behind the step, where its last token lies in the sequence and in the step;
+        # behind them padding's, whose hidden states nobody asks for.
+        rows = np.zeros((4, max(n, _FEW_ROWS)), dtype=np.int64)
+        rows[0, n:], rows[:, :n] = self.num_slots, (slots, seq_lens, seq_lens - 1, start[1:] - 1)
+        some = sampled if len(sampled) < n else sampled[:0]
+        picks = batch.num_tokens > rows.shape[1]
         tokens = np.zeros((3, batch.num_tokens), dtype=np.int64)
         tokens[0, d:], tokens[1], tokens[2] = batch.token_ids, position, mapping
-        of_rows = slots.astype(np.int64), seq_lens.astype(np.int64), last, sampled, numbers
         graphs = self.prompt_graphs
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             step = PromptStep(batch.num_new, batch.num_computed, slots, tokens)
-            admission, sent = self.begin(batch, *of_rows, graphs.numbers(key, step))
-            slots_, after, last_, sampled_, numbers_, packet = sent
-            hidden = graphs.launch(key, step, packet, slots_[:d])
+            admission, (rows_, some_, packet) = self.begin(batch, rows.reshape(-1), some, graphs.numbers(key, step))
+            rows_ = rows_.view(rows.shape)
+            hidden = graphs.launch(key, step, packet, rows_[0, :d])
         else:
             cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
             shared = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
-            admission, sent = self.begin(batch, *of_rows, *tokens, start, seq_lens, shared)
-            slots_, after, last_, sampled_, numbers_, ids, positions, slot_mapping, start_, seq_lens_, shared_ = sent
+            admission, sent = self.begin(batch, rows.reshape(-1), some, *tokens, start, seq_lens, shared)
+            rows_, some_, ids, positions, slot_mapping, start_, seq_lens_, shared_ = sent
+            rows_ = rows_.view(rows.shape)
             if d:
-                ids[:d] = self.last_token.index_select(0, slots_[:d])
-            plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, slots_, last_ if picks else None)
+                ids[:d] = self.last_token.index_select(0, rows_[0, :d])
+            last_tokens = rows_[3] if picks else None
+            plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, rows_[0, :n], last_tokens)
             plan.cascade = None if cascade is None else Cascade.of(shared_, d, cascade.beside)
             hidden = self._forward(ids, positions, plan)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
-        if ends is not None and size is not None and not self.needs_refine(slots, size):
-            return ends.launch(size, hidden, numbers_, batch)
+        if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
+            hidden = hidden.index_select(0, rows_[3])
+        if self.sample_graphs is not None and (size := self.sample_graphs.size_for(batch)) is not None:
+            return self.sample_graphs.launch(size, hidden, rows_, batch)
+        slots_, after = rows_[:2, :n]
         self.num_computed.scatter_(0, slots_, after)
         if not len(sampled):
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-            return self.land(len(slots), sampled, Packed.of(nothing, None))
-        if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
-            hidden = hidden.index_select(0, last_)
-        hidden = hidden[: len(slots)]
-        if len(sampled) < len(slots):
-            hidden, slots_, after = (x.index_select(0, sampled_) for x in (hidden, slots_, after))
+            return self.land(n, sampled, Packed.of(nothing, None))
+        hidden = hidden[:n]
+        if len(some):
+            hidden, slots_, after = (x.index_select(0, some_) for x in (hidden, slots_, after))
         found, logprobs = self._sample(hidden, slots_, after, slots[sampled])
         self.last_token.scatter_(0, slots_, found)
-        return self.land(len(slots), sampled, Packed.of(found, logprobs))
+        return self.land(n, sampled, Packed.of(found, logprobs))
 
     def _plan(
         self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,

@@ -4,10 +4,8 @@ few prompts.
 Launched kernel by kernel, the language-model head, sampling and landing keep the host busy for as long as a small
 model's layers keep the GPU; the next step would be launched late, and these tokens read late.
 
-What a step is told is part of what crosses for it, int64, N the graph's rows:
-# | slots | positions sampled for | positions computed | hidden rows | (4 N)
-Static buffers, shared by all sizes (their first rows are used):
-# rows (3 N) int64, the first three of these   hidden (N, hidden_size)
+Static buffers, shared by all sizes (their first rows are used), N the most rows:
+# rows (3, N) int64: slots, positions sampled for, positions computed last   hidden (N, hidden_size)
 Rows past the batch hold the padding slot.
 """
 
@@ -16,7 +14,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from minivllm.core.batch import Batch
@@ -38,24 +35,18 @@ class SampleGraphs:
         self.runner, self._decodes, self.landing = runner, decodes, decodes.landing
         self.sizes = [size for size in decodes.sizes if size <= MAX_MEGAKERNEL_ROWS]
         top = self.sizes[-1]
-        self.rows = torch.full((3 * top,), decodes.padding, dtype=torch.int64, device=runner.device)
+        self.rows = torch.full((3, top), decodes.padding, dtype=torch.int64, device=runner.device)
         self.hidden = torch.zeros_like(decodes.hidden(top))
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._tokens: dict[int, torch.Tensor] = {}
 
     def size_for(self, batch: Batch) -> int | None:
-        """The rows of the graph that may end this step; None: none may."""
-        if not batch.samples.any():
+        """The rows of the graph that ends this step, whose admissions the sampler knows. None: there are too many, or
+        nobody samples, or somebody wants more than a token (``ModelRunner.needs_refine``)."""
+        size = next((size for size in self.sizes if size >= len(batch.slots)), None)
+        if size is None or not batch.samples.any() or self.runner.needs_refine(batch.slots, size):
             return None
-        return next((size for size in self.sizes if size >= len(batch.slots)), None)
-
-    def numbers(self, size: int, slots: np.ndarray, seq_lens: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """What the device is told, (4 * size,) int64, for ``launch``. Of n rows: slots, context lengths behind the step
-        and the row of the hidden states that belongs to each."""
-        numbers = np.zeros((4, size), dtype=np.int64)
-        numbers[0] = self._decodes.padding
-        numbers[:, : len(slots)] = slots, seq_lens, seq_lens - 1, last
-        return numbers.reshape(-1)
+        return size
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -77,29 +68,22 @@ class SampleGraphs:
                 "report it"
             )
 
-    def launch(self, size: int, hidden: torch.Tensor, sent: torch.Tensor, batch: Batch) -> StepHandle:
-        """``hidden``: of all tokens (t, hidden_size), or of each row's last (n or more, hidden_size). ``sent``: the
-        step's ``numbers``. Nobody asks for more than tokens (``ModelRunner.needs_refine``)."""
+    def launch(self, size: int, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> StepHandle:
+        """``hidden``: each row's, of its last token (n or more, hidden_size). ``rows`` (3 or more, size or more) int64:
+        what the buffer of this name holds, with the padding slot behind the batch's."""
         n = len(batch.slots)
-        if len(hidden) == batch.num_tokens:
-            torch.index_select(hidden, 0, sent[3 * size :], out=self.hidden[:size])
-        else:
-            self.hidden[:n] = hidden[:n]
-        self.rows[: 3 * size] = sent[: 3 * size]
+        self.hidden[:n] = hidden[:n]
+        self.rows[:, :size] = rows[:3, :size]
         self._replay(size)
         return self.landing.step(n, self.runner.done(), None if batch.samples.all() else batch.samples)
 
-    def _of_rows(self, size: int) -> torch.Tensor:
-        """(3, size) int64: slots, positions sampled for, positions computed."""
-        return self.rows[: 3 * size].view(3, size)
-
     def _sample(self, size: int) -> torch.Tensor:
-        slots, after, _ = self._of_rows(size)
+        slots, after, _ = self.rows[:, :size]
         return self.runner.sample(self.hidden[:size], slots, after)[0]
 
     def _run(self, size: int) -> torch.Tensor:
         """What is captured."""
-        run, tokens, (slots, _, ends) = self.runner, self._sample(size), self._of_rows(size)
+        run, tokens, (slots, _, ends) = self.runner, self._sample(size), self.rows[:, :size]
         self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self._decodes.padding)
         return tokens
 
