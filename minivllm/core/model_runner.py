@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
 # through all layers in one kernel.
 _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
+_MOST_PACKINGS = 256  # prompts launched kernel by kernel may have any number of tokens
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 _NONE = np.empty(0, dtype=np.int32)
 
@@ -48,34 +49,54 @@ class PinnedRing:
         return self._pinned[self._turn][:words]
 
 
+class Packing(NamedTuple):
+    """Of arrays that cross together, in words of 4 bytes: where each begins, and its tensor on the device; them all."""
+
+    places: list[int]
+    found: list[torch.Tensor]
+    whole: torch.Tensor
+
+
 class Staging:
     """Many small host arrays to the device in one copy, through pinned memory on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._ring = PinnedRing()
-        self._nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._words = torch.empty(0, dtype=torch.int32, device=device)
+        self._packings: dict[tuple[int, ...], Packing] = {}  # to make a tensor of each array takes as long as the copy
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Each int32 or int64 array (size,) on the device; records as int32, (their words,). Each begins at a multiple
-        of 16 bytes, so that kernels are compiled for one alignment."""
-        words = [np.ascontiguousarray(a).view(np.int32) for a in arrays if len(a)]
-        sizes = [size for w in words for size in (len(w), -len(w) % 4)]  # and what is left out behind each
-        total = sum(sizes)
-        packet = self._ring.next(total) if self.device.type == "cuda" else torch.empty(total, dtype=torch.int32)
-        flat, at = packet.numpy(), 0
-        for w in words:
+        of 16 bytes, so that kernels are compiled for one alignment. They stand there until what is launched behind the
+        next ``send``."""
+        words = [np.ascontiguousarray(a).view(np.int32) for a in arrays]
+        kind = tuple(2 * len(w) + (a.dtype == np.int64) for w, a in zip(words, arrays, strict=True))
+        places, found, whole = self._packings.get(kind) or self._pack(kind)
+        if not len(whole):
+            return found
+        packet = whole if self.device.type == "cpu" else self._ring.next(len(whole))
+        flat = packet.numpy()
+        for at, w in zip(places, words, strict=True):
             flat[at : at + len(w)] = w
-            at += len(w) + -len(w) % 4
-        sent = packet.to(self.device, non_blocking=True) if total else packet
-        parts = iter(sent.split(sizes)[::2] if total else ())
-        of_kind = {True: self._nothing, False: self._nothing.view(torch.int32)}
-        found = []
-        for a in arrays:
-            wide = a.dtype == np.int64
-            part = next(parts) if len(a) else of_kind[wide]
-            found.append(part.view(torch.int64) if wide else part)
+        if packet is not whole:
+            whole.copy_(packet, non_blocking=True)
         return found
+
+    def _pack(self, kind: tuple[int, ...]) -> Packing:
+        """``kind``: twice the words of each array, and 1 more of int64."""
+        places, total = [], 0
+        for each in kind:
+            places.append(total)
+            total += -(-(each // 2) // 4) * 4
+        if total > len(self._words):
+            self._packings.clear()
+            self._words = torch.empty(2 * total, dtype=torch.int32, device=self.device)
+        if len(self._packings) >= _MOST_PACKINGS:
+            self._packings.clear()
+        parts = (self._words[at : at + each // 2] for at, each in zip(places, kind, strict=True))
+        found = [part.view(torch.int64) if each % 2 else part for part, each in zip(parts, kind, strict=True)]
+        return self._packings.setdefault(kind, Packing(places, found, self._words[:total]))
 
 
 class Admission(NamedTuple):
@@ -231,7 +252,7 @@ class ModelRunner:
     def write_table(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
         """Write ``table_entries``, on the device and ahead of all else that was sent with them."""
         if len(blocks):
-            self.block_table.view(-1).scatter_(0, places, blocks)
+            self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def begin(self, batch: Batch, *arrays: np.ndarray) -> tuple[Admission, list[torch.Tensor]]:
         """Let the batch's new blocks take effect. ``arrays`` go to the device with them, see ``Staging.send``, and what
