@@ -442,7 +442,7 @@ class Sampler(ABC):
         self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
     ) -> None:
         """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,) of ``row``; the same on the device:
-        (a,) int64 and (a, words) int32, the rows' bytes."""
+        (a,) int64 and (a, words) int32, the rows' bytes. What is kept of these is copied: they are this step's."""
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
