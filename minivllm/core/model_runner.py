@@ -50,7 +50,7 @@ class PinnedRing:
 
 
 class Packing(NamedTuple):
-    """Of arrays that cross together, in words of 4 bytes: where each begins, and its tensor on the device; them all."""
+    """Of arrays that cross together: where each begins, in words of 4 bytes; its tensor on the device; all the words."""
 
     places: list[int]
     found: list[torch.Tensor]

@@ -44,8 +44,8 @@ from minivllm.kernels.peer_copies import PeerCopies
 from minivllm.kernels.peer_memory import take_peer_memory
 from minivllm.kernels.rms_norm import add_rows_factors
 
-MIN_PART = 1024  # rows on average: the host launches more, which takes as long for fewer
-MIN_PART_CAPTURED = 512  # products of fewer take longer a row
+MIN_PART = 1024  # rows on average: the host launches more than without, and takes as long for fewer rows
+MIN_PART_CAPTURED = 512  # in a graph; products of fewer take longer a row
 _TILE = 256  # rows of a part are a multiple of it, but of the last: a pair of tiles of ``persistent_linear``
 _PARTIAL, _SUM = 0, 1  # rows of ``arrived``
 _ALIGNED = 128  # bytes, of which each array in the memory starts at a multiple
