@@ -50,7 +50,7 @@ class PinnedRing:
 
 
 class Packing(NamedTuple):
-    """Of arrays that cross together: where each begins, in words of 4 bytes; its tensor on the device; all the words."""
+    """Of arrays that cross together: where each begins, in words of 4 bytes, its tensor on the device; all words."""
 
     places: list[int]
     found: list[torch.Tensor]
