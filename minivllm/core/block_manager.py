@@ -126,10 +126,12 @@ class PagedBlockManager(BlockManager):
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
-        new, self._appended = self._appended, []
-        if self._allocated:
-            slots, counts = np.array(self._allocated, dtype=np.int32).T
-            self._allocated = []
+        new, self._appended, allocated, self._allocated = self._appended, [], self._allocated, []
+        if len(allocated) == 1:  # as below, in a third of the time
+            ((slot, n),) = allocated
+            new.append((np.full(n, slot, dtype=np.int32), np.arange(n, dtype=np.int32), self.tables[slot, :n].copy()))
+        elif allocated:
+            slots, counts = np.array(allocated, dtype=np.int32).T
             ends = np.cumsum(counts, dtype=np.int32)
             rows = np.repeat(slots, counts)
             columns = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - counts, counts)

@@ -171,7 +171,7 @@ class SlotScheduler(Scheduler):
 
     def take_decodes(self, budget: int) -> np.ndarray:
         """The slots that decode, by place, each with room for its next token."""
-        if self.steps in self._quiet and len(self.running) <= budget:
+        if not len(self.running) or (self.steps in self._quiet and len(self.running) <= budget):
             return self.running
         while True:
             run = self.running
