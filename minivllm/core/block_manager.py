@@ -36,6 +36,7 @@ class PagedBlockManager(BlockManager):
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.tables = np.zeros((num_slots, max_blocks_per_slot), dtype=np.int32)
+        self._columns = np.arange(max_blocks_per_slot, dtype=np.int32)
         self.held = np.zeros(num_slots, dtype=np.int32)
         self._ref = np.zeros(num_blocks + 1, dtype=np.int32)
         self._free = list(range(num_blocks, 0, -1))  # popped from the end: low ids first
@@ -126,15 +127,12 @@ class PagedBlockManager(BlockManager):
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
-        new, self._appended, allocated, self._allocated = self._appended, [], self._allocated, []
-        if len(allocated) == 1:  # as below, in a third of the time
-            ((slot, n),) = allocated
-            new.append((np.full(n, slot, dtype=np.int32), np.arange(n, dtype=np.int32), self.tables[slot, :n].copy()))
-        elif allocated:
-            slots, counts = np.array(allocated, dtype=np.int32).T
-            ends = np.cumsum(counts, dtype=np.int32)
-            rows = np.repeat(slots, counts)
-            columns = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - counts, counts)
+        new, self._appended = self._appended, []
+        if self._allocated:
+            slots, counts = zip(*self._allocated, strict=True)
+            self._allocated = []
+            rows = np.repeat(np.array(slots, dtype=np.int32), counts)
+            columns = np.concatenate([self._columns[:n] for n in counts])
             new.append((rows, columns, self.tables[rows, columns]))
         if not new:
             return _NONE, _NONE, _NONE

@@ -253,8 +253,7 @@ class DecodeGraphs:
         return Packed.of(tokens, logprobs)
 
     def _replay(self, key: _Key) -> Kept:
-        self._graphs[key].replay()
-        self.landing.replays += 1
+        self.landing.replay(self._graphs[key])
         return self._kept[key]
 
     def _run_and_capture(self, key: _Key) -> Kept:

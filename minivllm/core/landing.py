@@ -58,6 +58,11 @@ class Landing:
         """A captured step's last kernel, see ``finish_decode``."""
         finish_decode(tokens, slots, positions, last_token, num_computed, self.steps, self.ring, padding)
 
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay a graph that ends with ``finish``, and count it."""
+        graph.replay()
+        self.replays += 1
+
     def forget(self) -> None:
         """Begin to count anew."""
         self.steps.zero_()

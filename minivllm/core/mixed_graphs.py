@@ -140,9 +140,8 @@ class MixedGraphs:
             with loading():  # sampling is loaded: a graph of decodes samples as many rows
                 self._forward(key)
             self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key), self._decodes.pool)
-        self._graphs[key].replay()
+        self.landing.replay(self._graphs[key])
         kept = self._kept[key]
-        self.landing.replays += 1
         if run.needs_refine(batch.slots, key[0]):
             return self._refined(key, kept, batch)
         return self.landing.step(n, run.done(), None if batch.samples.all() else batch.samples)

@@ -3,9 +3,9 @@
 Launching a step of prompts kernel by kernel takes the host 10 to 30 ms, however few tokens there are; the GPU needs a
 tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Sizes double while
 padding takes little, and lie equally far apart from there on. Only the layers are captured: what varies in shape, from
-the rows that sample on, runs eagerly behind. The full step is captured once more for prompts that all start in it,
-where the backend has a faster way for those, and small ones for few sequences: what attention launches grows with those
-that there may be.
+the rows that sample on, is launched behind, of a few rows as a graph of its own (``core/sample_graphs.py``). The full
+step is captured once more for prompts that all start in it, where the backend has a faster way for those, and small
+ones for few sequences: what attention launches grows with those that there may be.
 
 What a step is told crosses as one packet, int32, R the graph's rows, T its tokens, each part padded to 16 bytes:
 # | input_ids, positions, slot_mapping (3, T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) |
@@ -118,12 +118,13 @@ class PromptGraphs:
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
         few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self._longest) if rows > _FEW_ROWS else 0
         keys += [(size, _FEW) for size in self.sizes if size <= few]
-        self._plans = {key: self._plan(*key) for key in keys}
+        self._told = {key: _parts(self.packet, key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
+        self._plans = {key: self._plan(key) for key in keys}
 
-    def _plan(self, size: int, kind: str) -> AttentionBatch:
-        rows = _FEW_ROWS if kind == _FEW else len(self.block_tables)
+    def _plan(self, key: _Key) -> AttentionBatch:
+        (size, kind), (tokens, query_start, seq_lens, _) = key, self._told[key]
+        rows = len(seq_lens)
         picks = size > _PICKED_FROM and size >= 2 * (rows - 1)
-        tokens, query_start, seq_lens, _ = _parts(self.packet, size, rows)
         return AttentionBatch(
             num_decodes=0,
             query_start=query_start,
@@ -179,8 +180,7 @@ class PromptGraphs:
         self.runner.hand_over(plan, slots)
 
     def _forward(self, key: _Key) -> torch.Tensor:
-        size, plan = key[0], self._plans[key]
-        input_ids, positions, _ = _parts(self.packet, size, plan.num_seqs)[0]
+        plan, (input_ids, positions, _) = self._plans[key], self._told[key][0]
         if plan.last_tokens is not None:  # where no sequence is, that of the padding
             torch.sub(plan.query_start[1:-1], 1, out=plan.last_tokens)
         return self.runner.model.forward(input_ids, positions, self.runner.attention)
@@ -232,16 +232,15 @@ class PromptGraphs:
         has. Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size)."""
         self._load(key, step, sent)
         if len(decodes):
-            tokens = _parts(self.packet, key[0], self._plans[key].num_seqs)[0]
-            tokens[0, : len(decodes)] = self.runner.last_token.index_select(0, decodes)
+            self._told[key][0][0, : len(decodes)] = self.runner.last_token.index_select(0, decodes)
         return self._replay(key, step)
 
     def _load(self, key: _Key, step: PromptStep, sent: torch.Tensor) -> None:
         """Put the step where the graph finds it, with its padding, and plan it."""
         size, rows, n = key[0], self._plans[key].num_seqs, len(step.slots)
         self.packet[: len(sent)] = sent
-        slots = _parts(self.packet, size, rows)[3][: n + 1]
-        torch.index_select(self.runner.block_table, 0, slots, out=self.block_tables[: n + 1])
+        slots = self._told[key][3]
+        torch.index_select(self.runner.block_table, 0, slots[: n + 1], out=self.block_tables[: n + 1])
         query_lens, lens = np.zeros((2, rows), dtype=np.int32)
         query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
         query_lens[n], lens[n] = size - step.tokens.shape[1], 1

@@ -60,7 +60,7 @@ class SampleGraphs:
         for size in reversed(self.sizes):
             expected = self._sample(size)
             self._graphs[size], self._tokens[size] = capture_graph(partial(self._run, size), self._decodes.pool)
-            self._replay(size)
+            self.landing.replay(self._graphs[size])
             same.append((expected == self._tokens[size]).all())
         if not bool(torch.stack(same).all()):
             raise MinivllmError(
@@ -74,7 +74,7 @@ class SampleGraphs:
         n = len(batch.slots)
         self.hidden[:n] = hidden[:n]
         self.rows[:, :size] = rows[:3, :size]
-        self._replay(size)
+        self.landing.replay(self._graphs[size])
         return self.landing.step(n, self.runner.done(), None if batch.samples.all() else batch.samples)
 
     def _sample(self, size: int) -> torch.Tensor:
@@ -86,7 +86,3 @@ class SampleGraphs:
         run, tokens, (slots, _, ends) = self.runner, self._sample(size), self.rows[:, :size]
         self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self._decodes.padding)
         return tokens
-
-    def _replay(self, size: int) -> None:
-        self._graphs[size].replay()
-        self.landing.replays += 1

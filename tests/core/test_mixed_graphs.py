@@ -4,7 +4,6 @@ GPU: ``tests/gpu``."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,13 +26,6 @@ from minivllm.layers.decoder import _all_tokens
 
 _Key = tuple[int, int, bool]
 Log = list[tuple[str, _Key]]
-
-
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    options = ["scheduler.max_num_batched_tokens=300", "cache.enable_prefix_caching=false"]
-    with LLM("demo", device="cpu", attention="torch", max_num_seqs=10, overrides=options) as llm:
-        yield llm
 
 
 @pytest.fixture

@@ -378,11 +378,6 @@ def test_steps_apart_give_what_whole_ones_give(llm: LLM, log: list[Replayed], mo
 
 
 @pytest.fixture
-def runner(llm: LLM) -> ModelRunner:
-    return llm.engine.executor._worker.runner  # type: ignore[attr-defined, no-any-return]
-
-
-@pytest.fixture
 def whole(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend with a way of its own for prompts that start in the step, and a model of which a full step is large."""
     attention, plan = runner.attention, runner.attention.plan

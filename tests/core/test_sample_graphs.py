@@ -3,7 +3,6 @@ On a GPU: ``tests/gpu``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,18 +21,6 @@ from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
 
 Log = list[tuple[int, int, int]]  # of each replay its rows; the rows and the tokens of its step
-
-
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    options = ["scheduler.max_num_batched_tokens=300", "cache.enable_prefix_caching=false"]
-    with LLM("demo", device="cpu", attention="torch", max_num_seqs=10, overrides=options) as llm:
-        yield llm
-
-
-@pytest.fixture
-def runner(llm: LLM) -> ModelRunner:
-    return llm.engine.executor._worker.runner  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.fixture

@@ -1,0 +1,22 @@
+"""An engine on a CPU whose steps are small, and its runner; a test that needs another engine has its own ``llm``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from minivllm import LLM
+from minivllm.core.model_runner import ModelRunner
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    options = ["scheduler.max_num_batched_tokens=300", "cache.enable_prefix_caching=false"]
+    with LLM("demo", device="cpu", attention="torch", max_num_seqs=10, overrides=options) as llm:
+        yield llm
+
+
+@pytest.fixture
+def runner(llm: LLM) -> ModelRunner:
+    return llm.engine.executor._worker.runner  # type: ignore[attr-defined, no-any-return]
