@@ -20,8 +20,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import ITEM
-from minivllm.core.landing import Landing
-from minivllm.core.model_runner import Packed
+from minivllm.core.landing import Landing, Packed
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import decode_inputs
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS

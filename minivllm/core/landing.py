@@ -1,5 +1,7 @@
-"""Where replayed steps leave their tokens: in pinned host memory, which the device writes.
+"""What a step found, on its way to the host.
 
+Eager steps copy what they found, in one piece (``Packed``), as those do that found more than tokens. Graphs leave their
+tokens in pinned host memory, which the device writes (``Landing``):
 # ring (IN_FLIGHT, 1 + width) int64: a step's number, then its tokens   steps (1,) int64, on the device
 
 The device counts the steps in ``steps``; step i goes to row i % IN_FLIGHT, behind i, by which the host, which counts
@@ -9,15 +11,79 @@ the replays, sees that it reads the step that it waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from minivllm.core.interfaces import StepResult
+from minivllm.core.interfaces import Logprobs, StepResult
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import finish_decode
 
+if TYPE_CHECKING:
+    from minivllm.core.interfaces import DeviceLogprobs, StepHandle
+
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
+NO_ROWS = np.empty(0, dtype=np.int32)
+
+
+class Layout(NamedTuple):
+    """Of a step's words, int32: tokens (n,) int64 and, where log-probabilities are wanted, those of l rows: sampled
+    (l,) float32, rank (l,) int32, top (l, k) float32, top_ids (l, k) int32."""
+
+    tokens: int  # n, of which the last may be padding
+    rows: np.ndarray  # (l,): which of the n
+    best: int  # k
+
+
+class Packed(NamedTuple):
+    """What a step found, in one piece on the device."""
+
+    words: torch.Tensor
+    layout: Layout
+
+    @classmethod
+    def of(cls, tokens: torch.Tensor, logprobs: DeviceLogprobs | None) -> Packed:
+        token_words = tokens.contiguous().view(torch.int32)
+        if logprobs is None:
+            return cls(token_words, Layout(len(tokens), NO_ROWS, 0))
+        floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
+        sampled, top = (x.float().view(torch.int32).reshape(-1) for x in floats)
+        rank, top_ids = (x.int().reshape(-1) for x in whole)
+        words = torch.cat([token_words, sampled, rank, top, top_ids])
+        return cls(words, Layout(len(tokens), logprobs.rows, logprobs.top.shape[1]))
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A step under way: what it found on its way to the host."""
+
+    num_rows: int
+    rows: np.ndarray  # (m,) the rows that sampled, in the order of the first tokens
+    words: np.ndarray  # memory that the device writes
+    layout: Layout
+    done: torch.cuda.Event | None  # happens when they are there; None: they are
+
+    def result(self) -> StepResult:
+        if self.done is not None:
+            self.done.synchronize()
+        token_ids = np.full(self.num_rows, -1, dtype=np.int32)
+        n = 2 * self.layout.tokens
+        token_ids[self.rows] = self.words[:n].view(np.int64)[: len(self.rows)]
+        return StepResult(token_ids, self._logprobs(self.words[n:]) if self.layout.best else None)
+
+    def _logprobs(self, words: np.ndarray) -> Logprobs | None:
+        rows, k = self.layout.rows, self.layout.best
+        n = len(rows)
+        sampled, top = (words[at].view(np.float32) for at in (slice(n), slice(2 * n, (2 + k) * n)))
+        rank, top_ids = words[n : 2 * n], words[(2 + k) * n :]
+        asked = np.nonzero((rank > 0) & (rows < len(self.rows)))[0]
+        if not len(asked):
+            return None
+        return Logprobs(
+            self.rows[rows[asked]], sampled[asked], rank[asked], top_ids.reshape(n, k)[asked],
+            top.reshape(n, k)[asked],
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -77,3 +143,34 @@ class Landing:
         """The last replay's first n tokens, when it is ``done``."""
         row = self.last()
         return ReplayedStep(self.replays, row[:1], row[1 : n + 1], samples, done)
+
+
+@dataclass(slots=True)
+class StepApart:
+    """A step launched as two, its decodes and its prompts."""
+
+    decodes: StepHandle
+    prompts: StepHandle
+
+    def result(self) -> StepResult:
+        first, second = self.decodes.result(), self.prompts.result()
+        tokens = np.concatenate([first.token_ids, second.token_ids])
+        both = ((first.logprobs, 0), (second.logprobs, len(first.token_ids)))
+        asked = [(logprobs, at) for logprobs, at in both if logprobs is not None]
+        return StepResult(tokens, _stacked(asked) if asked else None)
+
+
+def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:
+    """One behind the other, each with its batch's first row; where one has fewer of a row's best, zeros follow them."""
+    k = max(part.top.shape[1] for part, _ in parts)
+
+    def wide(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, ((0, 0), (0, k - x.shape[1])))
+
+    return Logprobs(
+        np.concatenate([part.rows + at for part, at in parts]),
+        np.concatenate([part.sampled for part, _ in parts]),
+        np.concatenate([part.rank for part, _ in parts]),
+        np.concatenate([wide(part.top_ids) for part, _ in parts]),
+        np.concatenate([wide(part.top) for part, _ in parts]),
+    )

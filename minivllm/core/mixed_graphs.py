@@ -5,7 +5,7 @@ launched kernel by kernel. Most requests of a busy engine begin in such a step. 
 P = ``_PROMPTS`` prompt rows and T tokens of prompts, padded; it samples D rows, those of the batch in its order. None
 is captured before it has been wanted a few times: a hundred could be, of which a run needs ten. All ranks choose alike.
 
-What a step is told crosses as one packet, int32:
+What a step is told crosses as one packet, int32, see ``core/staging.py``:
 # | of decode rows: slots (D) | of sampled rows: slots, positions sampled for, positions computed, hidden rows (4 D) |
 # | of tokens: ids, positions, cache places (3 T) | of prompt rows: slots, context lengths (2 P) |
 # | query_start (D + P + 1) |
@@ -18,16 +18,17 @@ The prompt row behind the last one holds the tokens of the padding, as in ``core
 from __future__ import annotations
 
 from collections import Counter
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeVar
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import Kept, capture_graph
-from minivllm.core.model_runner import Packed
+from minivllm.core.landing import Packed
 from minivllm.core.prompt_graphs import FULL_FLOP
+from minivllm.core.staging import Packing
 from minivllm.kernels.capture import loading, rehearsal
 from minivllm.kernels.decode_inputs import decode_inputs
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.prompt_graphs import PromptGraphs
 
-_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
 _PROMPTS = 8  # one of these rows is the padding's
 _ROWS = 64  # a graph's rows are a multiple, or all that there may be
@@ -46,18 +46,11 @@ _OFTEN = 8  # steps that want a graph until one is: a capture takes as long as t
 _MOST_GRAPHS = 64
 
 
-def _words(rows: int, size: int) -> int:
-    """How many numbers a packet has."""
-    return 6 * rows + 3 * size + 3 * _PROMPTS + 1
-
-
-def _parts(packet: _Array, rows: int, size: int) -> tuple[_Array, _Array, _Array, _Array, _Array]:
-    """Of a packet: of rows (5, D), of tokens (3, T), the prompts' slots (P,) and lengths (P,), query_start."""
-    a, b, c = 5 * rows, 3 * size, _PROMPTS
-    return (
-        packet[:a].reshape(5, rows), packet[a : a + b].reshape(3, size), packet[a + b : a + b + c],
-        packet[a + b + c : a + b + 2 * c], packet[a + b + 2 * c : _words(rows, size)],
-    )  # fmt: skip
+@cache
+def _packing(rows: int, size: int) -> Packing:
+    """Of a step's packet, see above."""
+    shapes = (5, rows), (3, size), (_PROMPTS,), (_PROMPTS,), (rows + _PROMPTS + 1,)
+    return Packing(*((shape, np.int32) for shape in shapes))
 
 
 class MixedGraphs:
@@ -70,7 +63,7 @@ class MixedGraphs:
         self._tokens = [size for size in _TOKENS if size <= max_tokens]
         self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
         longest = self._tokens[-1] if self._tokens else 0
-        self.packet = torch.zeros(_words(top, longest), dtype=torch.int32, device=device)
+        self.packet = torch.zeros(_packing(top, longest).words, dtype=torch.int32, device=device)
         self.rows = torch.full((5 * top,), self.padding, dtype=torch.int64, device=device)
         self.tokens = torch.zeros((3, top + longest), dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(top + _PROMPTS, dtype=torch.int32, device=device)
@@ -152,8 +145,9 @@ class MixedGraphs:
         run, n, d, t = self.runner, len(batch.slots), batch.num_decodes, len(batch.token_ids)
         m, lens = n - d, batch.num_computed + batch.num_new
         start, position, place = run.places(batch.slots[d:], batch.num_computed[d:], batch.num_new[d:])
-        numbers = np.zeros(_words(rows, size), dtype=np.int32)
-        of_rows, of_tokens, prompt_slots, prompt_lens, query_start = _parts(numbers, rows, size)
+        packing = _packing(rows, size)
+        numbers = np.zeros(packing.words, dtype=np.int32)
+        of_rows, of_tokens, prompt_slots, prompt_lens, query_start = packing.cut(numbers)
         decodes, slots, after, ends, last = of_rows
         decodes[:d], decodes[d:] = batch.slots[:d], self.padding
         slots[:n], slots[n:] = batch.slots, self.padding
@@ -167,7 +161,7 @@ class MixedGraphs:
         admission, (packet,) = run.begin(batch, numbers)
         run.admit(batch, admission)
         self.packet[: len(packet)] = packet
-        _, _, _, self.seq_lens[rows : rows + _PROMPTS], start_ = _parts(packet, rows, size)
+        _, _, _, self.seq_lens[rows : rows + _PROMPTS], start_ = packing.cut(packet)
         self.query_start[: len(start_)] = start_
         plan = self._plan(key)
         plan.host_query_lens[rows:], plan.host_seq_lens[rows:] = np.diff(query_start[rows:]), prompt_lens
@@ -207,7 +201,7 @@ class MixedGraphs:
     def _forward(self, key: _Key) -> torch.Tensor:
         """Hidden states (D, hidden_size) that the step samples from."""
         (rows, size, _), run = key, self.runner
-        of_rows, of_tokens, prompt_slots, _, _ = _parts(self.packet, rows, size)
+        of_rows, of_tokens, prompt_slots, _, _ = _packing(rows, size).cut(self.packet)
         decodes, _, _, _, last = all_rows = self._of_rows(rows)
         input_ids, positions, slot_mapping = all_tokens = self.tokens[:, : rows + size]
         all_rows.copy_(of_rows)

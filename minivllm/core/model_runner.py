@@ -7,7 +7,6 @@ On the host: host_tables, the same block table, for what plans on the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,8 +14,9 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, Cascade, PromptStep
 from minivllm.core.cascade import CascadePlanner
-from minivllm.core.interfaces import DeviceLogprobs, Logprobs, Sampler, StepResult, overrides_both
-from minivllm.core.landing import IN_FLIGHT
+from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
+from minivllm.core.landing import IN_FLIGHT, NO_ROWS, Packed, PendingStep, StepApart
+from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
@@ -29,74 +29,7 @@ if TYPE_CHECKING:
 # Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
 # through all layers in one kernel.
 _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
-_MOST_PACKINGS = 256  # prompts launched kernel by kernel may have any number of tokens
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
-_NONE = np.empty(0, dtype=np.int32)
-
-
-class PinnedRing:
-    """Pinned host memory for what crosses to or from a GPU."""
-
-    def __init__(self) -> None:
-        self._pinned = [torch.empty(0, dtype=torch.int32)] * IN_FLIGHT
-        self._turn = 0
-
-    def next(self, words: int) -> torch.Tensor:
-        """(words,) int32, of nobody else until it has been called ``IN_FLIGHT`` times."""
-        self._turn = (self._turn + 1) % IN_FLIGHT
-        if len(self._pinned[self._turn]) < words:
-            self._pinned[self._turn] = torch.empty(2 * words, dtype=torch.int32, pin_memory=True)
-        return self._pinned[self._turn][:words]
-
-
-class Packing(NamedTuple):
-    """Of arrays that cross together: where each begins, in words of 4 bytes, its tensor on the device; all words."""
-
-    places: list[int]
-    found: list[torch.Tensor]
-    whole: torch.Tensor
-
-
-class Staging:
-    """Many small host arrays to the device in one copy, through pinned memory on a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._ring = PinnedRing()
-        self._words = torch.empty(0, dtype=torch.int32, device=device)
-        self._packings: dict[tuple[int, ...], Packing] = {}  # to make a tensor of each array takes as long as the copy
-
-    def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Each int32 or int64 array (size,) on the device; records as int32, (their words,). Each begins at a multiple
-        of 16 bytes, so that kernels are compiled for one alignment. They stand there until what is launched behind the
-        next ``send``."""
-        words = [np.ascontiguousarray(a).view(np.int32) for a in arrays]
-        kind = tuple(2 * len(w) + (a.dtype == np.int64) for w, a in zip(words, arrays, strict=True))
-        places, found, whole = self._packings.get(kind) or self._pack(kind)
-        if not len(whole):
-            return found
-        packet = whole if self.device.type == "cpu" else self._ring.next(len(whole))
-        flat = packet.numpy()
-        for at, w in zip(places, words, strict=True):
-            flat[at : at + len(w)] = w
-        if packet is not whole:
-            whole.copy_(packet, non_blocking=True)
-        return found
-
-    def _pack(self, kind: tuple[int, ...]) -> Packing:
-        """``kind``: twice the words of each array, and 1 more of int64."""
-        places, total = [], 0
-        for each in kind:
-            places.append(total)
-            total += -(-(each // 2) // 4) * 4
-        if total > len(self._words):
-            self._packings.clear()
-            self._words = torch.empty(2 * total, dtype=torch.int32, device=self.device)
-        if len(self._packings) >= _MOST_PACKINGS:
-            self._packings.clear()
-        parts = (self._words[at : at + each // 2] for at, each in zip(places, kind, strict=True))
-        found = [part.view(torch.int64) if each % 2 else part for part, each in zip(parts, kind, strict=True)]
-        return self._packings.setdefault(kind, Packing(places, found, self._words[:total]))
 
 
 class Admission(NamedTuple):
@@ -105,96 +38,6 @@ class Admission(NamedTuple):
     slots: torch.Tensor
     params: torch.Tensor
     known: torch.Tensor
-
-
-class Layout(NamedTuple):
-    """Of a step's words, int32: tokens (n,) int64 and, where log-probabilities are wanted, those of l rows: sampled
-    (l,) float32, rank (l,) int32, top (l, k) float32, top_ids (l, k) int32."""
-
-    tokens: int  # n, of which the last may be padding
-    rows: np.ndarray  # (l,): which of the n
-    best: int  # k
-
-
-class Packed(NamedTuple):
-    """What a step found, in one piece on the device."""
-
-    words: torch.Tensor
-    layout: Layout
-
-    @classmethod
-    def of(cls, tokens: torch.Tensor, logprobs: DeviceLogprobs | None) -> Packed:
-        token_words = tokens.contiguous().view(torch.int32)
-        if logprobs is None:
-            return cls(token_words, Layout(len(tokens), _NONE, 0))
-        floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
-        sampled, top = (x.float().view(torch.int32).reshape(-1) for x in floats)
-        rank, top_ids = (x.int().reshape(-1) for x in whole)
-        words = torch.cat([token_words, sampled, rank, top, top_ids])
-        return cls(words, Layout(len(tokens), logprobs.rows, logprobs.top.shape[1]))
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """A step under way: what it found on its way to the host."""
-
-    num_rows: int
-    rows: np.ndarray  # (m,) the rows that sampled, in the order of the first tokens
-    words: np.ndarray  # memory that the device writes
-    layout: Layout
-    done: torch.cuda.Event | None  # happens when they are there; None: they are
-
-    def result(self) -> StepResult:
-        if self.done is not None:
-            self.done.synchronize()
-        token_ids = np.full(self.num_rows, -1, dtype=np.int32)
-        n = 2 * self.layout.tokens
-        token_ids[self.rows] = self.words[:n].view(np.int64)[: len(self.rows)]
-        return StepResult(token_ids, self._logprobs(self.words[n:]) if self.layout.best else None)
-
-    def _logprobs(self, words: np.ndarray) -> Logprobs | None:
-        rows, k = self.layout.rows, self.layout.best
-        n = len(rows)
-        sampled, top = (words[at].view(np.float32) for at in (slice(n), slice(2 * n, (2 + k) * n)))
-        rank, top_ids = words[n : 2 * n], words[(2 + k) * n :]
-        asked = np.nonzero((rank > 0) & (rows < len(self.rows)))[0]
-        if not len(asked):
-            return None
-        return Logprobs(
-            self.rows[rows[asked]], sampled[asked], rank[asked], top_ids.reshape(n, k)[asked],
-            top.reshape(n, k)[asked],
-        )  # fmt: skip
-
-
-@dataclass(slots=True)
-class StepApart:
-    """A step launched as two, its decodes and its prompts."""
-
-    decodes: StepHandle
-    prompts: StepHandle
-
-    def result(self) -> StepResult:
-        first, second = self.decodes.result(), self.prompts.result()
-        tokens = np.concatenate([first.token_ids, second.token_ids])
-        both = ((first.logprobs, 0), (second.logprobs, len(first.token_ids)))
-        asked = [(logprobs, at) for logprobs, at in both if logprobs is not None]
-        return StepResult(tokens, _stacked(asked) if asked else None)
-
-
-def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:
-    """One behind the other, each with its batch's first row; where one has fewer of a row's best, zeros follow them."""
-    k = max(part.top.shape[1] for part, _ in parts)
-
-    def wide(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, ((0, 0), (0, k - x.shape[1])))
-
-    return Logprobs(
-        np.concatenate([part.rows + at for part, at in parts]),
-        np.concatenate([part.sampled for part, _ in parts]),
-        np.concatenate([part.rank for part, _ in parts]),
-        np.concatenate([wide(part.top_ids) for part, _ in parts]),
-        np.concatenate([wide(part.top) for part, _ in parts]),
-    )
 
 
 class ModelRunner:
@@ -317,7 +160,7 @@ class ModelRunner:
             hidden = graphs.launch(key, step, packet, rows_[0, :d])
         else:
             cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
-            shared = _NONE if cascade is None else cascade.padded(d, len(cascade.items))
+            shared = NO_ROWS if cascade is None else cascade.padded(d, len(cascade.items))
             admission, sent = self.begin(batch, rows.reshape(-1), some, *tokens, start, seq_lens, shared)
             rows_, some_, ids, positions, slot_mapping, start_, seq_lens_, shared_ = sent
             rows_ = rows_.view(rows.shape)

@@ -7,7 +7,7 @@ the rows that sample on, is launched behind, of a few rows as a graph of its own
 step is captured once more for prompts that all start in it, where the backend has a faster way for those, and small
 ones for few sequences: what attention launches grows with those that there may be.
 
-What a step is told crosses as one packet, int32, R the graph's rows, T its tokens, each part padded to 16 bytes:
+What a step is told crosses as one packet, int32, see ``core/staging.py``; R the graph's rows, T its tokens:
 # | input_ids, positions, slot_mapping (3, T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) |
 Static buffers, shared by all graphs: packet, and, for the largest:
 # block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
@@ -20,21 +20,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, PromptStep
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
+from minivllm.core.staging import Packing
 from minivllm.kernels.capture import rehearsal
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.parallel import TensorParallel
 
-_Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _Key = tuple[int, str]  # a graph's tokens, and for which steps of so many it is: one of these
 _ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: whose prompts all start in it, _FEW: of few sequences
 _FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
@@ -59,22 +59,11 @@ def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
     return [*(n for n in sizes if n < full), full] if full else sizes
 
 
-def _places(size: int, rows: int) -> list[int]:
-    """Where the parts of a packet begin, and where the last one ends."""
-    places = [0]
-    for words in (6 * size, rows + 1, rows, rows):
-        places.append(places[-1] + words + -words % 4)
-    return places
-
-
-def _parts(packet: _Array, size: int, rows: int) -> tuple[_Array, _Array, _Array, _Array]:
-    """Of a packet: of tokens (3, size) int64, query_start (rows + 1,), seq_lens (rows,), slots (rows,)."""
-    tokens, query_start, seq_lens, slots, _ = _places(size, rows)
-    of_tokens: _Array = packet[tokens : 6 * size].view(np.int64 if isinstance(packet, np.ndarray) else torch.int64)
-    return (
-        of_tokens.reshape(3, size), packet[query_start : query_start + rows + 1], packet[seq_lens : seq_lens + rows],
-        packet[slots : slots + rows],
-    )  # fmt: skip
+@cache
+def _packing(size: int, rows: int) -> Packing:
+    """Of a step's packet, see above."""
+    of_rows = (((n,), np.int32) for n in (rows + 1, rows, rows))
+    return Packing(((3, size), np.int64), *of_rows)
 
 
 def _nearest_power_of_2(tokens: float) -> int:
@@ -110,7 +99,7 @@ class PromptGraphs:
         self.sizes = prompt_sizes(min(most, step), between, self.full)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
-        self.packet = torch.zeros(_places(top, rows)[-1], dtype=torch.int32, device=device)
+        self.packet = torch.zeros(_packing(top, rows).words, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -118,7 +107,7 @@ class PromptGraphs:
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
         few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self._longest) if rows > _FEW_ROWS else 0
         keys += [(size, _FEW) for size in self.sizes if size <= few]
-        self._told = {key: _parts(self.packet, key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
+        self._told = {key: _packing(key[0], _FEW_ROWS if key[1] == _FEW else rows).cut(self.packet) for key in keys}
         self._plans = {key: self._plan(key) for key in keys}
 
     def _plan(self, key: _Key) -> AttentionBatch:
@@ -167,8 +156,9 @@ class PromptGraphs:
         lens = np.zeros(self._plans[size, kind].num_seqs, dtype=np.int32)
         parts = -(-size // self._longest)
         lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
-        numbers = np.zeros(_places(size, len(lens))[-1], dtype=np.int32)
-        _, query_start, seq_lens, slots = _parts(numbers, size, len(lens))
+        packing = _packing(size, len(lens))
+        numbers = np.zeros(packing.words, dtype=np.int32)
+        _, query_start, seq_lens, slots = packing.cut(numbers)
         np.cumsum(lens, out=query_start[1:])
         seq_lens[:], slots[:] = lens, self._nobody[: len(lens)]
         self.packet[: len(numbers)] = torch.from_numpy(numbers)
@@ -217,9 +207,10 @@ class PromptGraphs:
 
     def numbers(self, key: _Key, step: PromptStep) -> np.ndarray:
         """What the device is told of a step, padded, for ``launch``: a packet."""
-        size, rows, n, t = key[0], self._plans[key].num_seqs, len(step.slots), step.tokens.shape[1]
-        numbers = np.zeros(_places(size, rows)[-1], dtype=np.int32)
-        tokens, query_start, seq_lens, slots = _parts(numbers, size, rows)
+        size, n, t = key[0], len(step.slots), step.tokens.shape[1]
+        packing = _packing(size, self._plans[key].num_seqs)
+        numbers = np.zeros(packing.words, dtype=np.int32)
+        tokens, query_start, seq_lens, slots = packing.cut(numbers)
         tokens[:, :t] = step.tokens
         np.cumsum(step.num_new, out=query_start[1 : n + 1])
         query_start[n + 1 :] = size

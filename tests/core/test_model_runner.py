@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.core import model_runner
 from minivllm.core import sampler as sampler_module
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import Sampler
@@ -122,29 +121,3 @@ def test_whose_refine_is_captured() -> None:
     for agreed, sampler in zip(wrapped, made, strict=True):
         agreed.inner = sampler
     assert [agreed.captures_refine() for agreed in wrapped] == [True, True, True, False, False]
-
-
-@pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 3, 2), (5, 4, 7)])
-def test_what_is_sent_together_comes_apart_at_aligned_places(sizes: tuple[int, int, int]) -> None:
-    rng = np.random.default_rng(0)
-    whole, long = rng.integers(0, 1 << 30, sizes[0], dtype=np.int32), rng.integers(1 << 40, size=2 * sizes[1])[::2]
-    records = np.zeros(sizes[2], dtype=[("a", "<f4"), ("b", "<i8")])
-    records["a"], records["b"] = rng.random(sizes[2]), rng.integers(1 << 40, size=sizes[2])
-    staging = model_runner.Staging(torch.device("cpu"))
-    sent = staging.send(whole, long, records, whole)
-    assert [part.dtype for part in sent] == [torch.int32, torch.int64, torch.int32, torch.int32]
-    for array, part in zip((whole, long, records.view(np.int32), whole), sent, strict=True):
-        np.testing.assert_array_equal(part.numpy(), array)
-        assert part.data_ptr() % 16 == 0 or not len(part)
-
-
-def test_what_is_sent_later_takes_the_place_of_what_was_whatever_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that come again, others between them, larger ones than before, and more kinds than are kept."""
-    monkeypatch.setattr(model_runner, "_MOST_PACKINGS", 3)
-    staging, rng = model_runner.Staging(torch.device("cpu")), np.random.default_rng(0)
-    for sizes in [(3, 5), (0, 2), (3, 5), (5, 3), (40, 1), (3, 5), (1, 1), (2, 2), (3, 5), (400, 30), (40, 1)]:
-        arrays = rng.integers(1 << 30, size=sizes[0], dtype=np.int32), rng.integers(1 << 40, size=sizes[1])
-        for array, part in zip(arrays, staging.send(*arrays), strict=True):
-            np.testing.assert_array_equal(part.numpy(), array)
-            assert part.data_ptr() % 16 == 0 or not len(part)
-        assert len(staging._packings) <= 3

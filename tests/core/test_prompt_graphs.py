@@ -17,7 +17,8 @@ from helpers import pass_over_empty_rows, step_batch
 from minivllm import LLM, SamplingParams
 from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch, PromptStep
-from minivllm.core.model_runner import ModelRunner, PendingStep, StepApart
+from minivllm.core.landing import PendingStep, StepApart
+from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
 from minivllm.errors import MinivllmError

@@ -19,8 +19,9 @@ from minivllm.core import mixed_graphs, prompt_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import AttentionSpec, StepHandle
+from minivllm.core.landing import PendingStep, StepApart
 from minivllm.core.mixed_graphs import MixedGraphs
-from minivllm.core.model_runner import ModelRunner, PendingStep, StepApart
+from minivllm.core.model_runner import ModelRunner
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.megakernel import megakernel
