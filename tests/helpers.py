@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ __all__ = [
     "byte_level_tokenizer",
     "edit_json",
     "pass_over_empty_rows",
+    "plan_late",
     "reference_model",
     "reference_tokens",
     "save_checkpoint",
@@ -161,3 +163,26 @@ def pass_over_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         return plan(self, batch, i, start, count) if count else []
 
     monkeypatch.setattr(TorchBackend, "_plan_chunk", plan_chunk)
+
+
+def plan_late(
+    monkeypatch: pytest.MonkeyPatch, attention: AttentionBackend, *modules: ModuleType, lengths: bool = False
+) -> None:
+    """Make the torch backend plan, as often as it takes, when a step that these modules capture has found its block
+    tables, and ``lengths``: a captured backend reads them late."""
+
+    def and_plan(gather: Callable[..., None]) -> Callable[..., None]:
+        def gather_and_plan(*args: Any) -> None:
+            gather(*args)
+            batch = attention.batch
+            assert batch is not None
+            if lengths:
+                batch.host_seq_lens[:] = batch.seq_lens
+            attention.plan(batch)
+
+        return gather_and_plan
+
+    for module in modules:
+        for name in ("decode_inputs", "prompt_inputs"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, and_plan(getattr(module, name)))

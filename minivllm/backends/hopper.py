@@ -53,16 +53,17 @@ class HopperBackend(TritonBackend):
             return super()._query_tiles(query_lens, seq_lens)
         return self._prompts.key_parts(query_lens, seq_lens)
 
-    def _most_tiles(self, tokens: int, rows: int) -> int:
+    def _most_words(self, tokens: int, rows: int) -> int:
         assert self._prompts is not None
-        return self._prompts.most_tiles(tokens, rows) if self._loads() else super()._most_tiles(tokens, rows)
+        ours, theirs = self._prompts.most_tiles(tokens, rows), super()._most_words(tokens, rows)
+        return 4 * max(ours, -(-theirs // 4))  # whoever of both reads them
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if not self._loads():
             super().prefill(q, layer, out)
             return
         batch = self.batch
-        assert batch is not None and self._tiles is not None and self._prompts is not None
+        assert batch is not None and self._words is not None and self._prompts is not None
         k_cache, v_cache = self.kv_cache[layer.index]
         prompt_attention(
             q,
@@ -71,7 +72,7 @@ class HopperBackend(TritonBackend):
             batch.block_tables,
             batch.query_start,
             batch.seq_lens,
-            self._tiles,
+            self._words.view(-1, 4),
             self.spec.scale,
             out,
             self._prompts,

@@ -143,6 +143,7 @@ class HybridBackend(AttentionBackend):
         self.cascade_limits = decode.cascade_limits
         self.takes_qkv = decode.takes_qkv  # type: ignore[method-assign]
         self.decode_qkv = decode.decode_qkv  # type: ignore[method-assign]
+        self.prompt_words = prefill.prompt_words  # type: ignore[method-assign]
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         for backend in (self._prefill, self._decode):

@@ -52,8 +52,7 @@ class TritonBackend(AttentionBackend):
         self._cascade: CascadeWorkspace | None = None
         self._own: tuple[torch.Tensor, torch.Tensor] | None = None  # of this step's cascade, tables and lengths
         self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # which holds this step's schedule
-        self._tiles_of: dict[int, torch.Tensor] = {}  # of captured steps, by how many there may be
-        self._tiles: torch.Tensor | None = None  # (m, …) int32: query tiles of the step's prompt rows
+        self._words: torch.Tensor | None = None  # ``prompt_words`` of the step
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -117,30 +116,28 @@ class TritonBackend(AttentionBackend):
         """What ``prefill`` works through, of the step's prompt rows."""
         return query_tiles(query_lens, seq_lens, self.tile_tokens)
 
-    def _most_tiles(self, tokens: int, rows: int) -> int:
-        """Of so many tokens of so many rows."""
-        return tokens // self.tile_tokens + rows
+    def _most_words(self, tokens: int, rows: int) -> int:
+        """Of tiles of so many tokens of so many rows."""
+        return 2 * (tokens // self.tile_tokens + rows)
+
+    def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
+        """Query tiles; captured, -1 behind the last."""
+        if not captured:
+            return self._query_tiles(query_lens, seq_lens).reshape(-1)
+        words = np.full(self._most_words(captured, len(query_lens)), -1, dtype=np.int32)
+        if query_lens.any():
+            tiles = self._query_tiles(query_lens, seq_lens)
+            words[: tiles.size] = tiles.reshape(-1)
+        return words
 
     def plan(self, batch: AttentionBatch) -> None:
         if batch.num_decodes > self.max_rows:
             raise ValueError(f"{batch.num_decodes} decode rows, planned for {self.max_rows} (max_num_seqs)")
-        self.batch, self._scheduled, self._tiles = batch, None, None
+        self.batch, self._scheduled, self._words = batch, None, batch.prompt_words
         d = batch.num_decodes
-        if d < batch.num_seqs:
-            tiles = self._query_tiles(batch.host_query_lens[d:], batch.host_seq_lens[d:])
-            most = self._most_tiles(batch.graph_size - d, batch.num_seqs - d) if batch.graph_size else 0
-            self._tiles = self._send_tiles(tiles, most, batch.seq_lens.device)
-
-    def _send_tiles(self, tiles: np.ndarray, most: int, device: torch.device) -> torch.Tensor:
-        """Tiles on the device; captured, where a graph finds them: a buffer for each ``most``, -1 behind the last."""
-        sent = torch.empty((most or len(tiles), tiles.shape[1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-        host = sent.numpy()
-        host[: len(tiles)], host[len(tiles) :] = tiles, -1
-        if not most:
-            return sent.to(device, non_blocking=True)
-        if most not in self._tiles_of:
-            self._tiles_of[most] = torch.empty(sent.shape, dtype=torch.int32, device=device)
-        return self._tiles_of[most].copy_(sent, non_blocking=True)
+        if self._words is None and d < batch.num_seqs:
+            words = self.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
+            self._words = torch.from_numpy(words).to(batch.seq_lens.device)
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._decode(q, layer, out, None)
@@ -196,7 +193,7 @@ class TritonBackend(AttentionBackend):
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch
-        assert batch is not None and self._tiles is not None
+        assert batch is not None and self._words is not None
         k_cache, v_cache = self.kv_cache[layer.index]
         paged_prefill_triton(
             q,
@@ -205,7 +202,7 @@ class TritonBackend(AttentionBackend):
             batch.block_tables,
             batch.query_start,
             batch.seq_lens,
-            self._tiles,
+            self._words.view(-1, 2),
             self.spec.scale,
             out,
             self.prefill_config,

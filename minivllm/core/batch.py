@@ -68,16 +68,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStep:
-    """A step with prompts, as ``core/prompt_graphs.py`` takes it: n sequences, t tokens."""
-
-    num_new: np.ndarray  # (n,) int32
-    num_computed: np.ndarray  # (n,) int32
-    slots: np.ndarray  # (n,) int32
-    tokens: np.ndarray  # (3, t) int64: ids, positions, places in the cache
-
-
-@dataclass(frozen=True, slots=True)
 class Cascade:
     """What decode rows share and read once, see ``core/cascade.py``: int32, device.
 
@@ -124,6 +114,7 @@ class AttentionBatch:
     # None: every token's is. Behind the last sequence there may be padding; captured, r is a constant.
     last_tokens: torch.Tensor | None = None
     cascade: Cascade | None = None  # of the decode rows, for a backend that has ``cascade_limits``
+    prompt_words: torch.Tensor | None = None  # int32, device: the backend's ``prompt_words``; None: it sends its own
 
     @property
     def num_seqs(self) -> int:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 
+_NO_WORDS = np.empty(0, dtype=np.int32)
+
 # --------------------------------------------------------------------------- scheduling
 
 
@@ -250,6 +252,13 @@ class AttentionBackend(ABC):
     def bind(self, kv_cache: torch.Tensor) -> None:
         """Take the cache: (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
         self.kv_cache = kv_cache
+
+    def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
+        """What ``prefill`` reads on the device that is found out on the host, int32, from the lengths of the prompt
+        rows, (p,) int32 each. It crosses with all else that a step is told, to be ``AttentionBatch.prompt_words``.
+        ``captured``: tokens of the graph's prompt rows, 0 if the step is eager; for p rows and so many tokens there are
+        always as many words."""
+        return _NO_WORDS
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

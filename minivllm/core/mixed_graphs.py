@@ -5,21 +5,20 @@ launched kernel by kernel. Most requests of a busy engine begin in such a step. 
 P = ``_PROMPTS`` prompt rows and T tokens of prompts, padded; it samples D rows, those of the batch in its order. None
 is captured before it has been wanted a few times: a hundred could be, of which a run needs ten. All ranks choose alike.
 
-What a step is told crosses as one packet, int32, see ``core/staging.py``:
-# | of decode rows: slots (D) | of sampled rows: slots, positions sampled for, positions computed, hidden rows (4 D) |
-# | of tokens: ids, positions, cache places (3 T) | of prompt rows: slots, context lengths (2 P) |
-# | query_start (D + P + 1) |
-Static buffers, shared by all graphs: packet, and, for the largest:
-# rows (5 D) int64   tokens (3, D + T) int64   seq_lens (D + P) int32   query_start (D + P + 1) int32
-# block_tables (D + P, max_blocks) int32
+What a step is told crosses as one packet, int32, see ``core/staging.py``; the device fills in what of decodes it knows:
+# | slots of decode rows, of sampled rows slots, positions sampled for, those computed, hidden rows: (5, D) int64 |
+# | input_ids (D + T) int64 | slots of prompt rows (P) | seq_lens (D + P) | query_start (D + P + 1) |
+# | the backend's prompt_words |
+Static buffers, shared by all graphs: the packet, and, for the largest:
+# positions, slot_mapping (D + T,) int64   block_tables (D + P, max_blocks) int32
 The prompt row behind the last one holds the tokens of the padding, as in ``core/prompt_graphs.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +27,10 @@ from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import Kept, capture_graph
 from minivllm.core.landing import Packed
 from minivllm.core.prompt_graphs import FULL_FLOP
-from minivllm.core.staging import Packing
+from minivllm.core.staging import Packing, Staging
 from minivllm.kernels.capture import loading, rehearsal
 from minivllm.kernels.decode_inputs import decode_inputs
+from minivllm.kernels.prompt_inputs import prompt_inputs
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
@@ -46,11 +46,16 @@ _OFTEN = 8  # steps that want a graph until one is: a capture takes as long as t
 _MOST_GRAPHS = 64
 
 
-@cache
-def _packing(rows: int, size: int) -> Packing:
-    """Of a step's packet, see above."""
-    shapes = (5, rows), (3, size), (_PROMPTS,), (_PROMPTS,), (rows + _PROMPTS + 1,)
-    return Packing(*((shape, np.int32) for shape in shapes))
+class _Place(NamedTuple):
+    """Of a graph: its packet, and the packet's arrays on the device."""
+
+    packing: Packing
+    rows: torch.Tensor
+    input_ids: torch.Tensor
+    prompt_slots: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start: torch.Tensor
+    prompt_words: torch.Tensor
 
 
 class MixedGraphs:
@@ -63,16 +68,27 @@ class MixedGraphs:
         self._tokens = [size for size in _TOKENS if size <= max_tokens]
         self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
         longest = self._tokens[-1] if self._tokens else 0
-        self.packet = torch.zeros(_packing(top, longest).words, dtype=torch.int32, device=device)
-        self.rows = torch.full((5 * top,), self.padding, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros((3, top + longest), dtype=torch.int64, device=device)
-        self.seq_lens = torch.ones(top + _PROMPTS, dtype=torch.int32, device=device)
-        self.query_start = torch.zeros(top + _PROMPTS + 1, dtype=torch.int32, device=device)
+        self.staging = Staging(device, self._packing(top, longest).words)
+        self.positions, self.slot_mapping = torch.zeros((2, top + longest), dtype=torch.int64, device=device)
         self.block_tables = torch.zeros((top + _PROMPTS, runner.block_table.shape[1]), dtype=torch.int32, device=device)
+        self._places: dict[tuple[int, int], _Place] = {}
         self._plans: dict[_Key, AttentionBatch] = {}
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._kept: dict[_Key, Kept] = {}
         self._wanted: Counter[_Key] = Counter()
+
+    def _packing(self, rows: int, size: int) -> Packing:
+        none = np.zeros(_PROMPTS, dtype=np.int32)
+        words = len(self.runner.attention.prompt_words(none, none, size)) if size else 0
+        of_rows = (((n,), np.int32) for n in (_PROMPTS, rows + _PROMPTS, rows + _PROMPTS + 1, words))
+        return Packing(((5, rows), np.int64), ((rows + size,), np.int64), *of_rows)
+
+    def _place(self, key: _Key) -> _Place:
+        rows, size, _ = key
+        if (rows, size) not in self._places:
+            packing = self._packing(rows, size)
+            self._places[rows, size] = _Place(packing, *packing.cut(self.staging.words))
+        return self._places[rows, size]
 
     # ------------------------------------------------------------------ choosing
 
@@ -140,79 +156,71 @@ class MixedGraphs:
         return self.landing.step(n, run.done(), None if batch.samples.all() else batch.samples)
 
     def _load(self, key: _Key, batch: Batch) -> None:
-        """Tell the device what the step is, in one copy, and plan it."""
-        rows, size, _ = key
-        run, n, d, t = self.runner, len(batch.slots), batch.num_decodes, len(batch.token_ids)
-        m, lens = n - d, batch.num_computed + batch.num_new
-        start, position, place = run.places(batch.slots[d:], batch.num_computed[d:], batch.num_new[d:])
-        packing = _packing(rows, size)
-        numbers = np.zeros(packing.words, dtype=np.int32)
-        of_rows, of_tokens, prompt_slots, prompt_lens, query_start = packing.cut(numbers)
-        decodes, slots, after, ends, last = of_rows
+        """Tell the device what the step is, and plan it."""
+        (rows, size, _), place, run = key, self._place(key), self.runner
+        n, d, t = len(batch.slots), batch.num_decodes, len(batch.token_ids)
+        m, lens, new = n - d, batch.num_computed + batch.num_new, batch.num_new[d:]
+        packet = np.zeros(place.packing.words, dtype=np.int32)
+        (decodes, slots, after, ends, last), input_ids, prompt_slots, seq_lens, start, words = place.packing.cut(packet)
         decodes[:d], decodes[d:] = batch.slots[:d], self.padding
         slots[:n], slots[n:] = batch.slots, self.padding
         after[:n], ends[:n] = lens, lens - 1
-        last[:d], last[d:n] = np.arange(d), rows + start[1:] - 1
-        of_tokens[:, :t] = batch.token_ids, position, place
+        last[:d], last[d:n] = np.arange(d), rows + np.cumsum(new) - 1
+        input_ids[rows : rows + t] = batch.token_ids
         prompt_slots[:m], prompt_slots[m:] = batch.slots[d:], self.padding
-        prompt_lens[:m], prompt_lens[m:] = lens[d:], 1
-        query_start[:rows], query_start[rows : rows + m + 1] = np.arange(rows), rows + start
-        query_start[rows + m + 1 :] = rows + size
-        admission, (packet,) = run.begin(batch, numbers)
+        query_lens = np.zeros(rows + _PROMPTS, dtype=np.int32)
+        query_lens[:rows], query_lens[rows : rows + m], query_lens[rows + m] = 1, new, size - t
+        seq_lens[:], seq_lens[:d], seq_lens[rows : rows + m] = 1, lens[:d], lens[d:]
+        np.cumsum(query_lens, out=start[1:])
+        words[:] = run.attention.prompt_words(query_lens[rows:], seq_lens[rows:], size)
+        admission, _ = run.begin(batch)
         run.admit(batch, admission)
-        self.packet[: len(packet)] = packet
-        _, _, _, self.seq_lens[rows : rows + _PROMPTS], start_ = packing.cut(packet)
-        self.query_start[: len(start_)] = start_
+        self.staging.send(packet)
         plan = self._plan(key)
-        plan.host_query_lens[rows:], plan.host_seq_lens[rows:] = np.diff(query_start[rows:]), prompt_lens
-        plan.host_seq_lens[:d], plan.host_seq_lens[d:rows] = lens[:d], 1
-        run.hand_over(plan, np.concatenate([decodes, prompt_slots]))
+        plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
+        run.hand_over(plan, np.append(decodes, prompt_slots))
 
     def _plan(self, key: _Key) -> AttentionBatch:
         if key not in self._plans:
-            (rows, size, whole), seqs = key, key[0] + _PROMPTS
+            (rows, size, whole), seqs, place = key, key[0] + _PROMPTS, self._place(key)
             self._plans[key] = AttentionBatch(
                 num_decodes=rows,
-                query_start=self.query_start[: seqs + 1],
-                seq_lens=self.seq_lens[:seqs],
+                query_start=place.query_start,
+                seq_lens=place.seq_lens,
                 block_tables=self.block_tables[:seqs],
-                slot_mapping=self.tokens[2, : rows + size],
+                slot_mapping=self.slot_mapping[: rows + size],
                 host_query_lens=np.ones(seqs, dtype=np.int32),
                 host_seq_lens=np.ones(seqs, dtype=np.int32),
                 host_block_tables=np.zeros((seqs, 1), dtype=np.int32),
                 graph_size=rows + size,
                 graph_whole=whole,
-                last_tokens=self._of_rows(rows)[4] if size >= rows else None,
+                last_tokens=place.rows[4] if size >= rows else None,
+                prompt_words=place.prompt_words,
             )
         return self._plans[key]
-
-    def _of_rows(self, rows: int) -> torch.Tensor:
-        """(5, rows) int64: slots that decode, and of what is sampled slots, positions, those computed, hidden rows."""
-        return self.rows[: 5 * rows].view(5, rows)
 
     def _step(self, key: _Key) -> Kept:
         """What is captured."""
         run, hidden = self.runner, self._forward(key)
-        _, slots, after, ends, _ = self._of_rows(key[0])
+        _, slots, after, ends, _ = self._place(key).rows
         tokens, _ = run.sample(hidden, slots, after)
         self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self.padding)
         return Kept(hidden, tokens, None)
 
     def _forward(self, key: _Key) -> torch.Tensor:
         """Hidden states (D, hidden_size) that the step samples from."""
-        (rows, size, _), run = key, self.runner
-        of_rows, of_tokens, prompt_slots, _, _ = _packing(rows, size).cut(self.packet)
-        decodes, _, _, _, last = all_rows = self._of_rows(rows)
-        input_ids, positions, slot_mapping = all_tokens = self.tokens[:, : rows + size]
-        all_rows.copy_(of_rows)
-        all_tokens[:, rows:] = of_tokens
-        torch.index_select(run.block_table, 0, prompt_slots, out=self.block_tables[rows : rows + _PROMPTS])
+        (rows, size, _), place, plan, run = key, self._place(key), self._plan(key), self.runner
+        decodes, _, _, _, last = place.rows
+        positions, slot_mapping, tables = self.positions[: rows + size], plan.slot_mapping, plan.block_tables
         decode_inputs(
-            decodes, run.last_token, run.num_computed, run.block_table, input_ids[:rows], positions[:rows],
-            self.seq_lens[:rows], slot_mapping[:rows], self.block_tables[:rows], run.block_size,
-            self._decodes.after[:rows],
+            decodes, run.last_token, run.num_computed, run.block_table, place.input_ids[:rows], positions[:rows],
+            place.seq_lens[:rows], slot_mapping[:rows], tables[:rows], run.block_size, self._decodes.after[:rows],
         )  # fmt: skip
-        hidden = run.model.forward(input_ids, positions, run.attention)
+        prompt_inputs(
+            place.query_start[rows:], place.seq_lens[rows:], place.prompt_slots, run.block_table, positions[rows:],
+            slot_mapping[rows:], tables[rows:], run.block_size,
+        )  # fmt: skip
+        hidden = run.model.forward(place.input_ids, positions, run.attention)
         if len(hidden) == rows + size:  # few tokens, or a model that does not pick
             hidden = hidden.index_select(0, last)
         return hidden
@@ -221,7 +229,7 @@ class MixedGraphs:
         """What requests want of the step beyond its tokens."""
         run, rows = self.runner, np.nonzero(batch.samples)[0]
         (at,) = run.staging.send(rows)
-        _, slots, after, _, _ = self._of_rows(key[0])
+        _, slots, after, _, _ = self._place(key).rows
         hidden, tokens, slots, after = (x.index_select(0, at) for x in (kept.hidden, kept.tokens, slots, after))
         logits = run.model.compute_logits(hidden)
         tokens, logprobs = run.sampler.refine(logits, slots, after, tokens, batch.slots[rows])

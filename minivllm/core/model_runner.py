@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, Cascade, PromptStep
+from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
 from minivllm.core.landing import IN_FLIGHT, NO_ROWS, Packed, PendingStep, StepApart
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
+from minivllm.kernels.prompt_inputs import prompt_inputs
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
@@ -114,18 +115,6 @@ class ModelRunner:
         if len(its.known):
             self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, its.known)
 
-    def places(
-        self, slots: np.ndarray, computed: np.ndarray, new: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of rows (n,) whose ``new`` tokens, t in all, lie one row after another: where each row's begin, (n + 1,), and
-        each token's position in its sequence and place in the cache, (t,); int32."""
-        start = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(new, out=start[1:])
-        row = np.repeat(np.arange(len(slots)), new)
-        position = np.arange(start[-1], dtype=np.int32) + (computed - start[:-1])[row]
-        block = self.host_tables[slots[row], position // self.block_size]
-        return start, position, block * self.block_size + position % self.block_size
-
     def host_tables_of(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """(n, width) int32: block tables of slots (n,), as wide as the longest of these contexts (n,)."""
         return self.host_tables[slots, : -(-int(seq_lens.max()) // self.block_size)]
@@ -140,36 +129,21 @@ class ModelRunner:
     # ------------------------------------------------------------------ eager
 
     def _launch_eager(self, batch: Batch) -> StepHandle:
-        slots, d = batch.slots, batch.num_decodes
-        seq_lens = batch.num_computed + batch.num_new
-        start, position, mapping = self.places(slots, batch.num_computed, batch.num_new)
-        sampled, n = np.nonzero(batch.samples)[0], len(slots)
+        slots, d, n = batch.slots, batch.num_decodes, len(batch.slots)
+        seq_lens, end = batch.num_computed + batch.num_new, np.cumsum(batch.num_new)
+        sampled = np.nonzero(batch.samples)[0]
         # Of each row its slot, its length behind the step, where its last token lies in the sequence and in the step;
         # behind them padding's, whose hidden states nobody asks for.
         rows = np.zeros((4, max(n, _FEW_ROWS)), dtype=np.int64)
-        rows[0, n:], rows[:, :n] = self.num_slots, (slots, seq_lens, seq_lens - 1, start[1:] - 1)
+        rows[0, n:], rows[:, :n] = self.num_slots, (slots, seq_lens, seq_lens - 1, end - 1)
         some = sampled if len(sampled) < n else sampled[:0]
-        picks = batch.num_tokens > rows.shape[1]
-        tokens = np.zeros((3, batch.num_tokens), dtype=np.int64)
-        tokens[0, d:], tokens[1], tokens[2] = batch.token_ids, position, mapping
         graphs = self.prompt_graphs
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
-            step = PromptStep(batch.num_new, batch.num_computed, slots, tokens)
-            admission, (rows_, some_, packet) = self.begin(batch, rows.reshape(-1), some, graphs.numbers(key, step))
+            admission, (rows_, some_) = self.begin(batch, rows.reshape(-1), some)
             rows_ = rows_.view(rows.shape)
-            hidden = graphs.launch(key, step, packet, rows_[0, :d])
+            hidden = graphs.launch(key, graphs.told(key, batch), rows_[0, :d])
         else:
-            cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
-            shared = NO_ROWS if cascade is None else cascade.padded(d, len(cascade.items))
-            admission, sent = self.begin(batch, rows.reshape(-1), some, *tokens, start, seq_lens, shared)
-            rows_, some_, ids, positions, slot_mapping, start_, seq_lens_, shared_ = sent
-            rows_ = rows_.view(rows.shape)
-            if d:
-                ids[:d] = self.last_token.index_select(0, rows_[0, :d])
-            last_tokens = rows_[3] if picks else None
-            plan = self._plan(batch, seq_lens, start_, seq_lens_, slot_mapping, rows_[0, :n], last_tokens)
-            plan.cascade = None if cascade is None else Cascade.of(shared_, d, cascade.beside)
-            hidden = self._forward(ids, positions, plan)
+            admission, rows_, some_, hidden = self._launch_layers(batch, seq_lens, rows, some)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
         if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
             hidden = hidden.index_select(0, rows_[3])
@@ -187,27 +161,43 @@ class ModelRunner:
         self.last_token.scatter_(0, slots_, found)
         return self.land(n, sampled, Packed.of(found, logprobs))
 
-    def _plan(
-        self, batch: Batch, host_seq_lens: np.ndarray, query_start: torch.Tensor, seq_lens: torch.Tensor,
-        slot_mapping: torch.Tensor, slots: torch.Tensor, last_tokens: torch.Tensor | None,
-    ) -> AttentionBatch:  # fmt: skip
-        width = -(-int(host_seq_lens.max()) // self.block_size)
-        return AttentionBatch(
-            num_decodes=batch.num_decodes,
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_tables=self.block_table[:, :width].index_select(0, slots),
-            slot_mapping=slot_mapping,
+    def _launch_layers(
+        self, batch: Batch, seq_lens: np.ndarray, rows: np.ndarray, some: np.ndarray
+    ) -> tuple[Admission, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Kernel by kernel. Returns what ``begin`` does, of ``rows`` and ``some``, and hidden states."""
+        d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
+        cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
+        shared = NO_ROWS if cascade is None else cascade.padded(d, len(cascade.items))
+        ids, start = np.zeros(t, dtype=np.int64), np.zeros(n + 1, dtype=np.int32)
+        ids[d:] = batch.token_ids
+        np.cumsum(batch.num_new, out=start[1:])
+        words = self.attention.prompt_words(batch.num_new[d:], seq_lens[d:])
+        admission, sent = self.begin(batch, rows.reshape(-1), some, ids, start, seq_lens, shared, words)
+        flat, some_, ids_, start_, seq_lens_, shared_, words_ = sent
+        rows_ = flat.view(rows.shape)
+        if d:
+            ids_[:d] = self.last_token.index_select(0, rows_[0, :d])
+        plan = AttentionBatch(
+            num_decodes=d,
+            query_start=start_,
+            seq_lens=seq_lens_,
+            block_tables=self.block_table.new_zeros(n, -(-int(seq_lens.max()) // self.block_size)),
+            slot_mapping=torch.zeros_like(ids_),
             host_query_lens=batch.num_new,
-            host_seq_lens=host_seq_lens,
-            host_block_tables=self.host_tables_of(batch.slots, host_seq_lens),
-            last_tokens=last_tokens,
+            host_seq_lens=seq_lens,
+            host_block_tables=self.host_tables_of(batch.slots, seq_lens),
+            last_tokens=rows_[3] if t > rows.shape[1] else None,
+            cascade=None if cascade is None else Cascade.of(shared_, d, cascade.beside),
+            prompt_words=words_,
         )
-
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionBatch) -> torch.Tensor:
+        positions = torch.zeros_like(ids_)  # and so above: what is only compiled finds nothing, and libraries read it
+        prompt_inputs(
+            start_, seq_lens_, rows_[0, :n], self.block_table, positions, plan.slot_mapping, plan.block_tables,
+            self.block_size,
+        )  # fmt: skip
         self.attention.batch = plan
         self.attention.plan(plan)
-        return self.model.forward(input_ids, positions, self.attention)
+        return admission, rows_, some_, self.model.forward(ids_, positions, self.attention)
 
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray

@@ -8,9 +8,9 @@ step is captured once more for prompts that all start in it, where the backend h
 ones for few sequences: what attention launches grows with those that there may be.
 
 What a step is told crosses as one packet, int32, see ``core/staging.py``; R the graph's rows, T its tokens:
-# | input_ids, positions, slot_mapping (3, T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) |
-Static buffers, shared by all graphs: packet, and, for the largest:
-# block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
+# | input_ids (T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) | the backend's prompt_words |
+Static buffers, shared by all graphs: the packet, and, for the largest:
+# positions, slot_mapping (T,) int64   block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
 All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
 weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
 context is one key long, so that they see nothing; they write into block 0, which nobody owns.
@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, PromptStep
+from minivllm.core.batch import AttentionBatch, Batch
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
-from minivllm.core.staging import Packing
+from minivllm.core.staging import Packing, Staging
 from minivllm.kernels.capture import rehearsal
+from minivllm.kernels.prompt_inputs import prompt_inputs
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -59,11 +60,26 @@ def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
     return [*(n for n in sizes if n < full), full] if full else sizes
 
 
-@cache
-def _packing(size: int, rows: int) -> Packing:
-    """Of a step's packet, see above."""
-    of_rows = (((n,), np.int32) for n in (rows + 1, rows, rows))
-    return Packing(((3, size), np.int64), *of_rows)
+class Told(NamedTuple):
+    """A step as its graph is told it: n sequences, t tokens, then padding's."""
+
+    num_seqs: int  # n
+    num_tokens: int  # t
+    query_lens: np.ndarray  # (R,) int32
+    seq_lens: np.ndarray  # (R,) int32
+    slots: np.ndarray  # (R,) int32
+    packet: np.ndarray
+
+
+class _Place(NamedTuple):
+    """Of a graph: its packet, and the packet's arrays on the device."""
+
+    packing: Packing
+    input_ids: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    prompt_words: torch.Tensor
 
 
 def _nearest_power_of_2(tokens: float) -> int:
@@ -88,7 +104,8 @@ class PromptGraphs:
             return -tp.minimum(-number, device)
 
         self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
-        self._longest = self.block_tables.shape[1] * runner.block_size  # tokens that a block table can hold
+        # Tokens that a sequence may have: the model's length, of which a block table has been rounded up, is not less.
+        self._longest = (self.block_tables.shape[1] - 1) * runner.block_size + 1
         step = min(max_tokens, runner.num_slots * self._longest)
         between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
         most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
@@ -99,7 +116,7 @@ class PromptGraphs:
         self.sizes = prompt_sizes(min(most, step), between, self.full)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
-        self.packet = torch.zeros(_packing(top, rows).words, dtype=torch.int32, device=device)
+        self.positions, self.slot_mapping = torch.zeros((2, top), dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
@@ -107,25 +124,33 @@ class PromptGraphs:
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
         few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self._longest) if rows > _FEW_ROWS else 0
         keys += [(size, _FEW) for size in self.sizes if size <= few]
-        self._told = {key: _packing(key[0], _FEW_ROWS if key[1] == _FEW else rows).cut(self.packet) for key in keys}
+        packings = {key: self._packing(key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
+        self.staging = Staging(device, max((packing.words for packing in packings.values()), default=0))
+        self._places = {key: _Place(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
         self._plans = {key: self._plan(key) for key in keys}
 
+    def _packing(self, size: int, rows: int) -> Packing:
+        none = np.zeros(rows, dtype=np.int32)
+        words = len(self.runner.attention.prompt_words(none, none, size))
+        return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words)))
+
     def _plan(self, key: _Key) -> AttentionBatch:
-        (size, kind), (tokens, query_start, seq_lens, _) = key, self._told[key]
-        rows = len(seq_lens)
+        (size, kind), place = key, self._places[key]
+        rows = len(place.slots)
         picks = size > _PICKED_FROM and size >= 2 * (rows - 1)
         return AttentionBatch(
             num_decodes=0,
-            query_start=query_start,
-            seq_lens=seq_lens,
+            query_start=place.query_start,
+            seq_lens=place.seq_lens,
             block_tables=self.block_tables[:rows],
-            slot_mapping=tokens[2],
+            slot_mapping=self.slot_mapping[:size],
             host_query_lens=np.zeros(rows, dtype=np.int32),
             host_seq_lens=np.zeros(rows, dtype=np.int32),
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
             graph_size=size,
             graph_whole=kind == _WHOLE,
             last_tokens=self.last_tokens[: rows - 1] if picks else None,
+            prompt_words=place.prompt_words,
         )
 
     # ------------------------------------------------------------------ capture
@@ -137,7 +162,7 @@ class PromptGraphs:
         small = [size for size in self.sizes if size < _LARGE]
         for key in self._plans:
             if key[0] in (*small[:1], *small[-1:]) or key[0] >= _LARGE:
-                self._rehearse(*key)
+                self._load(key, self._of_padding(key))
                 with rehearsal():
                     self._forward(key)
 
@@ -146,34 +171,34 @@ class PromptGraphs:
         pool = torch.cuda.graph_pool_handle()
 
         def capture_one(key: _Key) -> None:
-            self._rehearse(*key)  # another plan than it is verified with: it must work with any
+            self._load(key, self._of_padding(key))  # another step than it is verified with: it must work with any
             self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key), pool)
 
         self._compare(num_blocks, vocab_size, capture_one)
 
-    def _rehearse(self, size: int, kind: str) -> None:
-        """Plan a step of ``size`` tokens of the padding slot, in rows as long as a block table may be."""
-        lens = np.zeros(self._plans[size, kind].num_seqs, dtype=np.int32)
-        parts = -(-size // self._longest)
-        lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
-        packing = _packing(size, len(lens))
-        numbers = np.zeros(packing.words, dtype=np.int32)
-        _, query_start, seq_lens, slots = packing.cut(numbers)
-        np.cumsum(lens, out=query_start[1:])
-        seq_lens[:], slots[:] = lens, self._nobody[: len(lens)]
-        self.packet[: len(numbers)] = torch.from_numpy(numbers)
-        self._hand_over((size, kind), lens, lens, slots)
+    def _load(self, key: _Key, told: Told) -> None:
+        """Put a step where the graph finds it, and plan it; of any number of steps that the device has yet to come to,
+        for which ``Staging`` has no room."""
+        self.staging.words[: len(told.packet)] = torch.from_numpy(told.packet)
+        self._hand_over(key, told)
 
-    def _hand_over(self, key: _Key, query_lens: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray) -> None:
-        plan = self._plans[key]
-        plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
-        self.runner.hand_over(plan, slots)
+    def _of_padding(self, key: _Key) -> Told:
+        """A step of the padding slot, in rows as long as they may be."""
+        size, rows = key[0], self._plans[key].num_seqs
+        lens, parts = np.zeros(rows, dtype=np.int32), -(-size // self._longest)
+        lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
+        return self._packed(key, parts, np.zeros(size, dtype=np.int32), lens, lens, self._nobody[:rows])
 
     def _forward(self, key: _Key) -> torch.Tensor:
-        plan, (input_ids, positions, _) = self._plans[key], self._told[key][0]
+        plan, place, run = self._plans[key], self._places[key], self.runner
+        positions = self.positions[: key[0]]
+        prompt_inputs(
+            place.query_start, place.seq_lens, place.slots, run.block_table, positions, plan.slot_mapping,
+            plan.block_tables, run.block_size,
+        )  # fmt: skip
         if plan.last_tokens is not None:  # where no sequence is, that of the padding
             torch.sub(plan.query_start[1:-1], 1, out=plan.last_tokens)
-        return self.runner.model.forward(input_ids, positions, self.runner.attention)
+        return run.model.forward(place.input_ids, positions, run.attention)
 
     # ------------------------------------------------------------------ replay
 
@@ -205,44 +230,52 @@ class PromptGraphs:
             return size, _WHOLE
         return size, _FEW if (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS else _ANY
 
-    def numbers(self, key: _Key, step: PromptStep) -> np.ndarray:
-        """What the device is told of a step, padded, for ``launch``: a packet."""
-        size, n, t = key[0], len(step.slots), step.tokens.shape[1]
-        packing = _packing(size, self._plans[key].num_seqs)
-        numbers = np.zeros(packing.words, dtype=np.int32)
-        tokens, query_start, seq_lens, slots = packing.cut(numbers)
-        tokens[:, :t] = step.tokens
-        np.cumsum(step.num_new, out=query_start[1 : n + 1])
-        query_start[n + 1 :] = size
-        seq_lens[:n], seq_lens[n:] = step.num_computed + step.num_new, 1
-        slots[:n], slots[n:] = step.slots, self.runner.num_slots
-        return numbers
+    def told(self, key: _Key, batch: Batch) -> Told:
+        """What the graph is told of a step."""
+        return self._padded(key, batch.slots, batch.num_computed, batch.num_new, batch.token_ids)
 
-    def launch(self, key: _Key, step: PromptStep, sent: torch.Tensor, decodes: torch.Tensor) -> torch.Tensor:
-        """``sent``: the step's ``numbers``. decodes (d,) int64: slots of the first sequences, whose tokens the device
-        has. Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size)."""
-        self._load(key, step, sent)
+    def _padded(
+        self, key: _Key, slots: np.ndarray, computed: np.ndarray, new: np.ndarray, token_ids: np.ndarray
+    ) -> Told:
+        """``token_ids``: those that the device does not have, behind the others."""
+        size, n = key[0], len(slots)
+        query_lens, seq_lens = np.zeros((2, self._plans[key].num_seqs), dtype=np.int32)
+        query_lens[:n], query_lens[n] = new, size - new.sum()
+        seq_lens[:n], seq_lens[n:] = computed + new, 1
+        return self._packed(key, n, token_ids, query_lens, seq_lens, np.append(slots, self._nobody[n : len(seq_lens)]))
+
+    def _packed(
+        self, key: _Key, n: int, token_ids: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray
+    ) -> Told:
+        packing, t = self._places[key].packing, int(query_lens[:n].sum())
+        packet = np.zeros(packing.words, dtype=np.int32)
+        input_ids, query_start, seq_lens_, slots_, words = packing.cut(packet)
+        input_ids[t - len(token_ids) : t] = token_ids
+        np.cumsum(query_lens, out=query_start[1:])
+        seq_lens_[:], slots_[:] = seq_lens, slots
+        words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, key[0])
+        return Told(n, t, query_lens, seq_lens, slots, packet)
+
+    def launch(self, key: _Key, told: Told, decodes: torch.Tensor) -> torch.Tensor:
+        """decodes (d,) int64: slots of the first sequences, whose tokens the device has. Returns hidden states, of all
+        tokens (t, hidden_size) or of each row's last (n, hidden_size)."""
+        self.staging.send(told.packet)
+        self._hand_over(key, told)
         if len(decodes):
-            self._told[key][0][0, : len(decodes)] = self.runner.last_token.index_select(0, decodes)
-        return self._replay(key, step)
+            self._places[key].input_ids[: len(decodes)] = self.runner.last_token.index_select(0, decodes)
+        return self._replay(key, told)
 
-    def _load(self, key: _Key, step: PromptStep, sent: torch.Tensor) -> None:
-        """Put the step where the graph finds it, with its padding, and plan it."""
-        size, rows, n = key[0], self._plans[key].num_seqs, len(step.slots)
-        self.packet[: len(sent)] = sent
-        slots = self._told[key][3]
-        torch.index_select(self.runner.block_table, 0, slots[: n + 1], out=self.block_tables[: n + 1])
-        query_lens, lens = np.zeros((2, rows), dtype=np.int32)
-        query_lens[:n], lens[:n] = step.num_new, step.num_computed + step.num_new
-        query_lens[n], lens[n] = size - step.tokens.shape[1], 1
-        self._hand_over(key, query_lens, lens, np.concatenate([step.slots, self._nobody[: rows - n]]))
+    def _hand_over(self, key: _Key, told: Told) -> None:
+        plan = self._plans[key]
+        plan.host_query_lens, plan.host_seq_lens = told.query_lens, told.seq_lens
+        self.runner.hand_over(plan, told.slots)
 
-    def _replay(self, key: _Key, step: PromptStep) -> torch.Tensor:
+    def _replay(self, key: _Key, told: Told) -> torch.Tensor:
         self._graphs[key].replay()
-        return self._without_padding(self._hidden[key], key, step)
+        return self._without_padding(self._hidden[key], key, told)
 
-    def _without_padding(self, hidden: torch.Tensor, key: _Key, step: PromptStep) -> torch.Tensor:
-        return hidden[: step.tokens.shape[1]] if len(hidden) == key[0] else hidden[: len(step.slots)]
+    def _without_padding(self, hidden: torch.Tensor, key: _Key, told: Told) -> torch.Tensor:
+        return hidden[: told.num_tokens if len(hidden) == key[0] else told.num_seqs]
 
     # ------------------------------------------------------------------ proving
 
@@ -261,9 +294,8 @@ class PromptGraphs:
         more than a replay. These come when all are captured; the host waits once."""
         if not self.sizes:
             return
-        run, cache, block_size = self.runner, self.runner.attention.kv_cache, self.runner.block_size
-        longest = self._longest - block_size + 1  # a model's length, rounded up to blocks, may have no more than this
-        rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // longest)), run.num_slots, num_blocks)
+        run, cache = self.runner, self.runner.attention.kv_cache
+        rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // self._longest)), run.num_slots, num_blocks)
         per_row = min(num_blocks // rows, run.block_table.shape[1])
         blocks = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
         run.host_tables[:rows, :per_row] = blocks
@@ -271,50 +303,43 @@ class PromptGraphs:
         contexts = cache[:, :, 1 : 1 + rows * per_row : per_row]  # each row's first block
         values = torch.randn_like(contexts)
         rng = np.random.default_rng(0)
-        steps = {key: self._random_step(key, blocks, longest, vocab_size, rng) for key in self._plans}
-        sent = {key: torch.from_numpy(self.numbers(key, step)).to(run.device) for key, step in steps.items()}
+        steps = {key: self._random_step(key, blocks, vocab_size, rng) for key in self._plans}
 
-        def hidden(key: _Key, launch: Callable[[_Key, PromptStep], torch.Tensor]) -> torch.Tensor:
+        def hidden(key: _Key, launch: Callable[[_Key, Told], torch.Tensor]) -> torch.Tensor:
             contexts.copy_(values)
             states = launch(key, steps[key])
             return states[:: -(-len(states) // _COMPARED)]
 
-        def eager(key: _Key, step: PromptStep) -> torch.Tensor:
+        def eager(key: _Key, step: Told) -> torch.Tensor:
             with rehearsal():
                 return self._without_padding(self._forward(key), key, step)
 
         expected, differences = {}, {}
         for key in reversed(self._plans):
-            self._load(key, steps[key], sent[key])
+            self._load(key, steps[key])
             if key[1] == _WHOLE and not run.attention.fresh_prompts:
                 continue  # such steps are like any other to this backend
             expected[key] = hidden(key, eager).clone()
             capture(key)
         for key in reversed(expected):
-            self._load(key, steps[key], sent[key])
+            self._load(key, steps[key])
             what = f"{key[0]} tokens of prompts" + {_ANY: "", _WHOLE: " from their start", _FEW: ", few"}[key[1]]
             differences[what] = difference(expected[key], hidden(key, self._replay))
         check_differences(differences, run.attention)
         cache[:, :, 1 : 1 + rows * per_row] = 0
         run.host_tables[:] = 0
-        for used in (run.block_table, self.block_tables, self.packet):
+        for used in (run.block_table, self.block_tables, self.staging.words):
             used.zero_()
 
-    def _random_step(
-        self, key: _Key, blocks: np.ndarray, longest: int, vocab_size: int, rng: np.random.Generator
-    ) -> PromptStep:
+    def _random_step(self, key: _Key, blocks: np.ndarray, vocab_size: int, rng: np.random.Generator) -> Told:
         """A step that fills the graph as far as ``blocks``, (rows, blocks of each) do: one new token in the first
         sequence, as a decode has, and equally many in the others."""
         (size, kind), block_size = key, self.runner.block_size
-        n, room = min(len(blocks), size, self._plans[key].num_seqs - 1), min(blocks.shape[1] * block_size, longest)
+        n, room = min(len(blocks), size, self._plans[key].num_seqs - 1), blocks.shape[1] * block_size
+        room = min(room, self._longest)
         computed = np.minimum(rng.integers(1, block_size + 1, n), room - 1) * (kind != _WHOLE)
         new = np.minimum((size - 1) // (n - 1) if n > 1 else size, room - computed)
         if n > 1:
             new[0] = 1
-        start = np.zeros(n + 1, dtype=np.int64)
-        np.cumsum(new, out=start[1:])
-        row = np.repeat(np.arange(n), new)
-        position = np.arange(start[-1]) + (computed - start[:-1])[row]
-        mapping = blocks[row, position // block_size] * block_size + position % block_size
-        tokens = np.stack([rng.integers(0, vocab_size, start[-1]), position, mapping])
-        return PromptStep(new.astype(np.int32), computed.astype(np.int32), np.arange(n, dtype=np.int32), tokens)
+        slots, ids = np.arange(n, dtype=np.int32), rng.integers(0, vocab_size, new.sum())
+        return self._padded(key, slots, computed, new, ids)

@@ -60,10 +60,11 @@ class _Kind(NamedTuple):
 class Staging:
     """Many small host arrays to the device in one copy, through pinned memory on a GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, words: int = 0) -> None:
+        """``words``: of the longest packet, if what is sent must always stand where ``words`` has it."""
         self.device = device
         self._ring = PinnedRing()
-        self._words = torch.empty(0, dtype=torch.int32, device=device)
+        self.words = torch.zeros(words, dtype=torch.int32, device=device)  # (longest packet,)
         self._kinds: dict[tuple[int, ...], _Kind] = {}  # to make a tensor of each array takes as long as the copy
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
@@ -85,10 +86,10 @@ class Staging:
     def _add(self, kind: tuple[int, ...]) -> _Kind:
         """``kind``: twice the words of each array, and 1 more of int64."""
         packing = Packing(*(((each // 4,), np.int64) if each % 2 else ((each // 2,), np.int32) for each in kind))
-        if packing.words > len(self._words):
+        if packing.words > len(self.words):
             self._kinds.clear()
-            self._words = torch.empty(2 * packing.words, dtype=torch.int32, device=self.device)
+            self.words = torch.zeros(2 * packing.words, dtype=torch.int32, device=self.device)
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
-        packet = self._words[: packing.words]
+        packet = self.words[: packing.words]
         return self._kinds.setdefault(kind, _Kind(packing.places, packing.cut(packet), packet))

@@ -154,9 +154,10 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
-        decodes, prompts, mixed = self._graphs(self.runner)
         if self.device_type == "cuda":
             self.runner.attention.bind(self._cache(0, device))
+        decodes, prompts, mixed = self._graphs(self.runner)
+        if self.device_type == "cuda":
             most = self.spec.max_num_batched_tokens
             with compile_only():
                 for beside in dict.fromkeys((1, 5, 17, num_slots - 1)):  # decodes, whose kernels take longest

@@ -9,6 +9,7 @@ The mask is aligned to the bottom right: query token j of a row sees keys up to 
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -232,13 +233,16 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConf
 
 def query_tiles(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> np.ndarray:
     """(m, 2) int32: (row, first query token) of each tile of ``block_q`` tokens, the longest work first."""
-    counts = -(-query_lens // block_q)
-    row = np.repeat(np.arange(len(counts)), counts)
-    first = (np.arange(len(row)) - (np.cumsum(counts) - counts)[row]) * block_q
-    order = np.argsort(-((seq_lens - query_lens)[row] + first), kind="stable")
-    tiles = np.empty((len(row), 2), dtype=np.int32)
-    tiles[:, 0], tiles[:, 1] = row[order], first[order]
-    return tiles
+    tiles = longest_first(query_lens, seq_lens, block_q)
+    return np.array([number for _, *tile in tiles for number in tile], dtype=np.int32).reshape(-1, 2)
+
+
+def longest_first(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> list[tuple[int, int, int]]:
+    """What ``query_tiles`` are made of: (keys before the tile, row, first query token). In plain Python: most steps
+    have few tiles, for which many calls of numpy take longer."""
+    lens = enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True))
+    tiles = [(seq - query + first, row, first) for row, (query, seq) in lens for first in range(0, query, block_q)]
+    return sorted(tiles, key=itemgetter(0), reverse=True)
 
 
 def paged_prefill_triton(

@@ -10,7 +10,9 @@ many keys the keys are cut into parts (``key_parts``), as in flash decoding.
 """
 
 import ctypes
+import math
 from functools import cache
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
 from minivllm.kernels.hopper import Kernel, compile_ahead, load, loads
-from minivllm.kernels.paged_prefill import LOG2E, query_tiles
+from minivllm.kernels.paged_prefill import LOG2E, longest_first
 from minivllm.kernels.pdl import use_pdl
 
 HEAD_DIMS, PAGE = (64, 128), 16
@@ -73,22 +75,20 @@ class PromptWorkspace:
         """(m, 4) int32, the longest first: ``query_tiles`` with the part of the keys, plus 65,536 times how many parts,
         and where they are left. More parts than one have those whose keys take longer than a program's share of the
         step: there are at most ``programs / kv_heads`` more of them than there are tiles."""
-        tiles = query_tiles(query_lens, seq_lens, self.tile_tokens)
-        row, first = tiles.T
-        seen = np.minimum((seq_lens - query_lens)[row] + first + self.tile_tokens, seq_lens[row])
-        keys = -(-seen // _KEYS)
-        most = max(_EVEN * float(keys.sum()) * self.kv_heads / self.programs, _LEAST)
-        if not len(keys) or keys.max() <= most:
-            whole = np.empty((len(tiles), 4), dtype=np.int32)
-            whole[:, :2], whole[:, 2], whole[:, 3] = tiles, 1 << 16, 0
-            return whole
-        parts = np.maximum(np.ceil(keys / most), 1).astype(np.int32)
-        apart = np.where(parts > 1, parts, 0)
-        left = np.cumsum(apart) - apart
-        which = np.repeat(np.arange(len(parts)), parts)
-        part = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
-        cut = np.column_stack((tiles[which], part + (parts[which] << 16), left[which])).astype(np.int32)
-        return np.asarray(cut[np.argsort(-(keys / parts)[which], kind="stable")])
+        lens, size = seq_lens.tolist(), self.tile_tokens
+        tiles = longest_first(query_lens, seq_lens, size)
+        seen = [min(before + size, lens[row]) for before, row, _ in tiles]
+        keys = [-(-n // _KEYS) if n > 0 else 1 for n in seen]  # of padding none is seen
+        most = max(_EVEN * sum(keys) * self.kv_heads / self.programs, _LEAST)
+        if max(keys, default=0) <= most:
+            return np.array([n for _, row, first in tiles for n in (row, first, 1 << 16, 0)], np.int32).reshape(-1, 4)
+        cut, left = [], 0
+        for n, (_, row, first) in zip(keys, tiles, strict=True):
+            parts = math.ceil(n / most)
+            cut += [(n / parts, row, first, part + (parts << 16), left) for part in range(parts)]
+            left += parts if parts > 1 else 0
+        cut.sort(key=itemgetter(0), reverse=True)
+        return np.array([tile[1:] for tile in cut], dtype=np.int32)
 
     def most_tiles(self, tokens: int, rows: int) -> int:
         """What ``key_parts`` may return of so many tokens of so many rows."""

@@ -211,6 +211,9 @@ class Captured:
         self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # prompts' are read
         self.out = torch.empty_like(self.q)
         backend.bind(cache)
+        none = np.zeros(prompts, np.int32)
+        words = backend.prompt_words(none, none, tokens) if prompts else none
+        self.words = torch.zeros(len(words), dtype=torch.int32, device=device)
         self._plan([1] * decodes, [], np.zeros((rows, 1), np.int32))
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -230,6 +233,9 @@ class Captured:
         self.query_start[1:].copy_(torch.from_numpy(np.cumsum(query, dtype=np.int32)))
         self.seq_lens.copy_(torch.from_numpy(seq))
         self.tables[:, : tables.shape[1]].copy_(torch.from_numpy(tables)[:, : self.width])
+        if self.prompts:
+            words = self.backend.prompt_words(query[self.decodes :], seq[self.decodes :], self.tokens)
+            self.words.copy_(torch.from_numpy(words))
         self.backend.batch = AttentionBatch(
             num_decodes=self.decodes,
             query_start=self.query_start,
@@ -241,6 +247,7 @@ class Captured:
             host_block_tables=tables,
             graph_size=self.decodes + self.tokens,
             graph_whole=self.whole,
+            prompt_words=self.words,
         )
         self.backend.plan(self.backend.batch)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import plan_late
 from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
@@ -41,15 +42,8 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 def runner(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """With the one backend of a CPU, made to plan when the block tables are there: a captured one reads them late."""
     made: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
-    gather = cuda_graphs.decode_inputs
-
-    def gather_and_plan(*args: Any) -> None:
-        gather(*args)
-        assert made.attention.batch is not None
-        made.attention.plan(made.attention.batch)
-
+    plan_late(monkeypatch, made.attention, cuda_graphs)
     monkeypatch.setattr(made.attention, "plans_on_host", True)
-    monkeypatch.setattr(cuda_graphs, "decode_inputs", gather_and_plan)
     return made
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import pass_over_empty_rows, step_batch
+from helpers import pass_over_empty_rows, plan_late, step_batch
 from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
@@ -33,17 +33,7 @@ def runner(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """With the one backend of a CPU, made to plan when lengths and block tables are there: a captured one reads them
     late."""
     made: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
-    gather = mixed_graphs.decode_inputs
-
-    def gather_and_plan(*args: Any) -> None:
-        gather(*args)
-        batch = made.attention.batch
-        assert batch is not None
-        batch.host_seq_lens[:] = batch.seq_lens
-        made.attention.plan(batch)
-
-    monkeypatch.setattr(mixed_graphs, "decode_inputs", gather_and_plan)
-    monkeypatch.setattr(cuda_graphs, "decode_inputs", gather_and_plan)
+    plan_late(monkeypatch, made.attention, mixed_graphs, cuda_graphs, lengths=True)
     pass_over_empty_rows(monkeypatch)
     return made
 

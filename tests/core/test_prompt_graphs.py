@@ -12,19 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import pass_over_empty_rows, step_batch
+from helpers import pass_over_empty_rows, plan_late, step_batch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import prompt_graphs
-from minivllm.core.batch import Batch, PromptStep
+from minivllm.core.batch import Batch
 from minivllm.core.landing import PendingStep, StepApart
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
-from minivllm.core.prompt_graphs import PromptGraphs, prompt_sizes
+from minivllm.core.prompt_graphs import PromptGraphs, Told, prompt_sizes
 from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
 
 VOCAB = 1000
+NO_WORDS: Any = SimpleNamespace(prompt_words=lambda *lens: np.empty(0, dtype=np.int32))  # a backend that wants none
 Replayed = tuple[int, int, str]  # a graph's tokens, rows of its result, and for which steps it is
 
 
@@ -106,7 +107,7 @@ def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int], ranks
     tensors = [(name, torch.nn.Parameter(torch.empty(shape, device="meta"))) for name, shape in weights.items()]
     runner = SimpleNamespace(
         device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16,
-        model=SimpleNamespace(named_parameters=lambda: tensors),
+        model=SimpleNamespace(named_parameters=lambda: tensors), attention=NO_WORDS,
     )  # fmt: skip
     their = iter(others)
     tp = SimpleNamespace(size=ranks, minimum=lambda number, device: min(number, -next(their)))
@@ -177,7 +178,7 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+def log(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     said: list[Replayed] = []
 
     def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
@@ -185,6 +186,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
         return Recorded(run, result, said), result
 
     pass_over_empty_rows(monkeypatch)
+    plan_late(monkeypatch, llm.engine.executor._worker.runner.attention, prompt_graphs)  # type: ignore[attr-defined]
     monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     return said
@@ -195,7 +197,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
     layer = torch.nn.Parameter(torch.empty(10**9, 1, device="meta"))
     runner = SimpleNamespace(
         device=torch.device("cpu"), num_slots=slots, block_table=torch.empty(slots + 1, 512), block_size=16,
-        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]),
+        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]), attention=NO_WORDS,
     )  # fmt: skip
     graphs = PromptGraphs(runner, 1024, TensorParallel())  # type: ignore[arg-type]
     assert graphs.sizes == [32, 64, 128, 256, 512, 1024]
@@ -215,7 +217,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
 )
 def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, launched: list[tuple[int, bool]]) -> None:
     said: list[tuple[int, bool]] = []
-    attention = SimpleNamespace(batch=None, plan=lambda plan: None, plans_on_host=False)
+    attention = SimpleNamespace(**vars(NO_WORDS), batch=None, plan=lambda plan: None, plans_on_host=False)
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, backend: Any) -> None:
         assert len(input_ids) == len(positions) == len(backend.batch.slot_mapping) == backend.batch.graph_size
@@ -224,8 +226,8 @@ def test_ahead_steps_are_run_that_take_every_kernel(weights: int, most: int, lau
 
     layer = torch.nn.Parameter(torch.empty(weights, 1, device="meta"))
     runner = SimpleNamespace(
-        device=torch.device("cpu"), num_slots=4, block_table=torch.empty(5, 512), block_size=16, attention=attention,
-        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)], forward=forward),
+        device=torch.device("cpu"), num_slots=4, block_table=torch.zeros(5, 512, dtype=torch.int32), block_size=16,
+        model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)], forward=forward), attention=attention,
     )  # fmt: skip
     runner.hand_over = partial(ModelRunner.hand_over, runner)  # type: ignore[arg-type]
     PromptGraphs(runner, most, TensorParallel()).launch_all_kinds()  # type: ignore[arg-type]
@@ -290,9 +292,9 @@ def test_steps_of_few_sequences_are_graphs_of_their_own(
     replayed: list[tuple[int, str, int]] = []
     launch = PromptGraphs.launch
 
-    def noted(self: PromptGraphs, key: tuple[int, str], step: PromptStep, *sent: Any) -> torch.Tensor:
-        hidden = launch(self, key, step, *sent)
-        replayed.append((key[0], log[-1][2], len(step.slots)))
+    def noted(self: PromptGraphs, key: tuple[int, str], told: Told, decodes: torch.Tensor) -> torch.Tensor:
+        hidden = launch(self, key, told, decodes)
+        replayed.append((key[0], log[-1][2], told.num_seqs))
         return hidden
 
     monkeypatch.setattr(PromptGraphs, "launch", noted)
@@ -310,18 +312,19 @@ def test_a_backend_that_plans_on_the_host_finds_each_rows_blocks_there(
     runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
     monkeypatch.setattr(runner.attention, "plans_on_host", True)
     rows: list[tuple[int, int]] = []
-    load = PromptGraphs._load
+    hand_over = PromptGraphs._hand_over
 
-    def load_and_look(self: PromptGraphs, key: tuple[int, str], step: PromptStep, sent: list[torch.Tensor]) -> None:
-        load(self, key, step, sent)
-        plan, n = self._plans[key], len(step.slots)
+    def hand_over_and_look(self: PromptGraphs, key: tuple[int, str], told: Told) -> None:
+        hand_over(self, key, told)
+        plan, n = self._plans[key], int((told.slots < runner.num_slots).sum())
         for row, length in enumerate(plan.host_seq_lens[: n + 1]):
             used = -(-int(length) // runner.block_size)
-            assert plan.host_block_tables[row, :used].tolist() == plan.block_tables[row, :used].tolist()
+            held = runner.block_table[int(told.slots[row]), :used]
+            assert plan.host_block_tables[row, :used].tolist() == held.tolist()
         assert plan.host_block_tables[:n, 0].all() and not plan.host_block_tables[n:].any()
         rows.append((n, len(plan.host_block_tables)))
 
-    monkeypatch.setattr(PromptGraphs, "_load", load_and_look)
+    monkeypatch.setattr(PromptGraphs, "_hand_over", hand_over_and_look)
     graphs = runner.prompt_graphs = PromptGraphs(runner, 512, TensorParallel())
     graphs.capture(llm.engine.num_blocks, VOCAB)
     assert not runner.host_tables.any()
@@ -410,13 +413,17 @@ def test_every_graph_is_replayed_when_all_are_captured_and_nothing_is_left_behin
 def test_proofs_are_full_steps_of_several_sequences_behind_contexts(runner: ModelRunner, whole: None) -> None:
     graphs = PromptGraphs(runner, 512, TensorParallel())
     blocks = 1 + np.arange(4 * 128, dtype=np.int32).reshape(4, 128)
-    for (size, kind), step in {
-        key: graphs._random_step(key, blocks, 2033, VOCAB, np.random.default_rng(0)) for key in graphs._plans
+    for (size, kind), told in {
+        key: graphs._random_step(key, blocks, VOCAB, np.random.default_rng(0)) for key in graphs._plans
     }.items():
-        assert size - 3 < step.tokens.shape[1] == step.num_new.sum() <= size
-        assert len(step.num_new) == 4 and step.num_new[0] == 1
-        assert (step.num_computed == 0).all() if kind == "whole" else (step.num_computed > 0).all()
-        assert len(np.unique(step.tokens[2])) == step.tokens.shape[1]
+        new, computed = told.query_lens[:4], (told.seq_lens - told.query_lens)[:4]
+        assert told.num_seqs == 4 and size - 3 < told.num_tokens == new.sum() <= size and new[0] == 1
+        assert (computed == 0).all() if kind == "whole" else (computed > 0).all()
+        assert (
+            told.query_lens.sum() == size
+            and (told.seq_lens[4:] == 1).all()
+            and (told.slots[4:] == runner.num_slots).all()
+        )
 
 
 @pytest.mark.parametrize(

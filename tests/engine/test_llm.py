@@ -606,7 +606,7 @@ def test_ctrl_c_anywhere_in_a_step_leaves_no_wrong_tokens_in_the_cache(
     llm.engine.add_request("other", other, GREEDY)
     runner = llm.engine.executor._worker.runner
     target, name = {
-        "launch": (runner, "_forward"),
+        "launch": (runner, "_launch_layers"),
         "result": (runner, "land"),
         "schedule": (llm.engine.scheduler.blocks, "take_updates"),
         "commit": (llm.engine.scheduler, "commit"),

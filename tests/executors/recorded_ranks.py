@@ -44,9 +44,7 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
         say(f"capture {name}")
         return Recorded(run, result, lambda: say(f"replay {name}")), result
 
-    gather = cuda_graphs.decode_inputs
-
-    def gather_and_plan(*args: Any) -> None:  # the torch backend wants lengths and block tables
+    def gather_and_plan(gather: Any, *args: Any) -> None:  # the torch backend wants lengths and block tables
         gather(*args)
         batch = runner.attention.batch
         assert batch is not None
@@ -60,7 +58,9 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
     torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment,return-value]
     runner.attention.plans_on_host = True
     for module in (cuda_graphs, mixed_graphs):
-        module.capture_graph, module.decode_inputs = capture_graph, gather_and_plan  # type: ignore[assignment]
+        module.capture_graph = capture_graph  # type: ignore[assignment]
+        module.decode_inputs = partial(gather_and_plan, module.decode_inputs)  # type: ignore[assignment]
+    mixed_graphs.prompt_inputs = partial(gather_and_plan, mixed_graphs.prompt_inputs)  # type: ignore[assignment]
     mixed_graphs._ROWS, mixed_graphs._OFTEN, mixed_graphs._TOKENS = 8, 2, (16, PROMPT_TOKENS)
     runner.graphs = DecodeGraphs(runner, runner.num_slots)
     runner.graphs.capture(num_blocks, vocab)
