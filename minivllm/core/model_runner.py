@@ -91,7 +91,8 @@ class ModelRunner:
 
     def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """What is new in the block table, for ``write_table``: (b,) int64, places, and (b,) int32."""
-        return batch.block_slots.astype(np.int64) * self.block_table.shape[1] + batch.block_indices, batch.block_ids
+        rows = np.multiply(batch.block_slots, self.block_table.shape[1], dtype=np.int64)
+        return rows + batch.block_indices, batch.block_ids
 
     def write_table(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
         """Write ``table_entries``, on the device and ahead of all else that was sent with them."""

@@ -184,10 +184,9 @@ class PromptGraphs:
 
     def _of_padding(self, key: _Key) -> Told:
         """A step of the padding slot, in rows as long as they may be."""
-        size, rows = key[0], self._plans[key].num_seqs
-        lens, parts = np.zeros(rows, dtype=np.int32), -(-size // self._longest)
-        lens[:parts] = np.minimum(self._longest, size - self._longest * np.arange(parts))
-        return self._packed(key, parts, np.zeros(size, dtype=np.int32), lens, lens, self._nobody[:rows])
+        size, parts = key[0], -(-key[0] // self._longest)
+        lens = np.minimum(self._longest, size - self._longest * np.arange(parts))
+        return self._padded(key, self._nobody[:parts], np.zeros_like(lens), lens, np.zeros(size, dtype=np.int32))
 
     def _forward(self, key: _Key) -> torch.Tensor:
         plan, place, run = self._plans[key], self._places[key], self.runner
@@ -238,23 +237,19 @@ class PromptGraphs:
         self, key: _Key, slots: np.ndarray, computed: np.ndarray, new: np.ndarray, token_ids: np.ndarray
     ) -> Told:
         """``token_ids``: those that the device does not have, behind the others."""
-        size, n = key[0], len(slots)
-        query_lens, seq_lens = np.zeros((2, self._plans[key].num_seqs), dtype=np.int32)
-        query_lens[:n], query_lens[n] = new, size - new.sum()
-        seq_lens[:n], seq_lens[n:] = computed + new, 1
-        return self._packed(key, n, token_ids, query_lens, seq_lens, np.append(slots, self._nobody[n : len(seq_lens)]))
-
-    def _packed(
-        self, key: _Key, n: int, token_ids: np.ndarray, query_lens: np.ndarray, seq_lens: np.ndarray, slots: np.ndarray
-    ) -> Told:
-        packing, t = self._places[key].packing, int(query_lens[:n].sum())
+        (size, _), packing, n = key, self._places[key].packing, len(slots)
         packet = np.zeros(packing.words, dtype=np.int32)
-        input_ids, query_start, seq_lens_, slots_, words = packing.cut(packet)
+        input_ids, query_start, seq_lens, slots_, words = packing.cut(packet)
+        query_lens = np.zeros(len(slots_), dtype=np.int32)
+        np.cumsum(new, out=query_start[1 : n + 1])
+        t = int(query_start[n])
+        query_start[n + 1 :] = size
+        query_lens[:n], query_lens[n] = new, size - t
+        seq_lens[:n], seq_lens[n:] = computed + new, 1
+        slots_[:n], slots_[n:] = slots, self.runner.num_slots
         input_ids[t - len(token_ids) : t] = token_ids
-        np.cumsum(query_lens, out=query_start[1:])
-        seq_lens_[:], slots_[:] = seq_lens, slots
-        words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, key[0])
-        return Told(n, t, query_lens, seq_lens, slots, packet)
+        words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, size)
+        return Told(n, t, query_lens, seq_lens, slots_, packet)
 
     def launch(self, key: _Key, told: Told, decodes: torch.Tensor) -> torch.Tensor:
         """decodes (d,) int64: slots of the first sequences, whose tokens the device has. Returns hidden states, of all

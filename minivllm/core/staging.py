@@ -20,18 +20,21 @@ class Packing:
     def __init__(self, *arrays: tuple[tuple[int, ...], type[np.int32 | np.int64]]) -> None:
         self.places: list[int] = []  # in words, as ``words``, all of them
         self.words = 0
-        self._cuts: list[tuple[slice, tuple[int, ...], bool]] = []  # and whether it is int64
+        self._cuts: list[tuple[slice, tuple[int, ...], bool]] = []  # the shape of more dimensions, whether it is int64
         for shape, dtype in arrays:
             long = dtype is np.int64
             end = self.words + int(np.prod(shape)) * (1 + long)
             self.places.append(self.words)
-            self._cuts.append((slice(self.words, end), shape, long))
+            self._cuts.append((slice(self.words, end), shape if len(shape) > 1 else (), long))
             self.words = -(-end // _ALIGNED) * _ALIGNED
 
     def cut(self, packet: _Array) -> list[_Array]:
         """The arrays in a packet (``words`` or more,), as views of it, on the host or on the device."""
-        wide = np.int64 if isinstance(packet, np.ndarray) else torch.int64
-        return [(packet[at].view(wide) if long else packet[at]).reshape(shape) for at, shape, long in self._cuts]
+        wide, arrays = np.int64 if isinstance(packet, np.ndarray) else torch.int64, []
+        for at, shape, long in self._cuts:
+            array = packet[at].view(wide) if long else packet[at]
+            arrays.append(array.reshape(shape) if shape else array)
+        return arrays
 
 
 class PinnedRing:

@@ -234,14 +234,19 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConf
 def query_tiles(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> np.ndarray:
     """(m, 2) int32: (row, first query token) of each tile of ``block_q`` tokens, the longest work first."""
     tiles = longest_first(query_lens, seq_lens, block_q)
-    return np.array([number for _, *tile in tiles for number in tile], dtype=np.int32).reshape(-1, 2)
+    return np.array([number for *_, row, first in tiles for number in (row, first)], dtype=np.int32).reshape(-1, 2)
 
 
-def longest_first(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> list[tuple[int, int, int]]:
-    """What ``query_tiles`` are made of: (keys before the tile, row, first query token). In plain Python: most steps
-    have few tiles, for which many calls of numpy take longer."""
-    lens = enumerate(zip(query_lens.tolist(), seq_lens.tolist(), strict=True))
-    tiles = [(seq - query + first, row, first) for row, (query, seq) in lens for first in range(0, query, block_q)]
+def longest_first(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> list[tuple[int, int, int, int]]:
+    """What ``query_tiles`` are made of: (keys before the tile, those that its last token sees, row, first query token).
+    In plain Python: most steps have few tiles, for which many calls of numpy take longer."""
+    rows = query_lens.nonzero()[0]
+    lens = zip(rows.tolist(), query_lens[rows].tolist(), seq_lens[rows].tolist(), strict=True)
+    tiles = [
+        (seq - query + first, min(seq - query + first + block_q, seq), row, first)
+        for row, query, seq in lens
+        for first in range(0, query, block_q)
+    ]
     return sorted(tiles, key=itemgetter(0), reverse=True)
 
 

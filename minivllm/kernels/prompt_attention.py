@@ -75,15 +75,13 @@ class PromptWorkspace:
         """(m, 4) int32, the longest first: ``query_tiles`` with the part of the keys, plus 65,536 times how many parts,
         and where they are left. More parts than one have those whose keys take longer than a program's share of the
         step: there are at most ``programs / kv_heads`` more of them than there are tiles."""
-        lens, size = seq_lens.tolist(), self.tile_tokens
-        tiles = longest_first(query_lens, seq_lens, size)
-        seen = [min(before + size, lens[row]) for before, row, _ in tiles]
-        keys = [-(-n // _KEYS) if n > 0 else 1 for n in seen]  # of padding none is seen
+        tiles = longest_first(query_lens, seq_lens, self.tile_tokens)
+        keys = [-(-seen // _KEYS) if seen > 0 else 1 for _, seen, _, _ in tiles]  # of padding none is seen
         most = max(_EVEN * sum(keys) * self.kv_heads / self.programs, _LEAST)
         if max(keys, default=0) <= most:
-            return np.array([n for _, row, first in tiles for n in (row, first, 1 << 16, 0)], np.int32).reshape(-1, 4)
+            return np.array([n for *_, row, first in tiles for n in (row, first, 1 << 16, 0)], np.int32).reshape(-1, 4)
         cut, left = [], 0
-        for n, (_, row, first) in zip(keys, tiles, strict=True):
+        for n, (*_, row, first) in zip(keys, tiles, strict=True):
             parts = math.ceil(n / most)
             cut += [(n / parts, row, first, part + (parts << 16), left) for part in range(parts)]
             left += parts if parts > 1 else 0
