@@ -173,9 +173,8 @@ class MixedGraphs:
         seq_lens[:], seq_lens[:d], seq_lens[rows : rows + m] = 1, lens[:d], lens[d:]
         np.cumsum(query_lens, out=start[1:])
         words[:] = run.attention.prompt_words(query_lens[rows:], seq_lens[rows:], size)
-        admission, _ = run.begin(batch)
+        admission, _ = run.begin(batch, packet, staging=self.staging)
         run.admit(batch, admission)
-        self.staging.send(packet)
         plan = self._plan(key)
         plan.host_query_lens, plan.host_seq_lens = query_lens, seq_lens
         run.hand_over(plan, np.append(decodes, prompt_slots))

@@ -99,12 +99,14 @@ class ModelRunner:
         if len(blocks):
             self.block_table.view(-1).index_copy_(0, places, blocks)
 
-    def begin(self, batch: Batch, *arrays: np.ndarray) -> tuple[Admission, list[torch.Tensor]]:
-        """Let the batch's new blocks take effect. ``arrays`` go to the device with them, see ``Staging.send``, and what
-        ``admit`` needs before the step samples."""
+    def begin(
+        self, batch: Batch, *arrays: np.ndarray, staging: Staging | None = None
+    ) -> tuple[Admission, list[torch.Tensor]]:
+        """Let the batch's new blocks take effect. ``arrays`` go to the device in front of them, see ``Staging.send``,
+        and what ``admit`` needs before the step samples."""
         admitted_slots = batch.admitted_slots.astype(np.int64)
-        places, blocks, slots, params, known, *sent = self.staging.send(
-            *self.table_entries(batch), admitted_slots, batch.admitted_params, batch.known_ids, *arrays
+        *sent, places, blocks, slots, params, known = (staging or self.staging).send(
+            *arrays, *self.table_entries(batch), admitted_slots, batch.admitted_params, batch.known_ids
         )
         self.write_table(places, blocks)
         return Admission(slots, params, known), sent
@@ -130,27 +132,21 @@ class ModelRunner:
     # ------------------------------------------------------------------ eager
 
     def _launch_eager(self, batch: Batch) -> StepHandle:
-        slots, d, n = batch.slots, batch.num_decodes, len(batch.slots)
-        seq_lens, end = batch.num_computed + batch.num_new, np.cumsum(batch.num_new)
-        sampled = np.nonzero(batch.samples)[0]
-        # Of each row its slot, its length behind the step, where its last token lies in the sequence and in the step;
-        # behind them padding's, whose hidden states nobody asks for.
-        rows = np.zeros((4, max(n, _FEW_ROWS)), dtype=np.int64)
-        rows[0, n:], rows[:, :n] = self.num_slots, (slots, seq_lens, seq_lens - 1, end - 1)
-        some = sampled if len(sampled) < n else sampled[:0]
+        n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
+        some = sampled if len(sampled) < n else NO_ROWS
         graphs = self.prompt_graphs
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
-            admission, (rows_, some_) = self.begin(batch, rows.reshape(-1), some)
-            rows_ = rows_.view(rows.shape)
-            hidden = graphs.launch(key, graphs.told(key, batch), rows_[0, :d])
+            told = graphs.told(key, batch)
+            admission, (_, some_) = self.begin(batch, told.packet, some, staging=graphs.staging)
+            hidden, ends = graphs.launch(key, told, batch.num_decodes)
         else:
-            admission, rows_, some_, hidden = self._launch_layers(batch, seq_lens, rows, some)
+            admission, some_, hidden, ends = self._launch_layers(batch, some)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
         if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
-            hidden = hidden.index_select(0, rows_[3])
+            hidden = hidden.index_select(0, ends[3, :n])
         if self.sample_graphs is not None and (size := self.sample_graphs.size_for(batch)) is not None:
-            return self.sample_graphs.launch(size, hidden, rows_, batch)
-        slots_, after = rows_[:2, :n]
+            return self.sample_graphs.launch(size, hidden, ends, batch)
+        slots_, after = ends[:2, :n]
         self.num_computed.scatter_(0, slots_, after)
         if not len(sampled):
             nothing = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -158,47 +154,52 @@ class ModelRunner:
         hidden = hidden[:n]
         if len(some):
             hidden, slots_, after = (x.index_select(0, some_) for x in (hidden, slots_, after))
-        found, logprobs = self._sample(hidden, slots_, after, slots[sampled])
+        found, logprobs = self._sample(hidden, slots_, after, batch.slots[sampled])
         self.last_token.scatter_(0, slots_, found)
         return self.land(n, sampled, Packed.of(found, logprobs))
 
     def _launch_layers(
-        self, batch: Batch, seq_lens: np.ndarray, rows: np.ndarray, some: np.ndarray
+        self, batch: Batch, some: np.ndarray
     ) -> tuple[Admission, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Kernel by kernel. Returns what ``begin`` does, of ``rows`` and ``some``, and hidden states."""
+        """Kernel by kernel. Returns what is admitted, ``some`` on the device, hidden states, and ``prompt_inputs``'
+        ends of the rows, behind them padding's, whose hidden states nobody asks for."""
         d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
         cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
         shared = NO_ROWS if cascade is None else cascade.padded(d, len(cascade.items))
-        ids, start = np.zeros(t, dtype=np.int64), np.zeros(n + 1, dtype=np.int32)
+        rows = max(n, _FEW_ROWS)
+        ids, start = np.zeros(t, dtype=np.int64), np.zeros(rows + 1, dtype=np.int32)
+        slots, seq_lens = np.full(rows, self.num_slots, dtype=np.int32), np.ones(rows, dtype=np.int32)
         ids[d:] = batch.token_ids
-        np.cumsum(batch.num_new, out=start[1:])
-        words = self.attention.prompt_words(batch.num_new[d:], seq_lens[d:])
-        admission, sent = self.begin(batch, rows.reshape(-1), some, ids, start, seq_lens, shared, words)
-        flat, some_, ids_, start_, seq_lens_, shared_, words_ = sent
-        rows_ = flat.view(rows.shape)
+        np.cumsum(batch.num_new, out=start[1 : n + 1])
+        slots[:n], seq_lens[:n], start[n + 1 :] = batch.slots, batch.num_computed + batch.num_new, t
+        words = self.attention.prompt_words(batch.num_new[d:], seq_lens[d:n])
+        admission, sent = self.begin(batch, some, ids, start, seq_lens, slots, shared, words)
+        some_, ids_, start_, seq_lens_, slots_, shared_, words_ = sent
         if d:
-            ids_[:d] = self.last_token.index_select(0, rows_[0, :d])
+            ids_[:d] = self.last_token.index_select(0, slots_[:d])
+        # Zeros: what is only compiled finds nothing, and libraries read it.
+        positions, mapping = torch.zeros((2, t), dtype=torch.int64, device=self.device)
+        ends = torch.zeros((4, rows), dtype=torch.int64, device=self.device)
+        tables = self.block_table.new_zeros(rows, -(-int(seq_lens.max()) // self.block_size))
+        prompt_inputs(
+            start_, seq_lens_, slots_, self.block_table, positions, mapping, tables, self.block_size, ends
+        )  # fmt: skip
         plan = AttentionBatch(
             num_decodes=d,
-            query_start=start_,
-            seq_lens=seq_lens_,
-            block_tables=self.block_table.new_zeros(n, -(-int(seq_lens.max()) // self.block_size)),
-            slot_mapping=torch.zeros_like(ids_),
+            query_start=start_[: n + 1],
+            seq_lens=seq_lens_[:n],
+            block_tables=tables[:n],
+            slot_mapping=mapping,
             host_query_lens=batch.num_new,
-            host_seq_lens=seq_lens,
+            host_seq_lens=seq_lens[:n],
             host_block_tables=self.host_tables_of(batch.slots, seq_lens),
-            last_tokens=rows_[3] if t > rows.shape[1] else None,
+            last_tokens=ends[3] if t > rows else None,
             cascade=None if cascade is None else Cascade.of(shared_, d, cascade.beside),
             prompt_words=words_,
         )
-        positions = torch.zeros_like(ids_)  # and so above: what is only compiled finds nothing, and libraries read it
-        prompt_inputs(
-            start_, seq_lens_, rows_[0, :n], self.block_table, positions, plan.slot_mapping, plan.block_tables,
-            self.block_size,
-        )  # fmt: skip
         self.attention.batch = plan
         self.attention.plan(plan)
-        return admission, rows_, some_, self.model.forward(ids_, positions, self.attention)
+        return admission, some_, self.model.forward(ids_, positions, self.attention), ends
 
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray

@@ -10,7 +10,7 @@ ones for few sequences: what attention launches grows with those that there may 
 What a step is told crosses as one packet, int32, see ``core/staging.py``; R the graph's rows, T its tokens:
 # | input_ids (T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) | the backend's prompt_words |
 Static buffers, shared by all graphs: the packet, and, for the largest:
-# positions, slot_mapping (T,) int64   block_tables (R, max_blocks) int32   last_tokens (R - 1,) int64
+# positions, slot_mapping (T,) int64   block_tables (R, max_blocks) int32   last_tokens (R - 1,), ends (4 R,) int64
 All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
 weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
 context is one key long, so that they see nothing; they write into block 0, which nobody owns.
@@ -116,6 +116,7 @@ class PromptGraphs:
         self.sizes = prompt_sizes(min(most, step), between, self.full)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
+        self.ends = torch.zeros(4 * rows, dtype=torch.int64, device=device)
         self.positions, self.slot_mapping = torch.zeros((2, top), dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
@@ -193,7 +194,7 @@ class PromptGraphs:
         positions = self.positions[: key[0]]
         prompt_inputs(
             place.query_start, place.seq_lens, place.slots, run.block_table, positions, plan.slot_mapping,
-            plan.block_tables, run.block_size,
+            plan.block_tables, run.block_size, self._ends(key),
         )  # fmt: skip
         if plan.last_tokens is not None:  # where no sequence is, that of the padding
             torch.sub(plan.query_start[1:-1], 1, out=plan.last_tokens)
@@ -251,14 +252,19 @@ class PromptGraphs:
         words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, size)
         return Told(n, t, query_lens, seq_lens, slots_, packet)
 
-    def launch(self, key: _Key, told: Told, decodes: torch.Tensor) -> torch.Tensor:
-        """decodes (d,) int64: slots of the first sequences, whose tokens the device has. Returns hidden states, of all
-        tokens (t, hidden_size) or of each row's last (n, hidden_size)."""
-        self.staging.send(told.packet)
+    def launch(self, key: _Key, told: Told, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step whose packet stands in ``staging``. The device has the tokens of its first rows, so many. Returns
+        hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size), and ``prompt_inputs``'
+        ends of the graph's rows."""
         self._hand_over(key, told)
-        if len(decodes):
-            self._places[key].input_ids[: len(decodes)] = self.runner.last_token.index_select(0, decodes)
-        return self._replay(key, told)
+        place = self._places[key]
+        if decodes:
+            place.input_ids[:decodes] = self.runner.last_token.index_select(0, place.slots[:decodes])
+        return self._replay(key, told), self._ends(key)
+
+    def _ends(self, key: _Key) -> torch.Tensor:
+        rows = len(self._places[key].slots)
+        return self.ends[: 4 * rows].view(4, rows)
 
     def _hand_over(self, key: _Key, told: Told) -> None:
         plan = self._plans[key]

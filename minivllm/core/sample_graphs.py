@@ -68,12 +68,12 @@ class SampleGraphs:
                 "report it"
             )
 
-    def launch(self, size: int, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> StepHandle:
-        """``hidden``: each row's, of its last token (n or more, hidden_size). ``rows`` (3 or more, size or more) int64:
-        what the buffer of this name holds, with the padding slot behind the batch's."""
+    def launch(self, size: int, hidden: torch.Tensor, ends: torch.Tensor, batch: Batch) -> StepHandle:
+        """``hidden``: each row's, of its last token (n or more, hidden_size). ``ends``: of ``prompt_inputs``, (4, size
+        or more), with the padding slot behind the batch's."""
         n = len(batch.slots)
         self.hidden[:n] = hidden[:n]
-        self.rows[:, :size] = rows[:3, :size]
+        self.rows[:, :size] = ends[:3, :size]
         self.landing.replay(self._graphs[size])
         return self.landing.step(n, self.runner.done(), None if batch.samples.all() else batch.samples)
 

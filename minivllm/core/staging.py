@@ -11,6 +11,7 @@ from minivllm.core.landing import IN_FLIGHT
 
 _Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _MOST_KINDS = 256  # prompts launched kernel by kernel may have any number of tokens
+_ROOM = 1 << 16  # words behind an array that stands at a fixed place, for what is sent with it
 _ALIGNED = 4  # words: each array begins at a multiple of 16 bytes, so that kernels are compiled for one alignment
 
 
@@ -64,16 +65,18 @@ class Staging:
     """Many small host arrays to the device in one copy, through pinned memory on a GPU."""
 
     def __init__(self, device: torch.device, words: int = 0) -> None:
-        """``words``: of the longest packet, if what is sent must always stand where ``words`` has it."""
-        self.device = device
+        """``words``: of the longest array that must always stand at the front of ``words``, when it is sent first."""
+        self.device, self._fixed = device, bool(words)
         self._ring = PinnedRing()
-        self.words = torch.zeros(words, dtype=torch.int32, device=device)  # (longest packet,)
+        self.words = torch.zeros(words + _ROOM * self._fixed, dtype=torch.int32, device=device)
         self._kinds: dict[tuple[int, ...], _Kind] = {}  # to make a tensor of each array takes as long as the copy
 
     def send(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         """Each int32 or int64 array (size,) on the device; records as int32, (their words,). They stand there until
-        what is launched behind the next ``send``."""
+        what is launched behind the next ``send``, and the first one at the front of ``words`` if that is its place."""
         words = [np.ascontiguousarray(a).view(np.int32) for a in arrays]
+        if self._fixed and sum(map(len, words)) > len(self.words) - _ALIGNED * len(words):
+            return self.send(arrays[0]) + Staging(self.device).send(*arrays[1:])
         kind = tuple(2 * len(w) + (a.dtype == np.int64) for w, a in zip(words, arrays, strict=True))
         places, sent, packet = self._kinds.get(kind) or self._add(kind)
         if not len(packet):
@@ -90,6 +93,7 @@ class Staging:
         """``kind``: twice the words of each array, and 1 more of int64."""
         packing = Packing(*(((each // 4,), np.int64) if each % 2 else ((each // 2,), np.int32) for each in kind))
         if packing.words > len(self.words):
+            assert not self._fixed
             self._kinds.clear()
             self.words = torch.zeros(2 * packing.words, dtype=torch.int32, device=self.device)
         if len(self._kinds) >= _MOST_KINDS:

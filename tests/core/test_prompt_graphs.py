@@ -292,10 +292,10 @@ def test_steps_of_few_sequences_are_graphs_of_their_own(
     replayed: list[tuple[int, str, int]] = []
     launch = PromptGraphs.launch
 
-    def noted(self: PromptGraphs, key: tuple[int, str], told: Told, decodes: torch.Tensor) -> torch.Tensor:
-        hidden = launch(self, key, told, decodes)
+    def noted(self: PromptGraphs, key: tuple[int, str], told: Told, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        found = launch(self, key, told, decodes)
         replayed.append((key[0], log[-1][2], told.num_seqs))
-        return hidden
+        return found
 
     monkeypatch.setattr(PromptGraphs, "launch", noted)
     assert say() == eager

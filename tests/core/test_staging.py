@@ -50,3 +50,16 @@ def test_what_is_sent_later_takes_the_place_of_what_was_whatever_its_sizes(monke
             np.testing.assert_array_equal(part.numpy(), array)
             assert part.data_ptr() % 16 == 0 or not len(part)
         assert len(staging._kinds) <= 3
+
+
+def test_the_first_has_a_fixed_place_if_it_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is sent with it, as much as there is room for or more."""
+    monkeypatch.setattr(staging_module, "_ROOM", 40)
+    staging, rng = Staging(torch.device("cpu"), 16), np.random.default_rng(0)
+    front = staging.words[:16]
+    for sizes in [(16,), (16, 4, 0), (9, 30), (16, 400), (3, 1, 50), (16, 8)]:
+        arrays = [rng.integers(1 << 30, size=n, dtype=np.int32) for n in sizes]
+        for array, part in zip(arrays, staging.send(*arrays), strict=True):
+            np.testing.assert_array_equal(part.numpy(), array)
+        np.testing.assert_array_equal(front[: sizes[0]].numpy(), arrays[0])
+    assert staging.words.data_ptr() == front.data_ptr()

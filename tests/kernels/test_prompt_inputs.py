@@ -32,26 +32,25 @@ def step_of(name: str, device: str, slot_dtype: torch.dtype) -> tuple[list[torch
         torch.from_numpy(np.append(slots, [len(table) - 1] * 2)).to(slot_dtype), torch.from_numpy(table),
     ]  # fmt: skip
     tokens = int(new.sum())
-    found = [
-        torch.full((tokens,), -1),
-        torch.full((tokens,), -1),
-        torch.full((len(padded), width), -1, dtype=torch.int32),
-    ]
+    found = [torch.full((n,), -1) for n in (tokens, tokens)]
+    found += [torch.full((len(padded), width), -1, dtype=torch.int32), torch.full((4, len(padded)), -1)]
     return [t.to(device) for t in told], [t.to(device) for t in found]
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_each_token_stands_behind_those_before_it(name: str) -> None:
     told, found = step_of(name, "cpu", torch.int32)
-    module.prompt_inputs(*told, *found, SIZE)
+    module.prompt_inputs(*told, *found[:3], SIZE, found[3])
     rows, _, padding = STEPS[name]
     _, _, slots, table = told
-    positions, places, tables = found
+    positions, places, tables, ends = found
     in_turn = zip(slots[: len(rows)].tolist(), rows, strict=True)
     expected = [(slot, n) for slot, (new, length) in in_turn for n in range(length - new, length)]
     assert positions.tolist() == [n for _, n in expected] + [0] * padding
     assert places.tolist() == [int(table[s, n // SIZE]) * SIZE + n % SIZE for s, n in expected] + [0] * padding
     assert torch.equal(tables, table[slots.long(), : tables.shape[1]])
+    new, lens = np.array([*rows, (padding, 1), (0, 1)]).T
+    assert ends.tolist() == [slots.tolist(), lens.tolist(), (lens - 1).tolist(), (np.cumsum(new) - 1).tolist()]
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
@@ -61,10 +60,11 @@ def test_the_kernel_finds_what_the_reference_finds(
 ) -> None:
     told, found = step_of(name, where[0], slot_dtype)
     expected = [t.clone() for t in found]
-    module.prompt_inputs_triton(*told, *found, SIZE)
-    module.prompt_inputs_reference(*told, *expected, SIZE)
-    for its, reference in zip(found[:2], expected[:2], strict=True):
-        assert torch.equal(its, reference)
+    given = name != "behind decodes"
+    module.prompt_inputs_triton(*told, *found[:3], SIZE, found[3] if given else None)
+    module.prompt_inputs_reference(*told, *expected[:3], SIZE, expected[3] if given else None)
+    for at in (0, 1, 3):
+        assert torch.equal(found[at], expected[at])
     for row, length in enumerate(told[1].tolist()):
         used = -(-length // SIZE)
         assert torch.equal(found[2][row, :used], expected[2][row, :used])
