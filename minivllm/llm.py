@@ -119,6 +119,8 @@ class LLM:
     ) -> list[RequestOutput]:
         many = len(prompts)
         params = self._params(sampling_params, many)
+        given: Any = priority
+        priority = given.tolist() if hasattr(given, "tolist") else given  # of an array
         if not isinstance(priority, Sequence | None):
             raise RequestError(f"priority={shown(priority)} is not a list; give one a prompt")
         if priority is not None and len(priority) != many:
@@ -219,7 +221,8 @@ class LLM:
     def _run(self, ids: list[str], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         ours = set(ids)
         done: dict[str, RequestOutput] = {}
-        with _progress(len(ids), use_tqdm) as bar:
+        bar = _progress(len(ids), use_tqdm)
+        try:
             began, tokens = time.perf_counter(), 0
             while len(done) < len(ids):
                 outputs = self.engine.step()
@@ -230,8 +233,12 @@ class LLM:
                         continue  # of somebody who uses the engine beneath
                     done[output.request_id] = output
                     tokens += sum(len(c.token_ids) for c in output.outputs)
-                    bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tok/s", refresh=False)
-                    bar.update(1)  # draws it, ten times a second at most
+                    if bar is not None:
+                        bar.postfix = f"{tokens / (time.perf_counter() - began):.0f} tok/s"
+                        bar.update(1)  # draws it, ten times a second at most
+        finally:
+            if bar is not None:
+                bar.close()
         return [done[name] for name in ids]
 
 
@@ -299,7 +306,9 @@ def _refuse(given: dict[str, Any], neutral: dict[str, Any]) -> None:
 
 
 def _progress(total: int, show: bool | Callable[..., Any]) -> Any:
+    """A bar, made as vLLM makes it, or None."""
+    if not show or not total:
+        return None
     from tqdm import tqdm
 
-    make = show if callable(show) else tqdm
-    return make(total=total, desc="requests", disable=not show or total == 0, dynamic_ncols=True, unit="req")
+    return (show if callable(show) else tqdm)(total=total, desc="requests", dynamic_ncols=True, postfix="0 tok/s")

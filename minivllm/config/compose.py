@@ -125,6 +125,8 @@ def compose_engine_config(
         registry = default_registry()
     if isinstance(overrides, str):
         raise ConfigError(f"overrides={overrides!r} is one string; it takes a list: overrides=[{overrides!r}]")
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model={model!r} is not an option's name, a folder or a Hub repository")
     asked = {**_model_keys(os.fspath(model), registry)}
     dtype = str(dtype).removeprefix("torch.")
     for key, value, default in (

@@ -30,12 +30,13 @@ EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launche
 
 # vllm.LLM's keywords that ask for nothing at these values (and at None), and for something that is not here at others.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "compilation_config": ((), "nothing is compiled by torch"),
+    "compilation_config": (({},), "nothing is compiled by torch"),
     "config_format": (("auto", "hf"), "a checkpoint has config.json"),
     "cpu_offload_gb": ((0,), "not supported"),
     "data_parallel_size": ((1,), "not supported; start several servers"),
     "disable_async_output_proc": ((False,), "type scheduler.async_scheduling=false"),
     "disable_custom_all_reduce": ((False,), "type executor=multiproc executor.options.all_reduce=nccl"),
+    "disable_log_requests": ((True,), "no requests are logged"),
     "disable_log_stats": ((True,), "no statistics are logged"),
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are always chunked; scheduler.max_num_batched_tokens sets how"),
@@ -52,10 +53,12 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "hf_token": ((), "set HF_TOKEN"),
     "kv_cache_dtype": (("auto",), "not supported yet"),
     "kv_cache_memory_bytes": ((), "type cache.num_blocks or cache.gpu_memory_utilization"),
+    "kv_transfer_config": ((), "not supported"),
     "limit_mm_per_prompt": (({},), "there are no multimodal models"),
     "logits_processors": (([],), "write a sampler plugin"),
     "logprobs_mode": (("raw_logprobs",), "not supported"),
     "max_logprobs": ((20,), "20 are the most"),
+    "mm_processor_kwargs": (({},), "there are no multimodal models"),
     "model_impl": (("auto",), "models are minivllm's own, and plugins'"),
     "override_generation_config": (({},), "give SamplingParams"),
     "pipeline_parallel_size": ((1,), "not supported; use tp"),

@@ -84,7 +84,8 @@ class LLMEngine:
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
         self._arrivals = 0
         self._prompt_tokens_since_step = 0
-        self._eos = tuple(dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids)))
+        ends = dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids))
+        self._eos = tuple(token for token in ends if 0 <= token < model_config.vocab_size)  # of others none is sampled
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
         self._uninterrupted = Uninterrupted()
@@ -382,7 +383,7 @@ class LLMEngine:
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
-        return text, list(ids) if isinstance(ids, list) else tokens.tolist(), tokens
+        return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
 
     def _check_priority(self, priority: Any) -> None:
         if isinstance(priority, bool) or not isinstance(priority, Integral):

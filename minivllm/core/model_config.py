@@ -111,7 +111,6 @@ class ModelConfig:
             ):
                 raise CheckpointError(f"{where}: {key}={value} is not a number")
         heads = int(hf["num_attention_heads"])
-        eos = hf.get("eos_token_id")
         return cls(
             architecture=hf["architectures"][0],
             vocab_size=int(hf["vocab_size"]),
@@ -128,11 +127,20 @@ class ModelConfig:
             mlp_bias=bool(hf.get("mlp_bias", False)),
             hidden_act=str(hf.get("hidden_act", "silu")),
             rope_parameters=rope,
-            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (int(eos),),
+            eos_token_ids=end_tokens(hf, where),
             bos_token_id=hf.get("bos_token_id"),
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch."),
             hf_config=frozen(hf),
         )
+
+
+def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """A config's ``eos_token_id``: one, a list, or none. Raises CheckpointError, which names ``where``."""
+    given = hf.get("eos_token_id")
+    ids = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    if any(type(token) is not int for token in ids):
+        raise CheckpointError(f"{where}: eos_token_id={given!r} is not a token id or a list of them")
+    return ids
 
 
 def _rope_parameters(hf: Mapping[str, Any]) -> FrozenDict:

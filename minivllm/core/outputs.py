@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 
@@ -17,7 +18,7 @@ class Logprob(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. ``logprobs[i]`` maps token ids to the log-probabilities at ``token_ids[i]``.
+    """One completion. ``logprobs[i]`` maps token ids, the sampled one first, to log-probabilities at ``token_ids[i]``.
 
     ``finish_reason`` is stop or length (None while it runs); ``stop_reason`` is the stop string or stop token id
     that ended it, None for the model's own end token.
@@ -30,6 +31,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    lora_request: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -37,7 +39,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request, as far as it has come. ``num_cached_tokens`` counts prompt tokens found in the prefix cache."""
+    """One request, as far as it has come. ``num_cached_tokens`` counts prompt tokens found in the prefix cache. Fields
+    that are always None are vLLM's, for what is not here."""
 
     request_id: str
     prompt: str | None
@@ -46,3 +49,5 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: None = None
+    metrics: ClassVar[None] = None
+    lora_request: ClassVar[None] = None

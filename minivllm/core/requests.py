@@ -110,24 +110,23 @@ class Completion:
         self.stop_reason = None if stopped_by in self._eos else stopped_by
 
     def _cut(self, before: int) -> bool:
-        """Look for stop strings that end in the text after ``before``; cut the text at the first."""
+        """Look for stop strings that end in the text after ``before``; cut the text at the one that ends first."""
         found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, max(before - len(stop) + 1, 0))) >= 0]
         if not found:
             return False
-        at, stop = min(found)
+        at, stop = min(found, key=lambda one: one[0] + len(one[1]))  # of several the one that was given first
         self.text = self.text[: at + len(stop) if self.seq.params.include_stop_str_in_output else at]
         self.stop_reason = stop
         self.finish_reason = FinishReason.STOP
         return True
 
     def add_logprobs(self, token: int, value: float, rank: int, top_ids: list[int], top: list[float]) -> None:
-        """Of the new token, and of the best ones, at least as many as are asked for."""
+        """Of the new token, and of the best ones, at least as many as are asked for. The new one comes first."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
-        texts, entry = self._texts, {}
+        texts = self._texts
+        entry = {token: Logprob(value, rank, None if texts is None else texts[token])}
         for i, other in enumerate(top_ids[: self.seq.params.logprobs or 0]):
             entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])
-        if token not in entry:
-            entry[token] = Logprob(value, rank, None if texts is None else texts[token])
         self.logprobs.append(entry)
         self.cumulative_logprob += value
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.config.engine_config import ModelOptions
-from minivllm.core.model_config import ModelConfig
+from minivllm.core.model_config import ModelConfig, end_tokens
 from minivllm.errors import CheckpointError
 
 DEMO = Path(__file__).parent / "demo"
@@ -110,10 +110,8 @@ def read_model_config(path: Path) -> ModelConfig:
             "use the model's bfloat16 or float16 checkpoint"
         )
     generation = path / "generation_config.json"
-    ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    merged = tuple(dict.fromkeys(int(i) for i in (*ids, *config.eos_token_ids)))
-    return replace(config, eos_token_ids=merged)
+    ids = end_tokens(read_json(generation), str(generation)) if generation.is_file() else ()
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*ids, *config.eos_token_ids))))
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Tokenizer(ABC):
         self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """A conversation as text, special tokens written out, for ``encode(…, add_special_tokens=False)``;
-        ``variables`` go to the template. Raises RequestError if there is none."""
+        ``variables`` go to the template. Raises RequestError if there is none, or if it refuses the conversation."""
 
     def apply_chat_template(
         self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
@@ -140,10 +140,15 @@ class CheckpointTokenizer(Tokenizer):
                 f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
                 "or put a chat_template.jinja into its folder"
             )
+        from jinja2 import TemplateError
+
         conversation = [dict(message) for message in messages]
-        return self._inner.apply_chat_template(
-            conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
-        )
+        try:
+            return self._inner.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+            )
+        except (TemplateError, TypeError) as error:  # as templates raise themselves, or a role that they do not know
+            raise RequestError(f"the chat template refuses this: {error}") from error
 
 
 def _check_unicode(texts: Sequence[str]) -> None:

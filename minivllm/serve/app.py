@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, RequestError
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.engine_client import EngineClient
 from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
@@ -160,8 +159,8 @@ class Server:
             )  # fmt: skip
         except RecursionError:
             raise ClientError("chat_template_kwargs: nested too deeply", param="chat_template_kwargs") from None
-        except (TemplateError, TypeError) as error:
-            raise ClientError(f"the chat template refuses this: {error}", param="messages") from error
+        except RequestError as error:
+            raise ClientError(str(error), param="messages") from error
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +122,9 @@ def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
     for prompts in (array, list(array), torch.from_numpy(array), list(torch.from_numpy(array))):
         assert tokens(run(llm, prompts)) == expected
     for alone in (array[0], list(array[0]), torch.from_numpy(array[0]), list(torch.from_numpy(array[0]))):
-        assert tokens(run(llm, alone)) == expected[:1]
+        [output] = run(llm, alone)
+        assert tokens([output]) == expected[:1]
+        assert json.dumps(output.prompt_token_ids) == "[5, 6]", "plain numbers"
     usable(llm)
 
 
@@ -131,8 +135,31 @@ def test_progress_may_be_ones_own(engine: Engine) -> None:
         made.append(options)
         return tqdm(**options | {"disable": True})
 
-    engine(**SMALL).generate([[1], [2]], GREEDY, use_tqdm=bar)
+    llm = engine(**SMALL)
+    llm.generate([[1], [2]], GREEDY, use_tqdm=bar)
+    llm.generate([[1], [2]], GREEDY, use_tqdm=partial(tqdm, disable=True))
     assert [options["total"] for options in made] == [2]
+
+
+def test_a_bar_needs_no_more_than_vllm_asks_of_it(engine: Engine) -> None:
+    said: list[Any] = []
+
+    class Bar:
+        def __init__(self, *, total: int, desc: str, dynamic_ncols: bool, postfix: str) -> None:
+            said.append(total)
+
+        def update(self, n: int) -> None:
+            said.append((n, self.postfix))
+
+        def close(self) -> None:
+            said.append("closed")
+
+    llm = engine(**SMALL)
+    llm.generate([[1], [2]], GREEDY, use_tqdm=Bar)
+    assert said[0] == 2 and said[-1] == "closed" and [n for n, text in said[1:-1] if "tok/s" in text] == [1, 1]
+    with pytest.raises(RequestError):
+        llm.generate([[1], [10**9]], GREEDY, use_tqdm=Bar)
+    usable(llm)
 
 
 def test_many_texts_are_encoded_some_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +316,18 @@ def test_every_end_token_of_the_checkpoint_ends_an_answer(
     assert not set(tokens(held)[0][:6]) & set(ends) and len(tokens(held)[0]) >= 6
 
 
+def test_an_end_token_that_cannot_be_sampled_ends_nothing(
+    engine: Engine, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Checkpoints name some beyond their vocabulary."""
+    folder, prompt = tmp_path / "ends", prompts_of(1, seed=4)[0]
+    shutil.copytree(tiny_checkpoint("qwen3"), folder)
+    edit_json(folder / "generation_config.json", eos_token_id=[10**6, -1])
+    llm = engine(folder, **SMALL)
+    [output] = run(llm, prompt, SamplingParams(temperature=0, max_tokens=6, min_tokens=3))
+    assert tokens([output]) == [reference_tokens(folder, prompt, 6)]
+
+
 # --------------------------------------------------------------------------- log-probabilities
 
 
@@ -310,7 +349,7 @@ def test_logprobs_equal_transformers(engine: Engine, tiny_checkpoint: Callable[.
         assert completion.logprobs is not None and len(completion.logprobs) == len(ids)
         for token, row, entry in zip(ids, want, completion.logprobs, strict=True):
             best = row.topk(one.logprobs).indices.tolist()
-            assert set(entry) == {*best, token}
+            assert set(entry) == {*best, token} and next(iter(entry)) == token, "as vLLM has them"
             for t, lp in entry.items():
                 assert lp.logprob == pytest.approx(row[t].item(), abs=1e-3)
                 assert lp.rank == int((row > row[t]).sum()) + 1

@@ -150,8 +150,11 @@ def test_the_beginning_of_a_stop_string_is_held_back_until_it_is_known(script: S
 
 def test_the_first_of_several_stop_strings_wins(script: Script) -> None:
     line = pieces("one", " two", " three")
-    text, _, _, stop = told(script, line, stop=["three", "wo", "two"])
-    assert (text, stop) == ("one ", "two"), "the one that begins first"
+    for stops, expected in ((["three", "wo", "two"], ("one t", "wo")), (["two", "wo"], ("one ", "two"))):
+        text, _, _, stop = told(script, line, stop=stops)
+        assert (text, stop) == expected, "of those that end at once the one that was given first"
+    text, _, _, stop = told(script, line, stop=[" two", "tw"])
+    assert (text, stop) == ("one ", "tw"), "the one that ends first, though a token brings both"
     assert told(script, line, stop=["nowhere"])[0] == "one two three"
 
 
@@ -324,8 +327,8 @@ def expected(words: list[str], stops: list[str], least: int, keep: bool) -> tupl
         before, text = len(text), text + word
         found = [at for s in stops for at in range(len(text)) if text.startswith(s, at) and at + len(s) > before]
         if found and count > least:
-            at, stop = min((text.find(s, max(before - len(s) + 1, 0)), s) for s in stops
-                           if text.find(s, max(before - len(s) + 1, 0)) >= 0)  # fmt: skip
+            places = [(text.find(s, max(before - len(s) + 1, 0)), s) for s in stops]
+            at, stop = min((one for one in places if one[0] >= 0), key=lambda one: one[0] + len(one[1]))
             return text[: at + len(stop) if keep else at], count, "stop"
     return text, len(words), "length"
 

@@ -235,6 +235,17 @@ def test_a_checkpoint_without_chat_template_says_so(metaspace: CheckpointTokeniz
         metaspace.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
+def test_what_a_chat_template_refuses_is_a_request_error(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "refuses"
+    shutil.copytree(tiny_checkpoint("qwen3"), folder)
+    refuses = "{{ raise_exception('no system role') if messages[0]['role'] == 'system' }}{{ messages[0].content + 1 }}"
+    (folder / "chat_template.jinja").write_text(refuses)
+    tokenizer = CheckpointTokenizer(folder)
+    for role, why in (("system", "no system role"), ("user", "can only concatenate str")):
+        with pytest.raises(RequestError, match=f"the chat template refuses this: {why}"):
+            tokenizer.apply_chat_template([{"role": role, "content": "hi"}])
+
+
 def test_end_of_sequence_ids_are_the_configs_and_the_tokenizers(tiny_checkpoint: Callable[..., Path]) -> None:
     folder = tiny_checkpoint("qwen3", eos_token_id=[3, 7])
     config = read_model_config(folder)
