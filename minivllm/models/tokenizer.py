@@ -148,7 +148,7 @@ class CheckpointTokenizer(Tokenizer):
                 conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
             )
         except (TemplateError, TypeError) as error:  # as templates raise themselves, or a role that they do not know
-            raise RequestError(f"the chat template refuses this: {error}") from error
+            raise RequestError(f"messages: the chat template refuses this: {error}") from error
 
 
 def _check_unicode(texts: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.engine_client import EngineClient
 from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
@@ -159,8 +159,6 @@ class Server:
             )  # fmt: skip
         except RecursionError:
             raise ClientError("chat_template_kwargs: nested too deeply", param="chat_template_kwargs") from None
-        except RequestError as error:
-            raise ClientError(str(error), param="messages") from error
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
@@ -197,7 +195,7 @@ class Server:
     def _check_model(self, name: str | None) -> None:
         ours = self.options.model_name
         if name is not None and name != ours:
-            said = f"there is no model {name!r} here; this server has {ours!r}"
+            said = f"there is no model {shown(name)} here; this server has {ours!r}"
             raise ClientError(said, status=404, param="model", code="model_not_found")
 
 
@@ -216,18 +214,20 @@ class EventStream(StreamingResponse):
             self._generation.abort()
 
     async def _events(self, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
-        if first := b"".join(_event(chunk.json_bytes()) for chunk in reply.first_chunks()):
-            yield first
+        # With the first output, as vLLM: who measures takes the first chunk for the first token's.
+        first = b"".join(_event(chunk.json_bytes()) for chunk in reply.first_chunks())
         try:
             async for output in generation:
-                if new := b"".join(map(_event, reply.chunks(output))):
+                if new := first + b"".join(map(_event, reply.chunks(output))):
                     yield new
+                first = b""
         except EngineDeadError as error:  # too late for a status
             yield b"data: " + bytes(JSONResponse(error_body(str(error), 503, code="engine_dead")).body) + b"\n\n"
             return
         except Aborted:
             return
-        yield b"".join(_event(chunk.json_bytes()) for chunk in reply.last_chunks()) + b"data: [DONE]\n\n"
+        last = b"".join(_event(chunk.json_bytes()) for chunk in reply.last_chunks())
+        yield first + last + b"data: [DONE]\n\n"
 
 
 def _event(chunk: bytes) -> bytes:

@@ -127,9 +127,15 @@ class HttpServer(uvicorn.Server):
     def _end_all(self) -> None:
         self._ending = True
         self._engine.end()
+        self._loop.call_later(_LAST_WORDS, self._cut_off)
+
+    def _cut_off(self) -> None:
+        for connection in self.server_state.connections:
+            connection.transport.abort()
         self._loop.call_later(_LAST_WORDS, self._force)
 
     def _force(self) -> None:
+        """Requests that wait for no client: long texts become tokens."""
         self.force_exit = True
 
     @contextmanager
@@ -142,8 +148,8 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.interrupted |= sig == CTRL_C
         running = len(self.server_state.tasks)
-        if self.should_exit and not self._ending:
-            if sig == CTRL_C:
+        if self.should_exit:
+            if sig == CTRL_C and not self._ending:
                 self._loop.call_soon_threadsafe(self._end_all)
             return
         if running and not self.should_exit:

@@ -5,7 +5,7 @@ refused by name; only what cannot change it is passed over.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
@@ -52,6 +52,7 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
+MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 
 
@@ -68,7 +69,9 @@ Unicode = Annotated[str, AfterValidator(_unicode)]
 
 
 class Body(BaseModel):
-    """A request's body. A field that is null is as one left out."""
+    """A request's body, or a part of it. A field that is null is as one left out."""
+
+    part_of: ClassVar[str | None] = None  # the field of the body that it is in
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -89,15 +92,19 @@ class Body(BaseModel):
                 if type(value) is not int or value != (data.get("n") or 1):
                     raise ClientError(f"best_of={shown(value)} is not supported: only n itself is", param=name)
             else:
-                raise ClientError(f"there is no field {name!r}.{did_you_mean(name, cls.model_fields)}", param=name)
+                raise cls._wrong(f"there is no field {shown(name)}.{did_you_mean(name, cls.model_fields)}", name)
         return known
 
-    @staticmethod
-    def _refuse_unless_neutral(name: str, value: Any) -> None:
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
         allowed = _NEUTRAL[name]
         if value not in allowed:
             but = f", other than {' or '.join(map(repr, allowed))}" if allowed else ""
-            raise ClientError(f"{name}: {shown(value)} is not supported{but}; leave {name} out", param=name)
+            raise cls._wrong(f"{name}: {shown(value)} is not supported{but}; leave {name} out", name)
+
+    @classmethod
+    def _wrong(cls, why: str, name: str) -> ClientError:
+        return ClientError(why if cls.part_of is None else f"{cls.part_of}: {why}", param=cls.part_of or name)
 
 
 class StreamOptions(Body):
@@ -186,6 +193,9 @@ class CompletionBody(GenerationBody):
             raise ClientError(
                 f"prompt: {len(many)} prompts are more than {MAX_PROMPTS}; send several requests", param="prompt"
             )
+        if len(many) * (self.n or 1) > MAX_SEQUENCES:
+            said = f"{len(many)} prompts with n={self.n} are more than {MAX_SEQUENCES} completions"
+            raise ClientError(f"prompt: {said}; send several requests", param="prompt")
         try:
             return [_unicode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
         except ValueError as error:
@@ -193,23 +203,30 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(Body):
+    part_of = "messages"
+
     type: Literal["text"]
     text: Unicode
 
 
 class Message(Body):
-    """One of a conversation's. ``content`` as parts is joined with line ends."""
+    """One of a conversation's. ``content`` as parts is joined with line ends; the rest is for the template."""
+
+    part_of = "messages"
 
     role: Unicode
     content: Unicode | list[TextPart]
+    name: Unicode | None = None
+    tool_call_id: Unicode | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _text_only(cls, data: Any) -> Any:
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
+            if not isinstance(part, dict):
+                raise ClientError(f"messages: a part of a content is an object, not {shown(part)}", param="messages")
+            if (kind := part.get("type")) != "text":
                 raise ClientError(
                     f"messages: content of type {kind!r} is not supported; only text is", param="messages"
                 )
@@ -219,9 +236,9 @@ class Message(Body):
 
     def as_text(self) -> dict[str, str]:
         parts = self.content
-        return {
-            "role": self.role, "content": parts if isinstance(parts, str) else "\n".join(part.text for part in parts),
-        }  # fmt: skip
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content} | {k: v for k, v in others.items() if v is not None}
 
 
 class Conversation(Body):
@@ -243,7 +260,7 @@ class ChatBody(GenerationBody, Conversation):
     def _one_of_each(self) -> Self:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ClientError("max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ClientError("top_logprobs needs logprobs=true", param="top_logprobs")
         if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
             raise ClientError(

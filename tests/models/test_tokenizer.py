@@ -242,7 +242,7 @@ def test_what_a_chat_template_refuses_is_a_request_error(tiny_checkpoint: Callab
     (folder / "chat_template.jinja").write_text(refuses)
     tokenizer = CheckpointTokenizer(folder)
     for role, why in (("system", "no system role"), ("user", "can only concatenate str")):
-        with pytest.raises(RequestError, match=f"the chat template refuses this: {why}"):
+        with pytest.raises(RequestError, match=f"messages: the chat template refuses this: {why}"):
             tokenizer.apply_chat_template([{"role": role, "content": "hi"}])
 
 

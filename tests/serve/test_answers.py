@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +18,7 @@ from streams import joined, streamed, whole
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.outputs import CompletionOutput
 from minivllm.serve import engine_client, engine_loop
+from minivllm.serve.app import EventStream
 from minivllm.serve.front import RemoteEngine
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
@@ -215,6 +218,32 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_usage(server: Runn
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 10
     plain = streamed(server.client, CHAT, body)
     assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
+
+
+def test_the_role_comes_with_the_first_output_not_before_it() -> None:
+    """Who measures takes the first chunk of a chat for its first token's."""
+
+    async def session() -> list[bytes]:
+        outputs = [RequestOutput("a", None, [1], [CompletionOutput(0, text, [2])]) for text in ("Hi", " there")]
+
+        async def generated() -> AsyncIterator[RequestOutput]:
+            for output in outputs:
+                yield output
+
+        reply = ChatReply("chat-1", "tiny", ["a"], 1, False)
+        stream = EventStream(generated(), reply)  # type: ignore[arg-type]
+        return [bytes(piece) async for piece in stream.body_iterator]  # type: ignore[arg-type]
+
+    first, second, end = asyncio.run(session())
+    assert b'"role":"assistant"' in first and b'"content":"Hi"' in first
+    assert b'" there"' in second and b"role" not in second and end == b"data: [DONE]\n\n"
+
+
+def test_a_messages_name_goes_to_the_template(server: Running, alone: LLM) -> None:
+    """Most have no place for it."""
+    named = [message | {"name": "ann", "tool_call_id": "7"} for message in HELLO]
+    tokens = server.post("/tokenize", messages=named).json()["tokens"]
+    assert tokens == alone.engine.tokenizer.apply_chat_template(named)
 
 
 def test_cached_tokens_are_counted_and_salts_share_nothing(server: Running) -> None:

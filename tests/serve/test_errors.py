@@ -27,6 +27,7 @@ def told(response: httpx.Response, status: int, message: str, param: str | None 
     return error
 
 
+USER = {"role": "user", "content": "a"}
 REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"tools": [{"type": "function"}]}, "tools: ", "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice: 'required' is not supported", "tool_choice"),
@@ -46,7 +47,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": []}, "at least one", "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "needs content", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "there is no field 'name'", "name"),
+    (CHAT, {"messages": [USER | {"nam": "b"}]}, "messages: there is no field 'nam'. Did you mean name?", "messages"),
+    (CHAT, {"messages": [USER | {"content": ["a"]}]}, "a part of a content is an object, not 'a'", "messages"),
+    (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages: tool_calls: [1] is not supported", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not", "messages"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "cannot be set there", "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"messages": 1}}, "messages cannot be set there", "chat_template_kwargs"),
@@ -63,6 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"n": 2, "best_of": 1}, "best_of=1", "best_of"),
     (COMPLETIONS, {"best_of": True}, "best_of=True", "best_of"),
     (COMPLETIONS, {"prompt": ["a"] * 2049}, "2049 prompts are more than 2048", "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "100 prompts with n=100 are more than 8192", "prompt"),
     (COMPLETIONS, {"prompt": [10**30]}, f"token id {10**30} is outside the vocabulary: 0 to 511", None),
     (COMPLETIONS, {"n": 1.5}, "n: ", "n"),
     (COMPLETIONS, {"max_tokens": True}, "max_tokens: ", "max_tokens"),
