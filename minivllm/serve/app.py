@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -110,7 +110,7 @@ class Server:
         )
         if body.stream:
             return EventStream(generation, reply)
-        watcher = asyncio.create_task(_abort_when_gone(request, generation))
+        watcher = asyncio.create_task(_abort_when_gone(request.receive, generation))
         try:
             answer = reply.whole([output async for output in generation])
         finally:
@@ -209,18 +209,26 @@ class Server:
             raise ClientError(said, status=404, param="model", code="model_not_found")
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, the generation ends with it."""
+class EventStream(Response):
+    """Server-sent events. However it ends, the generation ends with it. (Starlette's streams start a group of tasks
+    each, which takes as long as all that is said here of a short answer.)"""
+
+    media_type = "text/event-stream"
 
     def __init__(self, generation: Generation, reply: Reply) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._events(generation, reply), media_type="text/event-stream", headers=headers)
-        self._generation = generation
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._generation, self._reply = generation, reply
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(_abort_when_gone(receive, self._generation))
         try:
-            await super().__call__(scope, receive, send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for events in self._events(self._generation, self._reply):
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
         finally:
+            watcher.cancel()
             self._generation.abort()
 
     async def _events(self, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
@@ -244,8 +252,8 @@ def _event(chunk: bytes) -> bytes:
     return b"data: " + chunk + b"\n\n"
 
 
-async def _abort_when_gone(request: Request, generation: Generation) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _abort_when_gone(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
     generation.abort()
 
