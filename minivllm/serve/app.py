@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -110,7 +110,7 @@ class Server:
         )
         if body.stream:
             return EventStream(generation, reply)
-        watcher = asyncio.create_task(_abort_when_gone(request.receive, generation))
+        watcher = asyncio.create_task(_abort_when_gone(request, generation))
         try:
             answer = reply.whole([output async for output in generation])
         finally:
@@ -209,26 +209,18 @@ class Server:
             raise ClientError(said, status=404, param="model", code="model_not_found")
 
 
-class EventStream(Response):
-    """Server-sent events. However it ends, the generation ends with it. (Starlette's streams start a group of tasks
-    each, which takes as long as all that is said here of a short answer.)"""
-
-    media_type = "text/event-stream"
+class EventStream(StreamingResponse):
+    """Server-sent events. However it ends, the generation ends with it."""
 
     def __init__(self, generation: Generation, reply: Reply) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["Content-Length"]
-        self._generation, self._reply = generation, reply
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(generation, reply), media_type="text/event-stream", headers=headers)
+        self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(_abort_when_gone(receive, self._generation))
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for events in self._events(self._generation, self._reply):
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            await super().__call__(scope, receive, send)
         finally:
-            watcher.cancel()
             self._generation.abort()
 
     async def _events(self, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
@@ -252,8 +244,8 @@ def _event(chunk: bytes) -> bytes:
     return b"data: " + chunk + b"\n\n"
 
 
-async def _abort_when_gone(receive: Receive, generation: Generation) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _abort_when_gone(request: Request, generation: Generation) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
         pass
     generation.abort()
 

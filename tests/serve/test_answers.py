@@ -232,7 +232,7 @@ def test_the_role_comes_with_the_first_output_not_before_it() -> None:
 
         reply = ChatReply("chat-1", "tiny", ["a"], 1, False)
         stream = EventStream(generated(), reply)  # type: ignore[arg-type]
-        return [piece async for piece in stream._events(generated(), reply)]  # type: ignore[arg-type]
+        return [bytes(piece) async for piece in stream.body_iterator]  # type: ignore[arg-type]
 
     first, second, end = asyncio.run(session())
     assert b'"role":"assistant"' in first and b'"content":"Hi"' in first
