@@ -34,7 +34,6 @@ from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 
 T = TypeVar("T")
-_FEW = 1024  # characters that become tokens in 0.1 to 0.3 ms
 _OPEN = ("/health", "/version", "/metrics")  # without a key: they tell nothing that anybody said
 
 
@@ -83,9 +82,7 @@ class Server:
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         ids: dict[str, list[int]] = {}
         if texts:  # prompts of ids do not wait for others' texts
-            batch = await self._encode(
-                sum(map(len, texts)), self.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens
-            )
+            batch = await self._encode(self.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
             ids = dict(zip(texts, batch, strict=True))
         prompts: list[dict[str, Any]] = [
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
@@ -139,9 +136,7 @@ class Server:
         if body.prompt is None:
             tokens = await self._conversation(body)
         else:
-            tokens = await self._encode(
-                len(body.prompt), self.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens
-            )
+            tokens = await self._encode(self.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
         return {"count": len(tokens), "max_model_len": self.engine.limits.max_model_len, "tokens": tokens}
 
     async def detokenize(self, body: Detokenize) -> dict[str, str]:
@@ -150,8 +145,7 @@ class Server:
         if wrong := [token for token in body.tokens if not 0 <= token < vocab]:
             said = f"tokens: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             raise ClientError(said, param="tokens")
-        text = await self._encode(len(body.tokens), self.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return {"prompt": text}
+        return {"prompt": await self._encode(self.tokenizer.decode, body.tokens, skip_special_tokens=False)}
 
     async def _conversation(self, body: Conversation) -> list[int]:
         if not body.messages:
@@ -159,18 +153,14 @@ class Server:
         variables = check_variables(body.chat_template_kwargs or {}, self.tokenizer)
         template = self.tokenizer.apply_chat_template
         messages = [message.as_text() for message in body.messages]
-        size = sum(len(message["content"]) for message in messages)
         try:
             return await self._encode(
-                size, template, messages, add_generation_prompt=body.add_generation_prompt, **variables
+                template, messages, add_generation_prompt=body.add_generation_prompt, **variables
             )  # fmt: skip
         except RecursionError:
             raise ClientError("chat_template_kwargs: nested too deeply", param="chat_template_kwargs") from None
 
-    async def _encode(self, size: int, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """``size``: characters or tokens. A few do not wait for the thread: to hand them over takes as long."""
-        if size <= _FEW:
-            return function(*args, **kwargs)
+    async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
 
     # ------------------------------------------------------------------ about the server
