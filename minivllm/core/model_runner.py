@@ -178,7 +178,7 @@ class ModelRunner:
         if d:
             ids_[:d] = self.last_token.index_select(0, slots_[:d])
         # Zeros: what is only compiled finds nothing, and libraries read it.
-        positions, mapping = torch.zeros((2, t), dtype=torch.int64, device=self.device)
+        positions, mapping = torch.zeros_like(ids_), torch.zeros_like(ids_)  # apart: both at aligned places
         ends = torch.zeros((4, rows), dtype=torch.int64, device=self.device)
         tables = self.block_table.new_zeros(rows, -(-int(seq_lens.max()) // self.block_size))
         prompt_inputs(

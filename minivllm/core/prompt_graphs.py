@@ -117,7 +117,7 @@ class PromptGraphs:
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
         top = self.sizes[-1] if self.sizes else 0
         self.ends = torch.zeros(4 * rows, dtype=torch.int64, device=device)
-        self.positions, self.slot_mapping = torch.zeros((2, top), dtype=torch.int64, device=device)
+        self.positions, self.slot_mapping = (torch.zeros(top, dtype=torch.int64, device=device) for _ in range(2))
         self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
