@@ -10,7 +10,7 @@ ones for few sequences: what attention launches grows with those that there may 
 What a step is told crosses as one packet, int32, see ``core/staging.py``; R the graph's rows, T its tokens:
 # | input_ids (T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) | the backend's prompt_words |
 Static buffers, shared by all graphs: the packet, and, for the largest:
-# positions, slot_mapping (T,) int64   block_tables (R, max_blocks) int32   last_tokens (R - 1,), ends (4 R,) int64
+# positions, slot_mapping (T,) int64   ends (4 R,) int64, ``prompt_inputs``'   block_tables (R, max_blocks) int32
 All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
 weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
 context is one key long, so that they see nothing; they write into block 0, which nobody owns.
@@ -118,7 +118,6 @@ class PromptGraphs:
         top = self.sizes[-1] if self.sizes else 0
         self.ends = torch.zeros(4 * rows, dtype=torch.int64, device=device)
         self.positions, self.slot_mapping = (torch.zeros(top, dtype=torch.int64, device=device) for _ in range(2))
-        self.last_tokens = torch.zeros(runner.num_slots, dtype=torch.int64, device=device)  # padding's is not asked for
         self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
@@ -150,7 +149,7 @@ class PromptGraphs:
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
             graph_size=size,
             graph_whole=kind == _WHOLE,
-            last_tokens=self.last_tokens[: rows - 1] if picks else None,
+            last_tokens=self._ends(key)[3, : rows - 1] if picks else None,  # padding's is not asked for
             prompt_words=place.prompt_words,
         )
 
@@ -196,8 +195,6 @@ class PromptGraphs:
             place.query_start, place.seq_lens, place.slots, run.block_table, positions, plan.slot_mapping,
             plan.block_tables, run.block_size, self._ends(key),
         )  # fmt: skip
-        if plan.last_tokens is not None:  # where no sequence is, that of the padding
-            torch.sub(plan.query_start[1:-1], 1, out=plan.last_tokens)
         return run.model.forward(place.input_ids, positions, run.attention)
 
     # ------------------------------------------------------------------ replay
