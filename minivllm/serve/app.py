@@ -28,6 +28,7 @@ from minivllm.serve.protocol import (
     Conversation,
     Detokenize,
     GenerationBody,
+    StreamOptions,
     Tokenize,
 )
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
@@ -101,7 +102,16 @@ class Server:
         self._check_room(len(prompts) * params.n)
         reply_id = f"{kind.name}-{uuid.uuid4().hex}"
         names = [f"{reply_id}-{i}" for i in range(len(prompts))]
-        reply = kind(reply_id, self.options.model_name, names, params.n, body.include_usage, **more)
+        usage = body.stream_options or StreamOptions()
+        reply = kind(
+            reply_id,
+            self.options.model_name,
+            names,
+            params.n,
+            usage.include_usage,
+            usage.continuous_usage_stats,
+            **more,
+        )
         generation = await self.engine.generate(
             names, prompts, params, cache_salt=body.cache_salt, priority=body.priority
         )
@@ -214,20 +224,16 @@ class EventStream(StreamingResponse):
             self._generation.abort()
 
     async def _events(self, generation: Generation, reply: Reply) -> AsyncIterator[bytes]:
-        # With the first output, as vLLM: who measures takes the first chunk for the first token's.
-        first = b"".join(_event(chunk.json_bytes()) for chunk in reply.first_chunks())
         try:
             async for output in generation:
-                if new := first + b"".join(map(_event, reply.chunks(output))):
+                if new := b"".join(map(_event, reply.chunks(output))):
                     yield new
-                first = b""
         except EngineDeadError as error:  # too late for a status
             yield b"data: " + bytes(JSONResponse(error_body(str(error), 503, code="engine_dead")).body) + b"\n\n"
             return
         except Aborted:
             return
-        last = b"".join(_event(chunk.json_bytes()) for chunk in reply.last_chunks())
-        yield first + last + b"data: [DONE]\n\n"
+        yield b"".join(_event(chunk.json_bytes()) for chunk in reply.last_chunks()) + b"data: [DONE]\n\n"
 
 
 def _event(chunk: bytes) -> bytes:

@@ -25,7 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "continue_final_message": (False,),
-    "continuous_usage_stats": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -108,7 +107,16 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    part_of = "stream_options"
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's
+
+    @model_validator(mode="after")
+    def _one_needs_the_other(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ClientError("continuous_usage_stats needs include_usage=true", param="stream_options")
+        return self
 
 
 class GenerationBody(Body):
@@ -167,10 +175,6 @@ class GenerationBody(Body):
         given["extra_args"] = self.vllm_xargs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return {name: value for name, value in given.items() if value is not None} | {"output_kind": kind}
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class CompletionBody(GenerationBody):

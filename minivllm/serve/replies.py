@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -88,21 +89,27 @@ _MARK = "\ue000 text \ue000"  # in a chunk's JSON found only where its text goes
 class Reply(ABC):
     """One answer under way: knows which choice an output belongs to, and counts tokens.
 
-    ``request_ids``: the engine's, one a prompt, each with ``n`` completions. ``include_usage`` is of a stream.
+    ``request_ids``: the engine's, one a prompt, each with ``n`` completions. Of a stream, ``include_usage``: whether
+    its last chunk counts all tokens; ``continuous_usage``: and each chunk those of its choice so far, and its prompt's.
     """
 
     name: ClassVar[str]
     whole_name: ClassVar[str]
     chunk_name: ClassVar[str]
 
-    def __init__(self, reply_id: str, model: str, request_ids: Sequence[str], n: int, include_usage: bool) -> None:
+    def __init__(
+        self, reply_id: str, model: str, request_ids: Sequence[str], n: int, include_usage: bool,
+        continuous_usage: bool = False,
+    ) -> None:  # fmt: skip
         self.id, self.model, self.n, self.include_usage = reply_id, model, n, include_usage
         self.created = int(time.time())
+        self._continuous, self._begun = continuous_usage, False
+        self._names = tuple(request_ids)
         self._place = {name: i for i, name in enumerate(request_ids)}
         self._ended: set[int] = set()
         self._prompt_tokens: dict[str, int] = {}
         self._cached_tokens: dict[str, int] = {}
-        self._completion_tokens = 0
+        self._completion_tokens: Counter[int] = Counter()  # by choice
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
@@ -113,8 +120,9 @@ class Reply(ABC):
     def _logprobs(self, index: int, new: CompletionOutput) -> CompletionLogprobs | ChatLogprobs:
         """Of the tokens of ``new``, which has them."""
 
-    def first_chunks(self) -> Iterator[Answer]:
-        """What a stream begins with."""
+    def _first_chunks(self) -> Iterator[Answer]:
+        """What a stream begins with, together with the first output, as vLLM's: who measures takes the first chunk for
+        the first token's."""
         return iter(())
 
     def whole(self, outputs: Iterable[RequestOutput]) -> Answer:
@@ -128,8 +136,11 @@ class Reply(ABC):
     def chunks(self, output: RequestOutput) -> Iterator[bytes]:
         """What a delta brings, as JSON, one chunk a choice."""
         self._count(output)
+        if not self._begun:
+            self._begun = True
+            yield from (chunk.json_bytes() for chunk in self._first_chunks())
         for index, new in self._news(output):
-            if new.finish_reason is None and new.logprobs is None:  # nearly all of them
+            if new.finish_reason is None and new.logprobs is None and not self._continuous:  # nearly all of them
                 before, after = self._frame(index)
                 yield before + to_json(new.text) + after
             else:
@@ -148,12 +159,14 @@ class Reply(ABC):
             yield self._answer(self.chunk_name, [], usage=self.usage())
 
     def usage(self) -> Usage:
-        prompt, completion = sum(self._prompt_tokens.values()), self._completion_tokens
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=CachedTokens(cached_tokens=sum(self._cached_tokens.values())),
+        cached = sum(self._cached_tokens.values())
+        return _usage(sum(self._prompt_tokens.values()), self._completion_tokens.total(), cached)
+
+    def _usage_of(self, index: int) -> Usage:
+        """Of a choice so far, and its prompt."""
+        name = self._names[index // self.n]
+        return _usage(
+            self._prompt_tokens.get(name, 0), self._completion_tokens[index], self._cached_tokens.get(name, 0)
         )
 
     def _count(self, output: RequestOutput) -> None:
@@ -167,7 +180,7 @@ class Reply(ABC):
             index = first + new.index
             if index in self._ended:
                 continue
-            self._completion_tokens += len(new.token_ids)
+            self._completion_tokens[index] += len(new.token_ids)
             if new.finished():
                 self._ended.add(index)
             elif not new.text and not new.logprobs:
@@ -182,7 +195,11 @@ class Reply(ABC):
         return Choice(index=index, logprobs=logprobs, finish_reason=new.finish_reason, **fields)
 
     def _chunk(self, choices: list[Choice]) -> Answer:
-        return self._answer(self.chunk_name, choices, **({"usage": None} if self.include_usage else {}))
+        if not self.include_usage:
+            return self._answer(self.chunk_name, choices)
+        return self._answer(
+            self.chunk_name, choices, usage=self._usage_of(choices[0].index) if self._continuous else None
+        )
 
     def _answer(self, name: str, choices: list[Choice], **more: Any) -> Answer:
         return Answer(id=self.id, object=name, created=self.created, model=self.model, choices=choices, **more)
@@ -222,7 +239,7 @@ class ChatReply(Reply):
         super().__init__(*args)
         self._top = top_logprobs
 
-    def first_chunks(self) -> Iterator[Answer]:
+    def _first_chunks(self) -> Iterator[Answer]:
         for index in range(len(self._place) * self.n):
             start = Text(role="assistant", content="")
             yield self._chunk([Choice(index=index, delta=start, logprobs=None, finish_reason=None)])
@@ -237,6 +254,15 @@ class ChatReply(Reply):
             top = [TokenLogprob(**_token(one)) for one in best]
             content.append(ChatLogprob(**_token(values[token]), top_logprobs=top))
         return ChatLogprobs(content=content)
+
+
+def _usage(prompt: int, completion: int, cached: int) -> Usage:
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=CachedTokens(cached_tokens=cached),
+    )
 
 
 def _text(one: Logprob) -> str:

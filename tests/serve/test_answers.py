@@ -128,7 +128,7 @@ def test_a_chunk_of_text_is_the_json_of_its_object(kind: type[Reply], text: str,
     reply = kind("id-1", 'mod"el', ["a", "b"], 2, include_usage)
     output = RequestOutput("b", None, [1, 2], [CompletionOutput(1, text, [5])], finished=False)
     for _ in range(2):  # the frame made, and kept
-        (chunk,) = reply.chunks(output)
+        *_, chunk = reply.chunks(output)
         expected = reply._chunk([reply._choice(3, output.outputs[0], whole=False)])
         assert json.loads(chunk) == json.loads(expected.json_bytes())
     assert reply.usage().completion_tokens == 2
@@ -218,6 +218,26 @@ def test_a_chat_stream_begins_with_the_role_and_ends_with_the_usage(server: Runn
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 10
     plain = streamed(server.client, CHAT, body)
     assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_each_chunk_may_count_its_choices_tokens_so_far(server: Running, path: str) -> None:
+    asked = {"messages": HELLO} if path == CHAT else {"prompt": [PROMPT, "a"]}
+    body = asked | {"max_tokens": 6, "n": 2, "seed": 1, "ignore_eos": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = streamed(server.client, path, body | {"stream_options": options})
+    by_choice: dict[int, list[dict[str, Any]]] = {}
+    for chunk in chunks:
+        by_choice.setdefault(chunk["choices"][0]["index"], []).append(chunk["usage"])
+    assert len(by_choice) == (2 if path == CHAT else 4)
+    for usages in by_choice.values():
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts) and counts[-1] == 6 and counts[0] == (0 if path == CHAT else counts[0])
+        assert len({usage["prompt_tokens"] for usage in usages}) == 1
+        assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
+    prompts = {index // 2: usages[0]["prompt_tokens"] for index, usages in by_choice.items()}
+    assert last["usage"]["prompt_tokens"] == sum(prompts.values())
+    assert last["usage"]["completion_tokens"] == 6 * len(by_choice) and last["choices"] == []
 
 
 def test_the_role_comes_with_the_first_output_not_before_it() -> None:

@@ -78,6 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"stop_token_ids": [99999]}, "99999 is outside the vocabulary", "stop_token_ids"),
     (COMPLETIONS, {"priority": 1}, "priority=1 is not supported by scheduler=mixed", "priority"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "belongs to stream=true", "stream_options"),
+    (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "needs include_usage=true", "stream_options"),
     (COMPLETIONS, {"prompt": []}, "prompt is a string", "prompt"),
     (COMPLETIONS, {"prompt": ["a", 5]}, "prompt is a string", "prompt"),
     (COMPLETIONS, {"prompt": ""}, "the prompt is empty", None),
