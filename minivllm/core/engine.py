@@ -244,11 +244,11 @@ class LLMEngine:
             return []
         self._stuck_since = None
         batch, handle = self._under_way.popleft()
-        for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
-            self._watch(slot)
         waited = time.perf_counter()
         result = handle.result()
         done = time.perf_counter()
+        for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
+            self._watch(slot)
         committed = self.scheduler.commit(batch, result.token_ids)
         outputs = self._take_in(committed, result.logprobs)
         if self.observer is not None:
@@ -342,10 +342,7 @@ class LLMEngine:
     def _watch(self, slot: int) -> None:
         seq = self.scheduler.sequences[slot]
         pair = self._by_sequence.get(seq.request_id) if seq is not None else None
-        self._watched[slot] = False
-        if pair is not None and pair[0].needs_tokens:
-            self._watched[slot] = True
-            pair[1].expect()
+        self._watched[slot] = pair is not None and pair[0].needs_tokens
 
     def _account(self, completion: Completion) -> None:
         self.stats.cached_tokens += completion.seq.num_cached_tokens
@@ -381,8 +378,8 @@ class LLMEngine:
             raise RequestError("a prompt given as token ids is one flat list of whole numbers")
         if not len(tokens):
             raise RequestError("the prompt is empty; give at least one token")
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            wrong = np.nonzero((tokens < 0) | (tokens >= vocab))[0]
+        wrong = np.nonzero((tokens < 0) | (tokens >= vocab))[0]
+        if len(wrong):
             raise RequestError(
                 f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )

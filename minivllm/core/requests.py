@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
@@ -54,9 +53,13 @@ class Completion:
         self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
         self._tokenizer = tokenizer if params.detokenize else None
-        self._shown = seq.known[-PROMPT_TOKENS:]
         self._texts = texts if params.detokenize else None
         self._eos = () if params.ignore_eos else eos_token_ids  # whose end has no ``stop_reason``
+        self._pieces = (
+            tokenizer.detokenizer(seq.known[-PROMPT_TOKENS:].tolist(), skip_special_tokens=params.skip_special_tokens)
+            if params.detokenize
+            else None
+        )
         self._stop: list[str] = list(params.stop or [])
         # tokens whose own text is not in the answer, as in vLLM
         self._hidden = frozenset() if params.include_stop_str_in_output else frozenset(seq.stop_ids)
@@ -64,23 +67,11 @@ class Completion:
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in self._stop), default=1) - 1
         self._read_tokens = self._said_text = self._said_tokens = 0
 
-    @cached_property
-    def _pieces(self) -> Any:
-        """What makes text of tokens; None: nobody wants any."""
-        if self._tokenizer is None:
-            return None
-        skips = self.seq.params.skip_special_tokens
-        return self._tokenizer.detokenizer(self._shown.tolist(), skip_special_tokens=skips)
-
-    def expect(self) -> None:
-        """Get ready for tokens, which come soon."""
-        _ = self._pieces
-
     def add(self, tokens: list[int]) -> bool:
         """Take in new tokens; returns whether a stop string ended the completion."""
         start = len(self.token_ids)
         self.token_ids += tokens
-        if not self._stop or self._pieces is None:
+        if self._pieces is None or not self._stop:
             return False  # it becomes text when that is asked for
         for done, token in enumerate(tokens, start + 1):
             may_end = done > self.seq.params.min_tokens
@@ -100,7 +91,7 @@ class Completion:
     def _read(self, end: int | None = None) -> None:
         """Make text of the tokens before ``end`` (None: of all) that came since the last time."""
         end = len(self.token_ids) if end is None else end
-        if self._read_tokens < end and self._pieces is not None:
+        if self._pieces is not None and self._read_tokens < end:
             self.text += self._pieces.add(self.token_ids[self._read_tokens : end])
             self._read_tokens = end
 

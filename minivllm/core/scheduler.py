@@ -385,8 +385,8 @@ class SlotScheduler(Scheduler):
         )
         self.computed[slots] = after
         if self._partial:
-            whole = set(slots[d:][samples[d:]].tolist())
-            self._partial = [slot for slot in self._partial if slot not in whole]
+            partial = np.array(self._partial)
+            self._partial = partial[self.computed[partial] < self.known_len[partial]].tolist()
         self._admitted = []
         self.steps += 1
         return batch
