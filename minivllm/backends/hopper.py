@@ -63,7 +63,7 @@ class HopperBackend(TritonBackend):
             super().prefill(q, layer, out)
             return
         batch = self.batch
-        assert batch is not None and self._words is not None and self._prompts is not None
+        assert batch is not None and self._prompts is not None
         k_cache, v_cache = self.kv_cache[layer.index]
         prompt_attention(
             q,
@@ -72,7 +72,7 @@ class HopperBackend(TritonBackend):
             batch.block_tables,
             batch.query_start,
             batch.seq_lens,
-            self._words.view(-1, 4),
+            self._tiles(4),
             self.spec.scale,
             out,
             self._prompts,

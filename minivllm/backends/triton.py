@@ -139,6 +139,16 @@ class TritonBackend(AttentionBackend):
             words = self.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
             self._words = torch.from_numpy(words).to(batch.seq_lens.device)
 
+    def _tiles(self, numbers: int) -> torch.Tensor:
+        """(m, numbers) int32, of the step. Raises ValueError: whoever plans has not handed ``prompt_words`` on."""
+        assert self._words is not None
+        if not len(self._words):
+            raise ValueError(
+                f"{type(self).__name__} is to attend for prompts and has no prompt_words; a backend that delegates to "
+                "it forwards prompt_words as well as plan"
+            )
+        return self._words.view(-1, numbers)
+
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         self._decode(q, layer, out, None)
 
@@ -193,7 +203,7 @@ class TritonBackend(AttentionBackend):
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         batch = self.batch
-        assert batch is not None and self._words is not None
+        assert batch is not None
         k_cache, v_cache = self.kv_cache[layer.index]
         paged_prefill_triton(
             q,
@@ -202,7 +212,7 @@ class TritonBackend(AttentionBackend):
             batch.block_tables,
             batch.query_start,
             batch.seq_lens,
-            self._words.view(-1, 2),
+            self._tiles(2),
             self.spec.scale,
             out,
             self.prefill_config,

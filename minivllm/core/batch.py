@@ -114,7 +114,7 @@ class AttentionBatch:
     # None: every token's is. Behind the last sequence there may be padding; captured, r is a constant.
     last_tokens: torch.Tensor | None = None
     cascade: Cascade | None = None  # of the decode rows, for a backend that has ``cascade_limits``
-    prompt_words: torch.Tensor | None = None  # int32, device: the backend's ``prompt_words``; None: it sends its own
+    prompt_words: torch.Tensor | None = None  # int32, device: the backend's ``prompt_words``; None: it has to make them
 
     @property
     def num_seqs(self) -> int:

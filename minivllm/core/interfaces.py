@@ -442,7 +442,7 @@ class Sampler(ABC):
         and, after a preemption, what they had said.
 
         slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another. Those that have none and
-        did not ask have length 0.
+        did not ask have length 0. What is kept of ids is copied: they are this step's.
         """
         raise NotImplementedError
 

@@ -133,8 +133,8 @@ class MixedGraphs:
             return
         rows, size, _ = key = self._rows[-1], self._tokens[0], False
         plan, lens = self._plan(key), np.repeat([1, size // _PROMPTS], (rows, _PROMPTS)).astype(np.int32)
-        plan.host_query_lens[:] = plan.host_seq_lens[:] = lens
-        plan.seq_lens.copy_(torch.from_numpy(lens))
+        plan.host_query_lens[:], plan.host_seq_lens[:] = lens, np.minimum(lens, self._prompts.longest)
+        plan.seq_lens.copy_(torch.from_numpy(plan.host_seq_lens))
         plan.query_start[1:].copy_(torch.from_numpy(np.cumsum(lens, dtype=np.int32)))
         self.runner.hand_over(plan, np.full(len(lens), self.padding, dtype=np.int32))
         with rehearsal():

@@ -106,7 +106,7 @@ class ModelRunner:
         and what ``admit`` needs before the step samples."""
         admitted_slots = batch.admitted_slots.astype(np.int64)
         *sent, places, blocks, slots, params, known = (staging or self.staging).send(
-            *arrays, *self.table_entries(batch), admitted_slots, batch.admitted_params, batch.known_ids
+            *arrays, *self.table_entries(batch), admitted_slots, batch.admitted_params.view(np.int32), batch.known_ids
         )
         self.write_table(places, blocks)
         return Admission(slots, params, known), sent

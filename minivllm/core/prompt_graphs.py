@@ -105,8 +105,8 @@ class PromptGraphs:
 
         self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
         # Tokens that a sequence may have: the model's length, of which a block table has been rounded up, is not less.
-        self._longest = (self.block_tables.shape[1] - 1) * runner.block_size + 1
-        step = min(max_tokens, runner.num_slots * self._longest)
+        self.longest = (self.block_tables.shape[1] - 1) * runner.block_size + 1
+        step = min(max_tokens, runner.num_slots * self.longest)
         between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
         most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
         if tp.size > 1:
@@ -122,7 +122,7 @@ class PromptGraphs:
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
-        few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self._longest) if rows > _FEW_ROWS else 0
+        few = min(_FEW_TOKENS, (_FEW_ROWS - 1) * self.longest) if rows > _FEW_ROWS else 0
         keys += [(size, _FEW) for size in self.sizes if size <= few]
         packings = {key: self._packing(key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
         self.staging = Staging(device, max((packing.words for packing in packings.values()), default=0))
@@ -184,8 +184,8 @@ class PromptGraphs:
 
     def _of_padding(self, key: _Key) -> Told:
         """A step of the padding slot, in rows as long as they may be."""
-        size, parts = key[0], -(-key[0] // self._longest)
-        lens = np.minimum(self._longest, size - self._longest * np.arange(parts))
+        size, parts = key[0], -(-key[0] // self.longest)
+        lens = np.minimum(self.longest, size - self.longest * np.arange(parts))
         return self._padded(key, self._nobody[:parts], np.zeros_like(lens), lens, np.zeros(size, dtype=np.int32))
 
     def _forward(self, key: _Key) -> torch.Tensor:
@@ -293,7 +293,7 @@ class PromptGraphs:
         if not self.sizes:
             return
         run, cache = self.runner, self.runner.attention.kv_cache
-        rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // self._longest)), run.num_slots, num_blocks)
+        rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // self.longest)), run.num_slots, num_blocks)
         per_row = min(num_blocks // rows, run.block_table.shape[1])
         blocks = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
         run.host_tables[:rows, :per_row] = blocks
@@ -334,7 +334,7 @@ class PromptGraphs:
         sequence, as a decode has, and equally many in the others."""
         (size, kind), block_size = key, self.runner.block_size
         n, room = min(len(blocks), size, self._plans[key].num_seqs - 1), blocks.shape[1] * block_size
-        room = min(room, self._longest)
+        room = min(room, self.longest)
         computed = np.minimum(rng.integers(1, block_size + 1, n), room - 1) * (kind != _WHOLE)
         new = np.minimum((size - 1) // (n - 1) if n > 1 else size, room - computed)
         if n > 1:

@@ -69,11 +69,11 @@ class SampleGraphs:
             )
 
     def launch(self, size: int, hidden: torch.Tensor, ends: torch.Tensor, batch: Batch) -> StepHandle:
-        """``hidden``: each row's, of its last token (n or more, hidden_size). ``ends``: of ``prompt_inputs``, (4, size
-        or more), with the padding slot behind the batch's."""
-        n = len(batch.slots)
+        """``hidden``: each row's, of its last token (n or more, hidden_size). ``ends``: of ``prompt_inputs``, (4, n or
+        more), with the padding slot behind the batch's."""
+        n, rows = len(batch.slots), min(size, ends.shape[1])  # what few slots leave of a size holds padding for ever
         self.hidden[:n] = hidden[:n]
-        self.rows[:, :size] = ends[:3, :size]
+        self.rows[:, :rows] = ends[:3, :rows]
         self.landing.replay(self._graphs[size])
         return self.landing.step(n, self.runner.done(), None if batch.samples.all() else batch.samples)
 

@@ -18,7 +18,7 @@ from minivllm.layers.attention import Attention
 from minivllm.llm import LLM
 from minivllm.plugins.manager import default_registry
 from minivllm.testing.conformance import DEVICES, Conformance, on_gpu
-from minivllm.testing.steps import LAYER, Captured, Step, relative_error, spec_of
+from minivllm.testing.steps import LAYER, Captured, Step, plan_eager, relative_error, spec_of
 
 Lens = list[tuple[int, int]]
 
@@ -241,7 +241,7 @@ class AttentionConformance(Conformance):
             if rows is not None:
                 backend.fused_decode_rows = rows
             backend.bind(cache)
-            backend.plan(b)
+            plan_eager(backend, b)
             outs.append(layer(qkv.clone(), b.seq_lens.long() - 1, backend, scale))
             caches.append(cache)
         assert relative_error(*outs) < self.tolerances[spec.dtype]

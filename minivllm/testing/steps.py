@@ -52,7 +52,7 @@ def attention_batch(
     position = np.arange(starts[-1]) + np.repeat(seq - query - starts[:-1], query)
     row = np.repeat(np.arange(len(seq)), query)
     slots = table[row, position // block_size].astype(np.int64) * block_size + position % block_size
-    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # as the runner: not aligned
+    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # not aligned, as the runner's are
     return AttentionBatch(
         num_decodes=num_decodes,
         query_start=packed[: len(starts)],
@@ -63,6 +63,14 @@ def attention_batch(
         host_seq_lens=seq,
         host_block_tables=table,
     )
+
+
+def plan_eager(backend: AttentionBackend, batch: AttentionBatch) -> None:
+    """Tell a bound backend of an eager step, as the runner does."""
+    d = batch.num_decodes
+    words = backend.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
+    batch.prompt_words = torch.from_numpy(words).to(batch.seq_lens.device)
+    backend.plan(batch)
 
 
 @dataclass
@@ -131,7 +139,7 @@ class Step:
         cache = self.cache.clone()
         cache[(LAYER.index, slice(None), *at)] = float("nan")
         backend.bind(cache)
-        backend.plan(b)
+        plan_eager(backend, b)
         backend.write(k, v, LAYER)
         out, d = torch.full_like(self.q, float("nan")), self.num_decodes
         if d:
@@ -169,7 +177,7 @@ class Step:
 
     def _forward(self, backend: AttentionBackend, batch: AttentionBatch, q: torch.Tensor) -> torch.Tensor:
         k, v = self.cache[(LAYER.index, slice(None), *self._slots(batch))]
-        backend.plan(batch)
+        plan_eager(backend, batch)
         return backend.forward(q, k, v, LAYER)
 
     def _slots(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:

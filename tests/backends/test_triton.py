@@ -18,6 +18,7 @@ import pytest
 from minivllm.backends.select import HybridBackend
 from minivllm.backends.torch import TorchBackend
 from minivllm.backends.triton import TritonBackend
+from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.paged_decode import _decode_kernel
 from minivllm.testing.steps import Step, relative_error, spec_of
 
@@ -73,6 +74,41 @@ def test_a_batch_larger_than_planned_for_is_refused():
     backend.bind(world.cache)
     with pytest.raises(ValueError, match="17 decode rows"):
         backend.plan(world.batch)
+
+
+class Delegates(AttentionBackend):
+    """To a backend of ours, all but what its prompts need."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.inner = TritonBackend(spec)
+
+    def bind(self, kv_cache):
+        super().bind(kv_cache)
+        self.inner.bind(kv_cache)
+
+    def plan(self, batch):
+        self.batch = batch
+        self.inner.plan(batch)
+
+    def decode(self, *args):
+        self.inner.decode(*args)
+
+    def prefill(self, *args):
+        self.inner.prefill(*args)
+
+
+class DelegatesAll(Delegates):
+    def prompt_words(self, *args):
+        return self.inner.prompt_words(*args)
+
+
+@interpreted
+def test_who_delegates_and_hands_no_prompt_words_on_is_told():
+    world = Step(SPEC, *STEPS["mixed"])
+    assert relative_error(world.run(DelegatesAll(SPEC)), world.expected()) < 1e-5
+    with pytest.raises(ValueError, match="forwards prompt_words as well as plan"):
+        world.run(Delegates(SPEC))
 
 
 class OwnDecode(TritonBackend):

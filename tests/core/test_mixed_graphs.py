@@ -59,7 +59,7 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Log:
 def take_graphs(runner: ModelRunner) -> MixedGraphs:
     """Only those of mixed steps."""
     decodes = DecodeGraphs(runner, 10)
-    prompts = SimpleNamespace(flop=1, waste=1000, size_for=lambda batch: None)
+    prompts = SimpleNamespace(flop=1, waste=1000, longest=1000, size_for=lambda batch: None)
     runner.mixed_graphs = MixedGraphs(runner, decodes, prompts, 300)  # type: ignore[arg-type]
     return runner.mixed_graphs
 

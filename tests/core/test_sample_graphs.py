@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import step_batch
+from helpers import pass_over_empty_rows, plan_late, step_batch
 from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
-from minivllm.core import sample_graphs
+from minivllm.core import prompt_graphs, sample_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.cuda_graphs import DecodeGraphs
 from minivllm.core.model_runner import ModelRunner
+from minivllm.core.parallel import TensorParallel
+from minivllm.core.prompt_graphs import PromptGraphs
 from minivllm.core.sample_graphs import SampleGraphs
 from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
@@ -23,17 +25,21 @@ from minivllm.layers.decoder import _all_tokens
 Log = list[tuple[int, int, int]]  # of each replay its rows; the rows and the tokens of its step
 
 
-@pytest.fixture
-def graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> SampleGraphs:
+def stand_in_for_graphs(monkeypatch: pytest.MonkeyPatch, hidden_size: int) -> None:
     def capture_graph(run: Any, pool: Any) -> tuple[Recorded, torch.Tensor]:
         result = torch.full((run.args[0],), -1)
         return Recorded(lambda: [run()], [result], lambda: None), result
 
     def hidden(decodes: DecodeGraphs, size: int) -> torch.Tensor:
-        return torch.full((size, runner.hidden_size), float("nan"))
+        return torch.full((size, hidden_size), float("nan"))
 
     monkeypatch.setattr(sample_graphs, "capture_graph", capture_graph)
     monkeypatch.setattr(DecodeGraphs, "hidden", hidden)
+
+
+@pytest.fixture
+def graphs(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> SampleGraphs:
+    stand_in_for_graphs(monkeypatch, runner.hidden_size)
     return SampleGraphs(runner, DecodeGraphs(runner, 10))
 
 
@@ -99,6 +105,41 @@ def test_replays_find_what_eager_steps_find(
         assert any(tokens > 100 for *_, tokens in log) and any(tokens <= 9 for *_, tokens in log)
     assert graphs.landing.replays == int(graphs.landing.steps) == proofs + len(log)
     assert int(runner.num_computed[-1]) == 0, "of padding"
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 9])
+def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are rounded up beyond the slots; what graphs of prompts have is as wide as the slots."""
+    options = ["scheduler.max_num_batched_tokens=300", "cache.enable_prefix_caching=false"]
+    with LLM("demo", device="cpu", attention="torch", max_num_seqs=slots, overrides=options) as llm:
+        runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+        prompts = [[7 + i] * n for i, n in enumerate((5, 40, 30, 100, 3, 260, 60, 7, 9))]
+        params = [SamplingParams(temperature=0.7, seed=i, max_tokens=2 + i, ignore_eos=True) for i in range(9)]
+
+        def say() -> list[list[int]]:
+            return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+        def capture_graph(run: Any, pool: Any) -> tuple[Recorded, torch.Tensor]:
+            result = torch.full_like(run(), float("nan"))
+            return Recorded(lambda: [run()], [result], lambda: replays.append(run.args[0])), result
+
+        eager, replays = say(), []  # type: ignore[var-annotated]
+        stand_in_for_graphs(monkeypatch, runner.hidden_size)
+        monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        pass_over_empty_rows(monkeypatch)
+        plan_late(monkeypatch, runner.attention, prompt_graphs)
+        prompts_graphs = PromptGraphs(runner, 300, TensorParallel())
+        prompts_graphs.capture(llm.engine.num_blocks, 1000)
+        samples = SampleGraphs(runner, DecodeGraphs(runner, slots))
+        samples.capture()
+        runner.prompt_graphs, runner.sample_graphs = prompts_graphs, samples
+        del replays[:]
+        before = samples.landing.replays
+        assert say() == eager
+        assert replays and samples.landing.replays > before
 
 
 def test_chunks_that_do_not_sample_say_nothing(llm: LLM, runner: ModelRunner, graphs: SampleGraphs, log: Log) -> None:

@@ -64,7 +64,9 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
     mixed_graphs._ROWS, mixed_graphs._OFTEN, mixed_graphs._TOKENS = 8, 2, (16, PROMPT_TOKENS)
     runner.graphs = DecodeGraphs(runner, runner.num_slots)
     runner.graphs.capture(num_blocks, vocab)
-    prompts: Any = SimpleNamespace(flop=1, waste=1000, size_for=lambda batch: None, takes_apart=lambda batch: False)
+    prompts: Any = SimpleNamespace(
+        flop=1, waste=1000, longest=1000, size_for=lambda batch: None, takes_apart=lambda batch: False
+    )
     runner.mixed_graphs = MixedGraphs(runner, runner.graphs, prompts, PROMPT_TOKENS)
 
 
