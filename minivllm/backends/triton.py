@@ -125,7 +125,7 @@ class TritonBackend(AttentionBackend):
         if not captured:
             return self._query_tiles(query_lens, seq_lens).reshape(-1)
         words = np.full(self._most_words(captured, len(query_lens)), -1, dtype=np.int32)
-        if query_lens.any():
+        if query_lens.any():  # else somebody asks how many there are, who need not wait for a compiler
             tiles = self._query_tiles(query_lens, seq_lens)
             words[: tiles.size] = tiles.reshape(-1)
         return words

@@ -130,12 +130,12 @@ class HttpServer(uvicorn.Server):
         self._loop.call_later(_LAST_WORDS, self._cut_off)
 
     def _cut_off(self) -> None:
-        for connection in self.server_state.connections:
+        for connection in tuple(self.server_state.connections):
             connection.transport.abort()
         self._loop.call_later(_LAST_WORDS, self._force)
 
     def _force(self) -> None:
-        """Requests that wait for no client: long texts become tokens."""
+        """What still runs waits for no client: a long text that becomes tokens."""
         self.force_exit = True
 
     @contextmanager

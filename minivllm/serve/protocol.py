@@ -229,13 +229,11 @@ class Message(Body):
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else ():
             if not isinstance(part, dict):
-                raise ClientError(f"messages: a part of a content is an object, not {shown(part)}", param="messages")
+                raise cls._wrong(f"a part of a content is an object, not {shown(part)}", "content")
             if (kind := part.get("type")) != "text":
-                raise ClientError(
-                    f"messages: content of type {kind!r} is not supported; only text is", param="messages"
-                )
+                raise cls._wrong(f"content of type {shown(kind)} is not supported; only text is", "content")
         if isinstance(data, dict) and data.get("content") is None:
-            raise ClientError("messages: each needs content, a string or text parts", param="messages")
+            raise cls._wrong("each needs content, a string or text parts", "content")
         return data
 
     def as_text(self) -> dict[str, str]:

@@ -103,12 +103,11 @@ class Reply(ABC):
     ) -> None:  # fmt: skip
         self.id, self.model, self.n, self.include_usage = reply_id, model, n, include_usage
         self.created = int(time.time())
-        self._continuous, self._begun = continuous_usage, False
-        self._names = tuple(request_ids)
+        self._continuous = continuous_usage
         self._place = {name: i for i, name in enumerate(request_ids)}
         self._ended: set[int] = set()
-        self._prompt_tokens: dict[str, int] = {}
-        self._cached_tokens: dict[str, int] = {}
+        self._prompt_tokens: dict[int, int] = {}  # by prompt, as its outputs come
+        self._cached_tokens: dict[int, int] = {}
         self._completion_tokens: Counter[int] = Counter()  # by choice
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
@@ -135,9 +134,9 @@ class Reply(ABC):
 
     def chunks(self, output: RequestOutput) -> Iterator[bytes]:
         """What a delta brings, as JSON, one chunk a choice."""
+        begins = not self._prompt_tokens
         self._count(output)
-        if not self._begun:
-            self._begun = True
+        if begins:
             yield from (chunk.json_bytes() for chunk in self._first_chunks())
         for index, new in self._news(output):
             if new.finish_reason is None and new.logprobs is None and not self._continuous:  # nearly all of them
@@ -164,14 +163,15 @@ class Reply(ABC):
 
     def _usage_of(self, index: int) -> Usage:
         """Of a choice so far, and its prompt."""
-        name = self._names[index // self.n]
-        return _usage(
-            self._prompt_tokens.get(name, 0), self._completion_tokens[index], self._cached_tokens.get(name, 0)
-        )
+        prompt, completion = index // self.n, self._completion_tokens[index]
+        return _usage(self._prompt_tokens.get(prompt, 0), completion, self._cached_tokens.get(prompt, 0))
 
     def _count(self, output: RequestOutput) -> None:
-        self._prompt_tokens[output.request_id] = len(output.prompt_token_ids)
-        self._cached_tokens[output.request_id] = output.num_cached_tokens
+        prompt = self._place[output.request_id]
+        self._prompt_tokens[prompt], self._cached_tokens[prompt] = (
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+        )
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """The choices that have something to say, and what."""

@@ -52,7 +52,7 @@ def attention_batch(
     position = np.arange(starts[-1]) + np.repeat(seq - query - starts[:-1], query)
     row = np.repeat(np.arange(len(seq)), query)
     slots = table[row, position // block_size].astype(np.int64) * block_size + position % block_size
-    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # not aligned, as the runner's are
+    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # not aligned; the runner's are
     return AttentionBatch(
         num_decodes=num_decodes,
         query_start=packed[: len(starts)],

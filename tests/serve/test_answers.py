@@ -127,8 +127,9 @@ def test_a_chunk_of_text_is_the_json_of_its_object(kind: type[Reply], text: str,
     """Chunks that only bring text are put together from a frame made once."""
     reply = kind("id-1", 'mod"el', ["a", "b"], 2, include_usage)
     output = RequestOutput("b", None, [1, 2], [CompletionOutput(1, text, [5])], finished=False)
-    for _ in range(2):  # the frame made, and kept
-        *_, chunk = reply.chunks(output)
+    for first in (True, False):  # the frame made, and kept
+        *roles, chunk = reply.chunks(output)
+        assert len(roles) == (4 if first and kind is ChatReply else 0)
         expected = reply._chunk([reply._choice(3, output.outputs[0], whole=False)])
         assert json.loads(chunk) == json.loads(expected.json_bytes())
     assert reply.usage().completion_tokens == 2
@@ -232,7 +233,7 @@ def test_each_chunk_may_count_its_choices_tokens_so_far(server: Running, path: s
     assert len(by_choice) == (2 if path == CHAT else 4)
     for usages in by_choice.values():
         counts = [usage["completion_tokens"] for usage in usages]
-        assert counts == sorted(counts) and counts[-1] == 6 and counts[0] == (0 if path == CHAT else counts[0])
+        assert counts == sorted(counts) and counts[-1] == 6 and (counts[0] == 0) == (path == CHAT)
         assert len({usage["prompt_tokens"] for usage in usages}) == 1
         assert all(usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages)
     prompts = {index // 2: usages[0]["prompt_tokens"] for index, usages in by_choice.items()}
@@ -259,11 +260,20 @@ def test_the_role_comes_with_the_first_output_not_before_it() -> None:
     assert b'" there"' in second and b"role" not in second and end == b"data: [DONE]\n\n"
 
 
-def test_a_messages_name_goes_to_the_template(server: Running, alone: LLM) -> None:
-    """Most have no place for it."""
+def test_a_messages_name_goes_to_the_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most have no place for it, and pass it over."""
+    seen: list[Any] = []
+    render = server.engine.tokenizer.apply_chat_template
+
+    def noted(messages: list[dict[str, str]], **variables: Any) -> list[int]:
+        seen.append(messages)
+        return render(messages, **variables)
+
+    monkeypatch.setattr(server.engine.tokenizer, "apply_chat_template", noted)
     named = [message | {"name": "ann", "tool_call_id": "7"} for message in HELLO]
-    tokens = server.post("/tokenize", messages=named).json()["tokens"]
-    assert tokens == alone.engine.tokenizer.apply_chat_template(named)
+    for messages in (named, HELLO):
+        assert server.post("/tokenize", messages=messages).status_code == 200
+    assert seen == [named, HELLO]
 
 
 def test_cached_tokens_are_counted_and_salts_share_nothing(server: Running) -> None:
