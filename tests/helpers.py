@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from minivllm import LLM
 from minivllm.backends.torch import TorchBackend
+from minivllm.core import prompt_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec, Model
 from minivllm.core.model_config import ModelConfig
@@ -45,6 +47,8 @@ __all__ = [
     "reference_model",
     "reference_tokens",
     "save_checkpoint",
+    "small_steps",
+    "stand_in_for_prompt_graphs",
     "step_batch",
 ]
 
@@ -186,3 +190,24 @@ def plan_late(
         for name in ("decode_inputs", "prompt_inputs"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, and_plan(getattr(module, name)))
+
+
+def small_steps(tokens: int, slots: int) -> LLM:
+    """An engine on a CPU whose steps are small, and which computes every prompt."""
+    options = [f"scheduler.max_num_batched_tokens={tokens}", "cache.enable_prefix_caching=false"]
+    return LLM("demo", device="cpu", attention="torch", max_num_seqs=slots, overrides=options)
+
+
+def stand_in_for_prompt_graphs(
+    monkeypatch: pytest.MonkeyPatch, attention: AttentionBackend, made: Callable[[Any, torch.Tensor], Any]
+) -> None:
+    """``made`` (what is captured, its result): what has ``replay``, which fills the result."""
+
+    def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Any, torch.Tensor]:
+        result = torch.full_like(run(), float("nan"))
+        return made(run, result), result
+
+    pass_over_empty_rows(monkeypatch)
+    plan_late(monkeypatch, attention, prompt_graphs)
+    monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers import small_steps
 
 from minivllm import LLM
 from minivllm.core.model_runner import ModelRunner
@@ -12,8 +13,7 @@ from minivllm.core.model_runner import ModelRunner
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    options = ["scheduler.max_num_batched_tokens=300", "cache.enable_prefix_caching=false"]
-    with LLM("demo", device="cpu", attention="torch", max_num_seqs=10, overrides=options) as llm:
+    with small_steps(300, 10) as llm:
         yield llm
 
 

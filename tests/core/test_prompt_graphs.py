@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import pass_over_empty_rows, plan_late, step_batch
+from helpers import small_steps, stand_in_for_prompt_graphs, step_batch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import prompt_graphs
@@ -172,23 +172,15 @@ class Recorded:
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    options = ["scheduler.max_num_batched_tokens=512", "cache.enable_prefix_caching=false"]
-    with LLM("demo", device="cpu", attention="torch", max_num_seqs=4, overrides=options) as llm:
+    with small_steps(512, 4) as llm:
         yield llm
 
 
 @pytest.fixture
 def log(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     said: list[Replayed] = []
-
-    def capture_graph(run: Callable[[], torch.Tensor], pool: Any) -> tuple[Recorded, torch.Tensor]:
-        result = torch.full_like(run(), float("nan"))
-        return Recorded(run, result, said), result
-
-    pass_over_empty_rows(monkeypatch)
-    plan_late(monkeypatch, llm.engine.executor._worker.runner.attention, prompt_graphs)  # type: ignore[attr-defined]
-    monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    attention = llm.engine.executor._worker.runner.attention  # type: ignore[attr-defined]
+    stand_in_for_prompt_graphs(monkeypatch, attention, lambda run, result: Recorded(run, result, said))
     return said
 
 

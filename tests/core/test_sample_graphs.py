@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import pass_over_empty_rows, plan_late, step_batch
+from helpers import small_steps, stand_in_for_prompt_graphs, step_batch
 from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
-from minivllm.core import prompt_graphs, sample_graphs
+from minivllm.core import sample_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.cuda_graphs import DecodeGraphs
 from minivllm.core.model_runner import ModelRunner
@@ -112,8 +112,12 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are rounded up beyond the slots; what graphs of prompts have is as wide as the slots."""
-    options = ["scheduler.max_num_batched_tokens=300", "cache.enable_prefix_caching=false"]
-    with LLM("demo", device="cpu", attention="torch", max_num_seqs=slots, overrides=options) as llm:
+    replays: list[Any] = []
+
+    def made(run: Any, result: torch.Tensor) -> Recorded:
+        return Recorded(lambda: [run()], [result], lambda: replays.append(run.args[0]))
+
+    with small_steps(300, slots) as llm:
         runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
         prompts = [[7 + i] * n for i, n in enumerate((5, 40, 30, 100, 3, 260, 60, 7, 9))]
         params = [SamplingParams(temperature=0.7, seed=i, max_tokens=2 + i, ignore_eos=True) for i in range(9)]
@@ -121,16 +125,9 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
         def say() -> list[list[int]]:
             return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
 
-        def capture_graph(run: Any, pool: Any) -> tuple[Recorded, torch.Tensor]:
-            result = torch.full_like(run(), float("nan"))
-            return Recorded(lambda: [run()], [result], lambda: replays.append(run.args[0])), result
-
-        eager, replays = say(), []  # type: ignore[var-annotated]
+        eager = say()
         stand_in_for_graphs(monkeypatch, runner.hidden_size)
-        monkeypatch.setattr(prompt_graphs, "capture_graph", capture_graph)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        pass_over_empty_rows(monkeypatch)
-        plan_late(monkeypatch, runner.attention, prompt_graphs)
+        stand_in_for_prompt_graphs(monkeypatch, runner.attention, made)
         prompts_graphs = PromptGraphs(runner, 300, TensorParallel())
         prompts_graphs.capture(llm.engine.num_blocks, 1000)
         samples = SampleGraphs(runner, DecodeGraphs(runner, slots))
