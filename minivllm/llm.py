@@ -86,6 +86,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
+        Of more than run at once those with the largest ``max_tokens`` begin first (``LLMEngine.best_order``).
+
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all, or one a prompt. ``use_tqdm``: whether to show progress, or what makes
         the bar, called as ``tqdm`` is. ``priority``: one a prompt, smaller ones are served earlier; for schedulers that
@@ -126,17 +128,17 @@ class LLM:
         if priority is not None and len(priority) != many:
             raise RequestError(f"{many} prompts with {len(priority)} priorities; give one a prompt")
         priorities = [0] * many if priority is None else priority
-        encoded = _encoded(prompts, self.engine.tokenizer, add_special_tokens)
+        order = self.engine.best_order([_size(prompt) for prompt in prompts], params)
+        encoded = _encoded([prompts[i] for i in order], self.engine.tokenizer, add_special_tokens)
+        first = self.engine.num_requests_added
         ids: list[str] = []
         try:
-            for number, (prompt, one, urgency) in enumerate(zip(encoded, params, priorities, strict=True)):
-                name = self._free_id()
-                ids.append(name)  # before: Ctrl-C may find it added
+            ids += (self._free_id() for _ in prompts)
+            for i, prompt in zip(order, encoded, strict=True):
                 try:
-                    self.engine.add_request(name, prompt, one, priority=urgency)
+                    self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
                 except RequestError as error:
-                    ids.pop()
-                    raise RequestError(f"prompt {number}: {error}" if many > 1 else str(error)) from None
+                    raise RequestError(f"prompt {i}: {error}" if many > 1 else str(error)) from None
             return self._run(ids, use_tqdm)
         except BaseException:
             self.engine.abort(ids)
@@ -266,6 +268,14 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
             given = some[i]
             some[i] = {**(given if isinstance(given, dict) else {}), "prompt": text, "prompt_token_ids": ids}
         yield from some
+
+
+def _size(prompt: Prompt) -> int:
+    """Its tokens, or its letters; of what the engine will refuse any number."""
+    given: Any = prompt
+    if isinstance(given, dict):
+        given = given.get("prompt") if given.get("prompt_token_ids") is None else given["prompt_token_ids"]
+    return len(given) if hasattr(given, "__len__") else 0
 
 
 def _text_of(prompt: Prompt) -> str | None:

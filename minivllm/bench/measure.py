@@ -13,7 +13,7 @@ import numpy as np
 
 from minivllm.bench.recorder import FirstTokens
 from minivllm.bench.workloads import BenchRequest
-from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:
@@ -73,6 +73,9 @@ class Bench:
     ) -> None:
         self.engine, self.requests = engine, requests
         self.params = options.sampling_params(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY)
+        if not any(request.arrival for request in requests):  # then as ``LLM.generate`` has them
+            sizes, params = [len(r.prompt) for r in requests], [self._params_of(r) for r in requests]
+            self.requests = [requests[i] for i in engine.best_order(sizes, params)]
         self.whole = options.ignore_eos
         self.on_cpu = engine.describe()["device"] == "cpu"
         self._number = 0
@@ -176,9 +179,11 @@ class Bench:
         for request in requests:
             self._number += 1
             names.append(f"bench-{self._number}")
-            params = self.params.clone(max_tokens=request.max_tokens)
-            self.engine.add_request(names[-1], request.prompt, params)
+            self.engine.add_request(names[-1], request.prompt, self._params_of(request))
         return names
+
+    def _params_of(self, request: BenchRequest) -> SamplingParams:
+        return self.params.clone(max_tokens=request.max_tokens)
 
     def clear(self) -> None:
         """Leave nothing under way and nothing cached for the next run."""

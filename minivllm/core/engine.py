@@ -6,7 +6,9 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from heapq import nlargest
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -82,7 +84,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[str, tuple[Request, Completion]] = {}
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
-        self._arrivals = 0
+        self.num_requests_added = 0
         self._prompt_tokens_since_step = 0
         ends = dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids))
         self._eos = tuple(token for token in ends if 0 <= token < model_config.vocab_size)  # of others none is sampled
@@ -109,12 +111,14 @@ class LLMEngine:
         *,
         cache_salt: str | None = None,
         priority: int = 0,
+        number: int | None = None,
     ) -> None:
         """Queue a request.
 
         ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
         Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier, by
-        schedulers that have priorities; with others only 0 is allowed.
+        schedulers that have priorities; with others only 0 is allowed. ``number``: what it draws from if it names no
+        seed, beside the engine's; ``num_requests_added`` unless it is given.
 
         Where nothing is under way and the requests since the last ``step`` fill one, it is launched here: the device
         need not wait for the requests behind.
@@ -143,6 +147,7 @@ class LLMEngine:
         request = Request(request_id, text, ids, params)
         stop_ids = self._stop_ids(params)
         max_len = self._max_len(len(ids), params)
+        number = self.num_requests_added if number is None else number
         added: list[Sequence] = []
         try:
             for index in range(params.n):
@@ -150,7 +155,7 @@ class LLMEngine:
                 seq = Sequence(
                     name, tokens, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority
                 )
-                base = params.seed if params.seed is not None else self._seed_of(self._arrivals)
+                base = params.seed if params.seed is not None else self._seed_of(number)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
                 seq.sampler_words = self._sampler_class.words(seq)
                 seq.tells_tokens = self._sampler_class.wants_tokens(seq)
@@ -164,7 +169,7 @@ class LLMEngine:
                 self.scheduler.abort(seq.request_id)
                 self._by_sequence.pop(seq.request_id, None)
             raise
-        self._arrivals += 1
+        self.num_requests_added += 1
         self._requests[request_id] = request
         self.stats.prompt_tokens += len(ids)
         self._prompt_tokens_since_step += len(ids)
@@ -173,6 +178,26 @@ class LLMEngine:
             began = time.perf_counter()
             self._uninterruptedly(self._launch)
             self.stats.host_time += time.perf_counter() - began
+
+    def best_order(self, sizes: SequenceOf[int], params: SequenceOf[SamplingParams]) -> list[int]:
+        """How to add requests of which only the end of the last one counts, by their places. ``sizes``: of their
+        prompts, in tokens, or what is likely more (letters).
+
+        The longest answers first (the rule LPT, Graham 1969), so that none is left to run alone at the end; as they
+        come if all run at once anyway, or if the cache may be too small for as many as run at once to go on for so
+        long: they would take blocks from each other, and what is preempted is computed again.
+        """
+        order, running = range(len(params)), self.config.scheduler.max_num_seqs
+        if sum(one.n for one in params) <= running:
+            return list(order)
+        room, longest = self.num_blocks * self.config.cache.block_size, self.max_model_len
+        answers = [longest if one.max_tokens is None else one.max_tokens for one in params]
+        ends: list[int] = []
+        for size, answer, one in zip(sizes, answers, params, strict=True):
+            ends += [min(size + answer, longest)] * min(one.n, running)
+        if sum(nlargest(running, ends)) > room:
+            return list(order)
+        return sorted(order, key=lambda i: -answers[i])
 
     def abort(self, request_id: str | list[str]) -> None:
         """End requests wherever they are; ids that are not known (any more) are passed over."""

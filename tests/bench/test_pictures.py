@@ -59,7 +59,7 @@ def recorded(engine: LLMEngine, *requests: BenchRequest) -> StepRecorder:
 
 
 def test_the_recorder_sees_every_step_and_token(engine):
-    requests = [BenchRequest([n + 3] * (5 + 6 * n), 6 + n) for n in range(5)]
+    requests = [BenchRequest([n + 3] * (5 + 6 * n), 10 - n) for n in range(5)]
     recorder = recorded(engine, *requests)
     steps = recorder.steps
     assert [s.number - steps[0].number for s in steps] == list(range(len(steps)))

@@ -78,6 +78,30 @@ def test_an_empty_list_gives_an_empty_list(engine: Engine) -> None:
     usable(llm)
 
 
+def test_the_longest_answers_begin_first_and_change_nobodys_draws(engine: Engine) -> None:
+    lengths = [2, 2, 3, 2, 2, 12]
+    prompts = [{"prompt_token_ids": [1, 2 + i]} for i in range(6)]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, temperature=1.0) for n in lengths]
+    two, all_at_once = engine(**{"scheduler.max_num_seqs": 2}), engine()
+    outputs, expected = two.generate(prompts, params, False), all_at_once.generate(prompts, params, False)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
+    assert [o.request_id for o in outputs] == [str(i) for i in range(6)]
+    assert two.engine.stats.steps <= 12 + 2, "as they come they take 12 behind 4 of others"
+    assert two.engine.num_requests_added == 6
+
+
+def test_which_request_is_best_added_first(engine: Engine) -> None:
+    llm = engine(**SMALL | {"scheduler.max_num_seqs": 2, "cache.num_blocks": 9})  # 36 tokens
+    few, many = SamplingParams(max_tokens=4), SamplingParams(max_tokens=8)
+    order = llm.engine.best_order
+    assert order([5, 5, 5], [few, many, few]) == [1, 0, 2]
+    assert order([5, 5], [few, many]) == [0, 1], "they run at once"
+    assert order([5, 5], [few, many.clone(n=2)]) == [1, 0], "three completions"
+    assert order([5, 30, 5], [few, few, many]) == [0, 1, 2], "the two longest take 34 and 13 tokens"
+    assert order([5, 6, 7], [few, few, few.clone(max_tokens=3)]) == [0, 1, 2], "as they come where they are alike"
+    assert order([1, 1, 1], [few, few, few.clone(max_tokens=None)]) == [0, 1, 2], "up to max_model_len, it is said"
+
+
 def test_duplicates_agree_under_greedy(engine: Engine) -> None:
     llm = engine(**SMALL)
     [prompt, other] = prompts_of(2)
