@@ -37,7 +37,7 @@ class SchedulerOptions:
     """vLLM's names. ``max_num_seqs`` sequences run at once; a step has ``max_num_batched_tokens`` tokens at most."""
 
     name: str = "mixed"
-    max_num_seqs: int = 256
+    max_num_seqs: int = 512
     max_num_batched_tokens: int = 8192
     async_scheduling: bool = True
     max_num_partial_prefills: int = 1

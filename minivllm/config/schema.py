@@ -80,7 +80,7 @@ class AttentionSchema:
 @dataclass
 class SchedulerSchema:
     name: str = key("mixed", "the scheduler")
-    max_num_seqs: int = key(256, "sequences that run at once", ge=1, le=65536)
+    max_num_seqs: int = key(512, "sequences that run at once", ge=1, le=65536)
     max_num_batched_tokens: int = key(8192, "tokens in one step", ge=1)
     async_scheduling: bool = key(True, "launch a step before the tokens of the one before are read")
     max_num_partial_prefills: int = key(1, "prompts that may be partly computed at once", ge=1)

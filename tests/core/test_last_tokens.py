@@ -41,7 +41,7 @@ def say(folder: Path) -> tuple[Said, Steps]:
 
     overrides = ["scheduler.max_num_batched_tokens=24", "cache.block_size=4"]
     params = [
-        SamplingParams(temperature=0, max_tokens=8 + i, ignore_eos=True, logprobs=0 if i % 2 else None)
+        SamplingParams(temperature=0, max_tokens=13 - i, ignore_eos=True, logprobs=0 if i % 2 else None)
         for i in range(len(PROMPTS))
     ]
     with pytest.MonkeyPatch.context() as patch:

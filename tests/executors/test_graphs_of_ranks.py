@@ -22,7 +22,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     for i in range(REQUESTS):
         prompt = [rng.randrange(500) for _ in range(rng.randint(1, 30))]
         params = SamplingParams(
-            temperature=0.8 if i % 2 else 0, seed=i, max_tokens=rng.randint(8, 40), ignore_eos=True,
+            temperature=0.8 if i % 2 else 0, seed=i, max_tokens=40 - 4 * i // 5, ignore_eos=True,
             top_k=5 if i % 4 == 1 else 0, logprobs=2 if i % 7 == 0 else None,
             frequency_penalty=0.9 if i in (2, 38) else 0, logit_bias={7: 2.5, 9: -1.5} if i == 30 else None,
         )  # fmt: skip
