@@ -42,6 +42,12 @@ class Batch:
     # Tokens of those whose sampler asks, one sequence after another, int32; (a,) int32 how many of each: none if none.
     known_ids: np.ndarray = field(default_factory=_none)
     known_lens: np.ndarray = field(default_factory=_none)
+    # Of prompt rows whose tokens' log-probabilities are wanted, int32: (s,) which of the prompt rows, of how many best
+    # tokens, how many tokens; and these tokens, those that stand behind the row's first ones, one row after another.
+    scored_rows: np.ndarray = field(default_factory=_none)
+    scored_best: np.ndarray = field(default_factory=_none)
+    scored_lens: np.ndarray = field(default_factory=_none)
+    scored_ids: np.ndarray = field(default_factory=_none)
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +65,7 @@ class Batch:
 
         decodes = replace(
             self, **rows(slice(d)), token_ids=none, admitted_slots=none, admitted_params=self.admitted_params[:0],
-            known_ids=none, known_lens=none,
+            known_ids=none, known_lens=none, scored_rows=none, scored_best=none, scored_lens=none, scored_ids=none,
         )  # fmt: skip
         prompts = replace(
             self, **rows(slice(d, None)), num_decodes=0, block_slots=none, block_indices=none, block_ids=none

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import islice
 from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,6 +82,8 @@ class LLMEngine:
         self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[tuple[Batch, StepHandle]] = deque()
+        self._scored: dict[int, list[Sequence | None]] = {}  # by step, whose prompts' log-probabilities are under way
+        self._unscored: set[str] = set()  # requests that wait for those before they say anything
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[str, tuple[Request, Completion]] = {}
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
@@ -140,6 +143,11 @@ class LLMEngine:
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
         self._check_priority(priority)
+        if params.prompt_logprobs is not None and not self.scheduler.scores_prompts:
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} is not supported by "
+                f"scheduler={self.config.scheduler.name}; leave it out"
+            )
         text, ids, tokens = self._tokens(prompt)
         if isinstance(prompt, dict):
             cache_salt = prompt.get("cache_salt", cache_salt)
@@ -153,8 +161,9 @@ class LLMEngine:
             for index in range(params.n):
                 name = request_id if params.n == 1 else f"{index}_{request_id}"
                 seq = Sequence(
-                    name, tokens, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority
-                )
+                    name, tokens, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority,
+                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                )  # fmt: skip
                 base = params.seed if params.seed is not None else self._seed_of(number)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
                 seq.sampler_words = self._sampler_class.words(seq)
@@ -171,6 +180,8 @@ class LLMEngine:
             raise
         self.num_requests_added += 1
         self._requests[request_id] = request
+        if not request.scored:
+            self._unscored.add(request_id)
         self.stats.prompt_tokens += len(ids)
         self._prompt_tokens_since_step += len(ids)
         full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
@@ -204,6 +215,7 @@ class LLMEngine:
         for name in [request_id] if isinstance(request_id, str) else request_id:
             request = self._requests.pop(name, None)
             self._touched.pop(name, None)
+            self._unscored.discard(name)
             for completion in request.completions if request is not None else []:
                 if completion.finish_reason is None:  # else its name may be another request's by now
                     self.scheduler.abort(completion.seq.request_id)
@@ -272,9 +284,12 @@ class LLMEngine:
         waited = time.perf_counter()
         result = handle.result()
         done = time.perf_counter()
+        scored = self._scored.pop(batch.step, None)
         for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
             self._watch(slot)
         committed = self.scheduler.commit(batch, result.token_ids)
+        if scored is not None and result.prompt_logprobs is not None:
+            self._take_scores(batch, scored, result.prompt_logprobs)
         outputs = self._take_in(committed, result.logprobs)
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -302,6 +317,9 @@ class LLMEngine:
         if batch is None:
             return False
         self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+        if len(batch.scored_rows):  # slots may change hands until they come back
+            rows = batch.num_decodes + batch.scored_rows
+            self._scored[batch.step] = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
         launched = time.perf_counter()
@@ -310,6 +328,20 @@ class LLMEngine:
         if self.observer is not None:
             self.observer.launched(batch)
         return True
+
+    def _take_scores(self, batch: Batch, seqs: list[Sequence | None], scores: Logprobs) -> None:
+        """Hand each row's to its request. It may be gone, or have had them before it was preempted."""
+        values = scores.lists()
+        begins = batch.num_computed[batch.num_decodes + batch.scored_rows].tolist()
+        for seq, begin, count in zip(seqs, begins, batch.scored_lens.tolist(), strict=True):
+            its = list(islice(values, count))
+            request, completion = (
+                self._by_sequence.get(seq.request_id, (None, None)) if seq is not None else (None, None)
+            )
+            if request is not None and completion is not None and completion.seq is seq:
+                request.add_prompt_logprobs(begin + 1, its)
+                if request.scored:
+                    self._unscored.discard(request.request_id)
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
@@ -327,6 +359,9 @@ class LLMEngine:
         telling, self._touched = self._touched, {}
         if self._may_hold():  # all but beginnings and ends
             self._touched = {name: request for name, request in telling.items() if request.told and name not in ended}
+            telling = {name: request for name, request in telling.items() if name not in self._touched}
+        if self._unscored:  # of several completions one may be ahead of that which computes the prompt
+            self._touched |= {name: request for name, request in telling.items() if name in self._unscored}
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [
             request.output()
@@ -507,6 +542,8 @@ class LLMEngine:
         self._requests.clear()
         self._touched.clear()
         self._by_sequence.clear()
+        self._scored.clear()
+        self._unscored.clear()
         self.executor.shutdown()
 
     def __enter__(self) -> LLMEngine:

@@ -54,6 +54,7 @@ class Scheduler(ABC):
     """Decides what each step computes. Owns the slot arrays and, through the block manager, the cache's blocks."""
 
     uses_priority: ClassVar[bool] = False  # whether it heeds Sequence.priority; else a request may not name one
+    scores_prompts: ClassVar[bool] = False  # whether it heeds Sequence.prompt_logprobs; else nobody may ask for them
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running ones, by slot
 
@@ -558,6 +559,7 @@ class StepResult:
 
     token_ids: np.ndarray  # (n,) int32, one a row; rows that do not sample hold -1
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # of ``Batch.scored_ids``, whose places are its rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ the replays, sees that it reads the step that it waited for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -157,7 +157,18 @@ class StepApart:
         tokens = np.concatenate([first.token_ids, second.token_ids])
         both = ((first.logprobs, 0), (second.logprobs, len(first.token_ids)))
         asked = [(logprobs, at) for logprobs, at in both if logprobs is not None]
-        return StepResult(tokens, _stacked(asked) if asked else None)
+        return StepResult(tokens, _stacked(asked) if asked else None, second.prompt_logprobs)
+
+
+@dataclass(slots=True)
+class ScoredStep:
+    """A step whose prompts' log-probabilities are wanted, too."""
+
+    step: StepHandle
+    scores: PendingStep
+
+    def result(self) -> StepResult:
+        return replace(self.step.result(), prompt_logprobs=self.scores.result().logprobs)
 
 
 def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:

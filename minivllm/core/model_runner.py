@@ -15,7 +15,8 @@ import torch
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
-from minivllm.core.landing import IN_FLIGHT, NO_ROWS, Packed, PendingStep, StepApart
+from minivllm.core.landing import IN_FLIGHT, NO_ROWS, Packed, PendingStep, ScoredStep, StepApart
+from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 from minivllm.kernels.prompt_inputs import prompt_inputs
@@ -71,6 +72,7 @@ class ModelRunner:
         self.sample_graphs: SampleGraphs | None = None
         self.staging = Staging(device)
         self._landing = PinnedRing()
+        self._scores = PromptScores(self)
         on_gpu = device.type == "cuda"
         self._events = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if on_gpu else []  # to make one takes 20 µs
         self._turn = 0
@@ -82,6 +84,8 @@ class ModelRunner:
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
         if graphs is not None and batch.num_decodes == len(batch.slots):
             return graphs.launch(batch)
+        if len(batch.scored_rows):
+            return self._launch_eager(batch)
         if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
         if graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
@@ -134,7 +138,7 @@ class ModelRunner:
     def _launch_eager(self, batch: Batch) -> StepHandle:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_ROWS
-        graphs = self.prompt_graphs
+        graphs = self.prompt_graphs if not len(batch.scored_rows) else None  # these leave last tokens alone
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             told = graphs.told(key, batch)
             admission, (_, some_) = self.begin(batch, told.packet, some, staging=graphs.staging)
@@ -142,6 +146,15 @@ class ModelRunner:
         else:
             admission, some_, hidden, ends = self._launch_layers(batch, some)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
+        scores = self._scores.launch(batch, hidden) if len(batch.scored_rows) else None
+        step = self._end_step(batch, sampled, some_, hidden, ends)
+        return step if scores is None else ScoredStep(step, scores)
+
+    def _end_step(
+        self, batch: Batch, sampled: np.ndarray, some: torch.Tensor, hidden: torch.Tensor, ends: torch.Tensor
+    ) -> StepHandle:
+        """Behind the layers: sample the rows ``sampled``, which are ``some`` on the device unless all are."""
+        n = len(batch.slots)
         if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
             hidden = hidden.index_select(0, ends[3, :n])
         if self.sample_graphs is not None and (size := self.sample_graphs.size_for(batch)) is not None:
@@ -153,7 +166,7 @@ class ModelRunner:
             return self.land(n, sampled, Packed.of(nothing, None))
         hidden = hidden[:n]
         if len(some):
-            hidden, slots_, after = (x.index_select(0, some_) for x in (hidden, slots_, after))
+            hidden, slots_, after = (x.index_select(0, some) for x in (hidden, slots_, after))
         found, logprobs = self._sample(hidden, slots_, after, batch.slots[sampled])
         self.last_token.scatter_(0, slots_, found)
         return self.land(n, sampled, Packed.of(found, logprobs))
@@ -193,7 +206,7 @@ class ModelRunner:
             host_query_lens=batch.num_new,
             host_seq_lens=seq_lens[:n],
             host_block_tables=self.host_tables_of(batch.slots, seq_lens),
-            last_tokens=ends[3] if t > rows else None,
+            last_tokens=ends[3] if t > rows and not len(batch.scored_rows) else None,
             cascade=None if cascade is None else Cascade.of(shared_, d, cascade.beside),
             prompt_words=words_,
         )
@@ -276,11 +289,11 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ to the host
 
-    def land(self, num_rows: int, rows: np.ndarray, found: Packed) -> PendingStep:
+    def land(self, num_rows: int, rows: np.ndarray, found: Packed, ring: PinnedRing | None = None) -> PendingStep:
         """Send what ``rows`` sampled on its way to the host."""
         if self.device.type != "cuda":
             return PendingStep(num_rows, rows, found.words.numpy().copy(), found.layout, None)
-        landing = self._landing.next(len(found.words))
+        landing = (ring or self._landing).next(len(found.words))
         landing.copy_(found.words, non_blocking=True)
         return PendingStep(num_rows, rows, landing.numpy(), found.layout, self.done())
 

@@ -39,8 +39,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request, as far as it has come. ``num_cached_tokens`` counts prompt tokens found in the prefix cache. Fields
-    that are always None are vLLM's, for what is not here."""
+    """One request, as far as it has come. ``num_cached_tokens`` counts prompt tokens found in the prefix cache.
+    ``prompt_logprobs[i]`` is of ``prompt_token_ids[i]``, as ``CompletionOutput.logprobs`` are: the token itself comes
+    first; of the first token None. Of deltas the first has them. Fields that are always None are vLLM's, for what is
+    not here."""
 
     request_id: str
     prompt: str | None
@@ -48,6 +50,6 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: ClassVar[None] = None
     lora_request: ClassVar[None] = None

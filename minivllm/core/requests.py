@@ -123,12 +123,18 @@ class Completion:
     def add_logprobs(self, token: int, value: float, rank: int, top_ids: list[int], top: list[float]) -> None:
         """Of the new token, and of the best ones, at least as many as are asked for. The new one comes first."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
+        self.logprobs.append(self.entry(self.seq.params.logprobs or 0, token, value, rank, top_ids, top))
+        self.cumulative_logprob += value
+
+    def entry(
+        self, count: int, token: int, value: float, rank: int, top_ids: list[int], top: list[float]
+    ) -> dict[int, Logprob]:
+        """The token's and the best ``count``'s."""
         texts = self._texts
         entry = {token: Logprob(value, rank, None if texts is None else texts[token])}
-        for i, other in enumerate(top_ids[: self.seq.params.logprobs or 0]):
+        for i, other in enumerate(top_ids[:count]):
             entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])
-        self.logprobs.append(entry)
-        self.cumulative_logprob += value
+        return entry
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         reason = self.finish_reason
@@ -158,6 +164,9 @@ class Request:
     ) -> None:
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.completions: list[Completion] = []
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
         self.told = False  # whether there was any output
 
     @property
@@ -170,9 +179,25 @@ class Request:
         p = self.params
         return p.output_kind is not RequestOutputKind.FINAL_ONLY or bool(p.stop) or p.logprobs is not None
 
+    def add_prompt_logprobs(self, place: int, values: list[tuple[float, int, list[int], list[float]]]) -> None:
+        """Of the prompt's tokens from ``place`` on; those that are there already are passed over."""
+        assert self.prompt_logprobs is not None
+        new, count = len(self.prompt_logprobs), self.params.prompt_logprobs or 0
+        for at, found in enumerate(values, place):
+            if at >= new:
+                self.prompt_logprobs.append(self.completions[0].entry(count, self.prompt_token_ids[at], *found))
+
+    @property
+    def scored(self) -> bool:
+        """Whether all log-probabilities of the prompt that are wanted are there."""
+        return self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.prompt_token_ids)
+
     def output(self) -> RequestOutput:
-        self.told = True
         kind = self.params.output_kind
+        scores = None if self.told and kind is RequestOutputKind.DELTA else self.prompt_logprobs
+        self.told = True
         outputs = [completion.output(kind) for completion in self.completions]
         cached = self.completions[0].seq.num_cached_tokens  # later ones find what the first has computed
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached)
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached, scores
+        )

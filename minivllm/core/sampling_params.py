@@ -13,7 +13,6 @@ from minivllm.errors import RequestError, shown
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {
-    "prompt_logprobs": None,
     "bad_words": None,
     "structured_outputs": None,
     "logits_processors": None,
@@ -22,6 +21,7 @@ _NOT_YET: dict[str, Any] = {
 }
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
+_LOGPROBS = "logprobs", "prompt_logprobs"
 _LARGEST = 3.4e38  # float32, as samplers have temperatures
 _MOST_BIAS = 1e30  # what float32 can still divide by a temperature
 _DIGITS = 20  # of a token id, fewer
@@ -45,8 +45,10 @@ class SamplingParams:
     for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
     negative ones. Before these ``logit_bias``, token id -> number, is added; tokens other than
     ``allowed_token_ids``, if there are any, are not drawn. ``seed=None`` draws from the engine's seed and the request's
-    number. ``n`` completions of one prompt use the seeds ``seed, seed + 1, …``. ``extra_args`` are for samplers of
-    plugins: ``Sampler.extra_args``.
+    number. ``n`` completions of one prompt use the seeds ``seed, seed + 1, …``. ``logprobs`` and ``prompt_logprobs``
+    are how many of the best tokens' log-probabilities come with each token's own, of the answer and of the prompt; what
+    of the prompt is cached is computed again for these. ``extra_args`` are for samplers of plugins:
+    ``Sampler.extra_args``.
 
     Raises:
         RequestError: a value out of range, or a field that minivllm does not support yet.
@@ -90,9 +92,10 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
         self.extra_args = dict(self.extra_args) if isinstance(self.extra_args, dict) else self.extra_args
-        if self.logprobs is True:  # as in vLLM, both
-            self.logprobs = 1
-        for name in ("n", "top_k", "max_tokens", "min_tokens", "logprobs", "seed"):  # numpy's numbers become Python's
+        for name in _LOGPROBS:
+            if getattr(self, name) is True:  # as in vLLM, both
+                setattr(self, name, 1)
+        for name in ("n", "top_k", "max_tokens", "min_tokens", *_LOGPROBS, "seed"):  # numpy's numbers become Python's
             if hasattr(value := getattr(self, name), "__index__") and not isinstance(value, bool):
                 setattr(self, name, operator.index(value))
         if self.seed == -1:
@@ -120,10 +123,11 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, why="None goes on to max_model_len")
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0)
-            if self.logprobs > MAX_LOGPROBS:
-                raise RequestError(f"logprobs={self.logprobs} is more than {MAX_LOGPROBS}, the most that is returned")
+        for name in _LOGPROBS:
+            if (count := getattr(self, name)) is not None:
+                _integer(name, count, 0)
+                if count > MAX_LOGPROBS:
+                    raise RequestError(f"{name}={count} is more than {MAX_LOGPROBS}, the most that is returned")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63))
         for token in self.stop_token_ids or ():

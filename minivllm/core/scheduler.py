@@ -45,8 +45,11 @@ class SlotScheduler(Scheduler):
     - When a decode needs a block and none is free, the running sequence with the last place (here: the latest-arrived)
       is preempted: its blocks are freed and its known tokens are computed again later. The first is never preempted, so
       every step makes progress.
+    - Of a sequence with ``prompt_logprobs`` all prompt tokens are computed: it takes no cached prefix.
     - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most.
     """
+
+    scores_prompts = True
 
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
@@ -79,6 +82,7 @@ class SlotScheduler(Scheduler):
         self.running = np.empty(0, dtype=np.int32)  # slots, by place; batches hold views: it is not written to
         self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
         self._room_filled = 0  # entries of it in use
+        self._scored: set[int] = set()  # slots whose prompts' log-probabilities are wanted and not all under way
         self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
         self._free_slots = list(range(size - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
@@ -231,7 +235,7 @@ class SlotScheduler(Scheduler):
                 del self.waiting[at]
                 continue
             known = len(seq.known)
-            cached = self.blocks.match(seq)
+            cached = self.blocks.match(seq) if seq.prompt_logprobs is None else []
             lacking = self.lacking(seq, cached)
             left = known - len(cached) * self.blocks.block_size
             n = min(left, budget, self.threshold or left)
@@ -296,6 +300,8 @@ class SlotScheduler(Scheduler):
         else:
             self._partial.append(slot)
         self._admitted.append(seq)
+        if seq.prompt_logprobs is not None:
+            self._scored.add(slot)
 
     def _run(self, slot: int, place: tuple[int, ...]) -> None:
         """Put a slot among those that run, by place: mostly behind them, where there is room."""
@@ -335,6 +341,7 @@ class SlotScheduler(Scheduler):
         self.sequences[slot] = None
         self._free_slots.append(slot)
         self._more_stop_ids.pop(slot, None)
+        self._scored.discard(slot)
         if slot in self._partial:
             self._partial.remove(slot)
 
@@ -359,9 +366,10 @@ class SlotScheduler(Scheduler):
             computed, new = self.computed[slots], np.ones(len(slots), dtype=np.int32)
             new[d:] = [n for _, n in chunks]
             token_ids = self._chunk_tokens(chunks, computed[d:].tolist())
+            scored = self._take_scored(chunks, computed[d:].tolist()) if self._scored else {}
         else:
             slots, computed, new = decodes, self.computed[decodes], self._ones[:d]
-            token_ids = _NONE
+            token_ids, scored = _NONE, {}
         after = computed + new
         samples = after >= self.known_len[slots] if chunks else self._all[:d]
         params, known = self._admitted_params() if self._admitted else (self._no_params, [])
@@ -382,6 +390,7 @@ class SlotScheduler(Scheduler):
             admitted_params=params,
             known_lens=np.array([len(ids) for ids in known], dtype=np.int32) if known else _NONE,
             known_ids=np.concatenate(known) if known else _NONE,
+            **scored,
         )
         self.computed[slots] = after
         if self._partial:
@@ -400,6 +409,28 @@ class SlotScheduler(Scheduler):
             parts.append(self.tokens[slot, begin : begin + n])
             self.blocks.register(slot, seq, self.tokens[slot], begin + n)
         return np.concatenate(parts)
+
+    def _take_scored(self, chunks: list[tuple[int, int]], computed: list[int]) -> dict[str, np.ndarray]:
+        """``Batch``'s arrays of the chunks whose tokens' log-probabilities are wanted. A token's come from the one
+        before it."""
+        rows: list[tuple[int, int, int]] = []
+        ids = [_NONE]
+        for row, ((slot, n), begin) in enumerate(zip(chunks, computed, strict=True)):
+            if slot not in self._scored:
+                continue
+            seq = self.sequences[slot]
+            assert seq is not None and seq.prompt_logprobs is not None
+            end = min(begin + n, seq.prompt_len - 1)
+            if end > begin:
+                rows.append((row, seq.prompt_logprobs, end - begin))
+                ids.append(self.tokens[slot, begin + 1 : end + 1])
+            if end == seq.prompt_len - 1:
+                seq.prompt_logprobs = None
+                self._scored.discard(slot)
+        of_rows = np.array(rows, dtype=np.int32).reshape(-1, 3).T
+        return dict(zip(("scored_rows", "scored_best", "scored_lens"), of_rows, strict=True)) | {
+            "scored_ids": np.concatenate(ids)
+        }
 
     def _admitted_params(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of those admitted in this step, what ``Batch`` has of each; no words at all if there are none of any."""

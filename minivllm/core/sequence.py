@@ -49,6 +49,7 @@ class Sequence:
         "place",
         "priority",
         "prompt_len",
+        "prompt_logprobs",
         "request_id",
         "sampler_row",
         "sampler_words",
@@ -68,6 +69,7 @@ class Sequence:
         stop_ids: tuple[int, ...] = (),
         cache_salt: str | None = None,
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.known = np.array(prompt_token_ids, dtype=np.int32)  # a copy: the caller may reuse theirs
@@ -77,6 +79,9 @@ class Sequence:
         self.stop_ids = stop_ids  # token ids that end it: the model's end tokens and the request's stop_token_ids
         self.cache_salt = cache_salt
         self.priority = priority  # smaller is more urgent, for schedulers that heed it
+        # Of how many best tokens at each place of the prompt log-probabilities are wanted; None: of none, or all are
+        # under way.
+        self.prompt_logprobs = prompt_logprobs
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
         self.sampler_words = _NONE  # Sampler.words
         self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts

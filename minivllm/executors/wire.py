@@ -1,8 +1,9 @@
 """A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
 
-# step:   counts (8,) int64 | generations int64 | ten int32 arrays | admitted_params | samples bool
+# step:   counts (10,) int64 | generations int64 | fourteen int32 arrays | admitted_params | samples bool
 # profile: -1 int64, where a step's first count stands | the file's name; without one it is over
-# result: counts (4,) int64 | token_ids int32 | with logprobs: rows int64, sampled f32, rank i32, top_ids i32, top f32
+# result: counts (7,) int64 | token_ids int32 | logprobs | prompt_logprobs; each, if there are any: rows int64, sampled
+#         f32, rank i32, top_ids i32, top f32
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def pack_batch(batch: Batch) -> bytes:
         [
             batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
             batch.num_decodes, batch.admitted_params.dtype.itemsize, len(batch.known_ids),
+            len(batch.scored_rows), len(batch.scored_ids),
         ],
         dtype=np.int64,
     )  # fmt: skip
@@ -31,7 +33,8 @@ def pack_batch(batch: Batch) -> bytes:
         (
             counts, batch.generations, batch.slots, batch.num_computed, batch.num_new, batch.token_ids,
             batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.known_lens,
-            batch.known_ids, batch.admitted_params, batch.samples,
+            batch.known_ids, batch.scored_rows, batch.scored_best, batch.scored_lens, batch.scored_ids,
+            batch.admitted_params, batch.samples,
         )
     )  # fmt: skip
 
@@ -49,13 +52,14 @@ def unpack_profile(data: bytearray) -> str | None:
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     """The batch, as views of ``data``; ``row`` is the sampler's."""
     take = _Taker(data)
-    step, n, t, b, a, num_decodes, itemsize, known = take(8, np.int64).tolist()
+    step, n, t, b, a, num_decodes, itemsize, known, s, ids = take(10, np.int64).tolist()
     if itemsize != row.itemsize:
         raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
     generations = take(n, np.int64)
     slots, num_computed, num_new, token_ids = (take(k, _INT32) for k in (n, n, n, t))
     block_slots, block_indices, block_ids, admitted_slots = (take(k, _INT32) for k in (b, b, b, a))
     known_lens, known_ids = take(a if known else 0, _INT32), take(known, _INT32)
+    scored_rows, scored_best, scored_lens, scored_ids = (take(k, _INT32) for k in (s, s, s, ids))
     return Batch(
         step=step,
         slots=slots,
@@ -72,31 +76,38 @@ def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
         admitted_slots=admitted_slots,
         known_lens=known_lens,
         known_ids=known_ids,
+        scored_rows=scored_rows,
+        scored_best=scored_best,
+        scored_lens=scored_lens,
+        scored_ids=scored_ids,
     )
 
 
 def pack_result(result: StepResult) -> bytes:
-    lp = result.logprobs
-    m, k = lp.top.shape if lp is not None else (0, 0)
-    counts = np.array([len(result.token_ids), lp is not None, m, k], dtype=np.int64)
-    arrays = [counts, result.token_ids]
-    if lp is not None:
-        arrays += [
-            lp.rows.astype(np.int64), lp.sampled.astype(np.float32), lp.rank.astype(np.int32),
-            lp.top_ids.astype(np.int32), lp.top.astype(np.float32),
-        ]  # fmt: skip
-    return _joined(arrays)
+    counts, arrays = [len(result.token_ids)], [result.token_ids]
+    for lp in (result.logprobs, result.prompt_logprobs):
+        counts += [lp is not None, *(lp.top.shape if lp is not None else (0, 0))]
+        if lp is not None:
+            arrays += [
+                lp.rows.astype(np.int64), lp.sampled.astype(np.float32), lp.rank.astype(np.int32),
+                lp.top_ids.astype(np.int32), lp.top.astype(np.float32),
+            ]  # fmt: skip
+    return _joined([np.array(counts, dtype=np.int64), *arrays])
 
 
 def unpack_result(data: bytearray) -> StepResult:
     take = _Taker(data)
-    n, has_logprobs, m, k = take(4, np.int64).tolist()
+    n, *counts = take(7, np.int64).tolist()
     token_ids = take(n, _INT32)
-    if not has_logprobs:
-        return StepResult(token_ids)
+    return StepResult(token_ids, _take_logprobs(take, *counts[:3]), _take_logprobs(take, *counts[3:]))
+
+
+def _take_logprobs(take: _Taker, there: int, m: int, k: int) -> Logprobs | None:
+    if not there:
+        return None
     rows, sampled, rank = take(m, np.int64), take(m, np.float32), take(m, _INT32)
     top_ids, top = take(m * k, _INT32).reshape(m, k), take(m * k, np.float32).reshape(m, k)
-    return StepResult(token_ids, Logprobs(rows, sampled, rank, top_ids, top))
+    return Logprobs(rows, sampled, rank, top_ids, top)
 
 
 class _Taker:

@@ -391,6 +391,89 @@ def test_the_logprobs_of_an_only_token(engine: Engine) -> None:
     assert short.outputs[0].logprobs == longer.outputs[0].logprobs[:1] and len(short.outputs[0].logprobs) == 1
 
 
+@pytest.mark.parametrize("room", [{}, {"scheduler.max_num_batched_tokens": 7, "cache.num_blocks": 9}], ids=str)
+def test_prompt_logprobs_equal_transformers(
+    engine: Engine, tiny_checkpoint: Callable[..., Path], room: dict[str, int]
+) -> None:
+    """In whole prompts and in chunks, of sequences that are preempted, beside others, and where all is cached."""
+    llm, model = engine(**SMALL | room), reference_model(tiny_checkpoint("qwen3"))
+    prompts = [[7], *prompts_of(5, seed=8), list(range(3, 21)), list(range(40, 53))]
+    counts = [0, 3, None, 1, 2, None, 5, 0]
+    params = [
+        SamplingParams(temperature=0.0 if i % 2 else 0.9, seed=i, max_tokens=4 + 2 * i, ignore_eos=True,
+                       prompt_logprobs=count, n=1 + (i == 4), logprobs=1 if i in (3, 6) else None)
+        for i, count in enumerate(counts)
+    ]  # fmt: skip
+    for _ in range(2):
+        outputs = run(llm, prompts, params)
+        assert (llm.engine.stats.preemptions > 0) == bool(room)
+        for prompt, one, output in zip(prompts, params, outputs, strict=True):
+            found, count = output.prompt_logprobs, one.prompt_logprobs
+            if count is None:
+                assert found is None
+                continue
+            assert found is not None and len(found) == len(prompt) and found[0] is None
+            assert output.num_cached_tokens == 0, "it was computed again"
+            with torch.inference_mode():
+                want = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
+            for token, row, entry in zip(prompt[1:], want, found[1:], strict=False):
+                assert entry is not None and next(iter(entry)) == token
+                assert set(entry) == {*row.topk(count).indices.tolist(), token}
+                for t, lp in entry.items():
+                    assert lp.logprob == pytest.approx(row[t].item(), abs=1e-3)
+                    assert lp.rank == int((row > row[t]).sum()) + 1
+                    assert lp.decoded_token == llm.get_tokenizer().decode([t], skip_special_tokens=False)
+    plain = [one.clone(prompt_logprobs=None) for one in params]
+    assert tokens(run(llm, prompts, plain)) == tokens(outputs)
+    llm.engine.scheduler.check()
+
+
+def test_prompt_logprobs_go_to_whom_they_belong(engine: Engine) -> None:
+    """A request is aborted while they are under way, and its slot and its name are another's."""
+    llm = engine(**SMALL | {"scheduler.max_num_seqs": 1, "scheduler.max_num_batched_tokens": 8})
+    wanted = GREEDY.clone(prompt_logprobs=1)
+    first, second = list(range(5, 17)), list(range(40, 61))
+    [expected] = run(llm, second, wanted)
+    llm.engine.add_request("a", first, wanted)
+    llm.engine.step()
+    llm.engine.abort("a")
+    llm.engine.add_request("a", second, wanted)
+    outputs: list[RequestOutput] = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert outputs[-1].prompt_logprobs == expected.prompt_logprobs
+    assert outputs[0].prompt_logprobs == expected.prompt_logprobs, "they are there with the first token"
+    assert not llm.engine._scored
+
+
+def test_all_completions_wait_for_the_prompts_logprobs_and_deltas_tell_them_once(engine: Engine) -> None:
+    """The second starts from what is cached while the first still computes the prompt."""
+    chunks = {"long_prefill_token_threshold": 4, "max_num_partial_prefills": 4, "max_long_partial_prefills": 4}
+    llm = engine(**SMALL | {f"scheduler.{name}": value for name, value in chunks.items()})
+    prompt = list(range(20, 52))
+    run(llm, prompt)
+    params = GREEDY.clone(n=2, max_tokens=12, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA)
+    llm.engine.add_request("a", prompt, params)
+    outputs: list[RequestOutput] = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    first, *others = outputs
+    assert len(first.outputs[1].token_ids) > len(first.outputs[0].token_ids) > 0, "one was ahead"
+    assert first.prompt_logprobs is not None and len(first.prompt_logprobs) == len(prompt)
+    assert all(output.prompt_logprobs is None for output in others)
+    ids = [[t for o in outputs for t in o.outputs[i].token_ids] for i in range(2)]
+    assert ids[0] == ids[1] == tokens(run(llm, prompt, GREEDY.clone(max_tokens=12)))[0]
+    assert not llm.engine._unscored
+
+
+def test_a_scheduler_that_scores_no_prompts_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    monkeypatch.setattr(type(llm.engine.scheduler), "scores_prompts", False)
+    with pytest.raises(RequestError, match="prompt_logprobs=1 is not supported by scheduler=mixed; leave it out"):
+        run(llm, [4, 5], GREEDY.clone(prompt_logprobs=1))
+    usable(llm)
+
+
 # --------------------------------------------------------------------------- the prefix cache
 
 

@@ -28,6 +28,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         params = SamplingParams(
             temperature=0, max_tokens=rng.randint(4, 24), ignore_eos=True, logprobs=3 if i % 3 == 0 else None,
             presence_penalty=0.8 if i % 4 == 1 else 0, repetition_penalty=1.2 if i % 5 == 1 else 1,
+            prompt_logprobs=2 if i % 5 == 3 else None,
             logit_bias={i: 3.0} if i % 6 == 2 else None, allowed_token_ids=[*range(99)] if i % 8 == 3 else None,
         )  # fmt: skip
         found.append((prompt, params))
@@ -46,7 +47,8 @@ def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
             for output in engine.step():
                 if output.finished:
                     one = output.outputs[0]
-                    values = [next(iter(at.values())).logprob for at in one.logprobs or []]
+                    found = [*(one.logprobs or []), *(output.prompt_logprobs or [])]
+                    values = [lp.logprob for at in found for lp in (at or {}).values()]
                     answers[output.request_id] = list(one.token_ids), values
             steps += 1
             if steps in (6, 11):

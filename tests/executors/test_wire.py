@@ -44,6 +44,10 @@ def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, bl
         admitted_params=np.frombuffer(rng.bytes(row.itemsize * admitted), row),
         known_lens=lens,
         known_ids=ints(int(lens.sum())),
+        scored_rows=ints(admitted),
+        scored_best=ints(2 * admitted)[::2],
+        scored_lens=ints(admitted),
+        scored_ids=ints(tokens),
     )
 
 
@@ -90,7 +94,9 @@ def test_a_result_comes_back_as_it_was(rows: int, k: int) -> None:
     assert unpack_result(bytearray(pack_result(StepResult(tokens)))).logprobs is None
     back = unpack_result(bytearray(pack_result(StepResult(tokens, logprobs))))
     assert back.token_ids.tolist() == tokens.tolist() and back.logprobs is not None
-    assert same(logprobs, back.logprobs)
+    assert same(logprobs, back.logprobs) and back.prompt_logprobs is None
+    back = unpack_result(bytearray(pack_result(StepResult(tokens, None, logprobs))))
+    assert back.prompt_logprobs is not None and same(logprobs, back.prompt_logprobs) and back.logprobs is None
 
 
 def test_messages_of_any_size_reach_every_reader_in_order() -> None:

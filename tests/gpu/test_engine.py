@@ -105,6 +105,30 @@ def test_graphs_change_no_token_in_float32() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_prompt_logprobs_are_those_of_the_cpu(attention: str) -> None:
+    """Of whole prompts and of chunks, beside decodes, with more rows than the LM head takes at once."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(5, 3000) for _ in range(n)] for n in (1, 2, 700, 30, 90, 257, 64, 5, 40)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=4 + 5 * i, ignore_eos=True, prompt_logprobs=i % 4 if i % 5 else None)
+        for i in range(len(prompts))
+    ]
+    found = []
+    for where in ({"device": "cpu", "attention": "torch", "dtype": "float32"}, {"attention": attention}):
+        with LLM("demo", max_num_seqs=4, max_num_batched_tokens=300, **where) as llm:  # type: ignore[arg-type]
+            found.append(llm.generate(prompts, params, use_tqdm=False))
+    for one, reference, ours in zip(params, *found, strict=True):
+        if one.prompt_logprobs is None:
+            assert ours.prompt_logprobs is None
+            continue
+        assert ours.prompt_logprobs is not None and reference.prompt_logprobs is not None
+        assert ours.prompt_logprobs[0] is None and len(ours.prompt_logprobs) == len(ours.prompt_token_ids)
+        pairs = zip(ours.prompt_token_ids[1:], ours.prompt_logprobs[1:], reference.prompt_logprobs[1:], strict=True)
+        off = [abs(a[token].logprob - b[token].logprob) for token, a, b in pairs if a and b]
+        assert max(off, default=0.0) < 1.0 and sum(off) <= 0.15 * len(off), (len(off), max(off), sum(off))
+
+
 @pytest.mark.parametrize("pipeline", ["true", "false"])
 def test_graphs_leave_every_token_on_the_host(pipeline: str) -> None:
     """Answers end at different lengths and others come in, so that graphs of all sizes, steps with prompts, filters
