@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
+from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
 from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
 from minivllm.serve.generation import Aborted, Generation
@@ -88,7 +89,23 @@ class Server:
         prompts: list[dict[str, Any]] = [
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]
-        return await self._answer(CompletionReply, body, prompts, request)
+        echo = await self._echo(body, prompts) if body.echo else None
+        return await self._answer(CompletionReply, body, prompts, request, echo=echo)
+
+    async def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:
+        """Of texts as they are, of token ids what they read as."""
+        decode, skip = self.tokenizer.decode, body.skip_special_tokens is not False
+
+        def make() -> Echo:
+            texts, first_tokens = [], []
+            for prompt in prompts:
+                ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
+                self._check_tokens("prompt", ids)
+                texts.append(decode(ids, skip_special_tokens=skip) if text is None else text)
+                first_tokens.append(decode(ids[:1], skip_special_tokens=False))
+            return Echo(texts, first_tokens, body.logprobs, body.only_echo)
+
+        return await self._encode(make)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
@@ -110,6 +127,7 @@ class Server:
             params.n,
             usage.include_usage,
             usage.continuous_usage_stats,
+            prompt_logprobs=body.prompt_logprobs,
             **more,
         )
         generation = await self.engine.generate(
@@ -151,11 +169,14 @@ class Server:
 
     async def detokenize(self, body: Detokenize) -> dict[str, str]:
         self._check_model(body.model)
-        vocab = self.engine.limits.vocab_size
-        if wrong := [token for token in body.tokens if not 0 <= token < vocab]:
-            said = f"tokens: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
-            raise ClientError(said, param="tokens")
+        self._check_tokens("tokens", body.tokens)
         return {"prompt": await self._encode(self.tokenizer.decode, body.tokens, skip_special_tokens=False)}
+
+    def _check_tokens(self, name: str, tokens: list[int]) -> None:
+        vocab = self.engine.limits.vocab_size
+        if wrong := [token for token in tokens if not 0 <= token < vocab]:
+            said = f"{name}: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
+            raise ClientError(said, param=name)
 
     async def _conversation(self, body: Conversation) -> list[int]:
         if not body.messages:

@@ -26,7 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
+    "echo": (False,),  # of a conversation
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_obfuscation": (False,),
@@ -156,6 +156,9 @@ class GenerationBody(Body):
     def _options_of_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ClientError("stream_options belongs to stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            said = f"prompt_logprobs={self.prompt_logprobs} is not supported with stream=true; leave one of them out"
+            raise ClientError(said, param="prompt_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -182,7 +185,22 @@ class CompletionBody(GenerationBody):
 
     prompt: Any  # text, token ids, or a list of either
     logprobs: int | None = None
+    echo: bool = False
     add_special_tokens: bool = True
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing is to follow the prompt."""
+        return self.echo and self.max_tokens == 0
+
+    def sampling_params(self) -> SamplingParams:
+        """With ``echo`` the prompt's log-probabilities too, and where no token is wanted, one: none cannot be."""
+        given, logprobs = self._given(), self.logprobs
+        if self.echo and logprobs is not None and 0 <= given.get("prompt_logprobs", 0) <= logprobs:
+            given["prompt_logprobs"] = logprobs
+        if self.only_echo:
+            given["max_tokens"] = 1
+        return SamplingParams(**given)
 
     def prompts(self) -> list[str | TokenIds]:
         """One or more."""

@@ -1,4 +1,4 @@
-"""What clients get back: OpenAI's objects, built from the engine's outputs, whole or in chunks."""
+"""Answers, whole or in chunks: ``objects``, built from the engine's outputs."""
 
 from __future__ import annotations
 
@@ -8,81 +8,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel
 from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.serve.echo import Echo, best, emptied
+from minivllm.serve.objects import (
+    Answer,
+    CachedTokens,
+    ChatLogprob,
+    ChatLogprobs,
+    Choice,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    Text,
+    TokenLogprob,
+    Usage,
+)
 
-# --------------------------------------------------------------------------- objects; fields that are not set stay out
-
-
-class CachedTokens(BaseModel):
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class CompletionLogprobs(BaseModel):
-    """``text_offset`` counts characters of the tokens' texts from the answer's beginning."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class TokenLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None  # None of a token that ends within a character
-
-
-class ChatLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[ChatLogprob]
-
-
-class Text(BaseModel):
-    """A chat's message, or what is new of it."""
-
-    role: str = "assistant"
-    content: str | None = None
-
-
-class Choice(BaseModel):
-    """``stop_reason`` is vLLM's: the stop string or token that ended it, None for the model's own end token."""
-
-    index: int
-    text: str = ""
-    message: Text | None = None
-    delta: Text | None = None
-    logprobs: CompletionLogprobs | ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Answer(BaseModel):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-
-    def json_bytes(self) -> bytes:
-        return self.model_dump_json(exclude_unset=True).encode()
-
-
-# --------------------------------------------------------------------------- building them
-
+_LEAST = -9999.0  # what stands for minus infinity, which JSON does not have, as in vLLM
 _MARK = "\ue000 text \ue000"  # in a chunk's JSON found only where its text goes
 
 
@@ -91,6 +35,7 @@ class Reply(ABC):
 
     ``request_ids``: the engine's, one a prompt, each with ``n`` completions. Of a stream, ``include_usage``: whether
     its last chunk counts all tokens; ``continuous_usage``: and each chunk those of its choice so far, and its prompt's.
+    ``prompt_logprobs``: of how many best tokens at each place of the prompts a whole answer tells them, if at all.
     """
 
     name: ClassVar[str]
@@ -99,11 +44,11 @@ class Reply(ABC):
 
     def __init__(
         self, reply_id: str, model: str, request_ids: Sequence[str], n: int, include_usage: bool,
-        continuous_usage: bool = False,
+        continuous_usage: bool = False, *, prompt_logprobs: int | None = None,
     ) -> None:  # fmt: skip
         self.id, self.model, self.n, self.include_usage = reply_id, model, n, include_usage
         self.created = int(time.time())
-        self._continuous = continuous_usage
+        self._continuous, self._prompt_logprobs = continuous_usage, prompt_logprobs
         self._place = {name: i for i, name in enumerate(request_ids)}
         self._ended: set[int] = set()
         self._prompt_tokens: dict[int, int] = {}  # by prompt, as its outputs come
@@ -119,6 +64,10 @@ class Reply(ABC):
     def _logprobs(self, index: int, new: CompletionOutput) -> CompletionLogprobs | ChatLogprobs:
         """Of the tokens of ``new``, which has them."""
 
+    @abstractmethod
+    def _add_prompt(self, answer: Answer, prompt: int, logprobs: PromptLogprobs) -> None:
+        """Put the log-probabilities of a prompt where a whole answer has them."""
+
     def _first_chunks(self) -> Iterator[Answer]:
         """What a stream begins with, together with the first output, as vLLM's: who measures takes the first chunk for
         the first token's."""
@@ -126,11 +75,17 @@ class Reply(ABC):
 
     def whole(self, outputs: Iterable[RequestOutput]) -> Answer:
         choices = []
+        of_prompts: dict[int, PromptLogprobs] = {}
         for output in outputs:
             self._count(output)
             choices += [self._choice(index, new, whole=True) for index, new in self._news(output)]
+            if (most := self._prompt_logprobs) is not None:
+                of_prompts[self._place[output.request_id]] = _prompt_logprobs(output, most)
         choices.sort(key=lambda choice: choice.index)
-        return self._answer(self.whole_name, choices, usage=self.usage())
+        answer = self._answer(self.whole_name, choices, usage=self.usage())
+        for prompt, logprobs in of_prompts.items():
+            self._add_prompt(answer, prompt, logprobs)
+        return answer
 
     def chunks(self, output: RequestOutput) -> Iterator[bytes]:
         """What a delta brings, as JSON, one chunk a choice."""
@@ -209,9 +164,24 @@ class CompletionReply(Reply):
     name = "cmpl"
     whole_name = chunk_name = "text_completion"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, echo: Echo | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
         self._offset: dict[int, int] = {}
+        self._echo = echo
+        self._unsaid = set(self._place if echo is not None else ())  # requests whose echo is still to come
+
+    def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        if self._echo is not None:
+            if self._echo.only:
+                output = emptied(output)
+            if output.request_id in self._unsaid:
+                self._unsaid.remove(output.request_id)
+                output = self._echo.first(self._place[output.request_id], output)
+        return super()._news(output)
+
+    def _add_prompt(self, answer: Answer, prompt: int, logprobs: PromptLogprobs) -> None:
+        for choice in answer.choices[prompt * self.n : (prompt + 1) * self.n]:
+            choice.prompt_logprobs = logprobs
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         return {"text": text}
@@ -219,14 +189,20 @@ class CompletionReply(Reply):
     def _logprobs(self, index: int, new: CompletionOutput) -> CompletionLogprobs:
         said = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         offset = self._offset.get(index, 0)
-        for token, values in zip(new.token_ids, new.logprobs or (), strict=True):
-            sampled = values[token]
-            said.tokens.append(_text(sampled))
-            said.token_logprobs.append(sampled.logprob)
-            rising = sorted(values.values(), key=lambda one: one.logprob)  # of tokens with one text the likeliest stays
-            said.top_logprobs.append({_text(one): one.logprob for one in rising})
+        for values in new.logprobs or ():
+            token = next(iter(values.values()), None)
+            if token is None:  # the prompt's first
+                assert self._echo is not None
+                text, logprob, top = self._echo.first_tokens[index // self.n], None, None
+            else:
+                text, logprob = _text(token), _value(token)
+                rising = sorted(values.values(), key=lambda one: one.logprob)
+                top = {_text(one): _value(one) for one in rising}  # of tokens with one text the likeliest stays
+            said.tokens.append(text)
+            said.token_logprobs.append(logprob)
+            said.top_logprobs.append(top)
             said.text_offset.append(offset)
-            offset += len(_text(sampled))
+            offset += len(text)
         self._offset[index] = offset
         return said
 
@@ -235,8 +211,8 @@ class ChatReply(Reply):
     name = "chatcmpl"
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args: Any, top_logprobs: int = 0) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, top_logprobs: int = 0, **more: Any) -> None:
+        super().__init__(*args, **more)
         self._top = top_logprobs
 
     def _first_chunks(self) -> Iterator[Answer]:
@@ -246,6 +222,9 @@ class ChatReply(Reply):
 
     def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
         return {"message": Text(role="assistant", content=text)} if whole else {"delta": Text(content=text)}
+
+    def _add_prompt(self, answer: Answer, prompt: int, logprobs: PromptLogprobs) -> None:
+        answer.prompt_logprobs = logprobs
 
     def _logprobs(self, index: int, new: CompletionOutput) -> ChatLogprobs:
         content = []
@@ -265,10 +244,22 @@ def _usage(prompt: int, completion: int, cached: int) -> Usage:
     )
 
 
+def _prompt_logprobs(output: RequestOutput, most: int) -> PromptLogprobs:
+    def told(one: Logprob) -> PromptLogprob:
+        return PromptLogprob(logprob=_value(one), rank=one.rank, decoded_token=one.decoded_token)
+
+    of_places = (best(values, most) for values in output.prompt_logprobs or ())
+    return [{token: told(one) for token, one in values.items()} or None for values in of_places]
+
+
+def _value(one: Logprob) -> float:
+    return one.logprob if one.logprob > _LEAST else _LEAST
+
+
 def _text(one: Logprob) -> str:
     return one.decoded_token or ""
 
 
 def _token(one: Logprob) -> dict[str, Any]:
     text = _text(one)
-    return {"token": text, "logprob": one.logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+    return {"token": text, "logprob": _value(one), "bytes": None if "\ufffd" in text else list(text.encode())}

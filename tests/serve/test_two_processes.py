@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -39,8 +40,11 @@ def test_an_output_crosses_without_its_prompt() -> None:
         CompletionOutput(1, "", [], None, None, "length", None),
         CompletionOutput(2, "x", [5], None, None, None, 7),
     ]
-    said = News([("a", None)], [RequestOutput("b", "prompt", [1, 2], outputs, True, 16)])
-    assert crossed(said) == News([("a", None)], [RequestOutput("b", None, [], outputs, True, 16)])
+    plain = RequestOutput("c", "prompt", [5], [CompletionOutput(0, "x", [5])])
+    for of_prompt in (None, [None, *logprobs]):
+        said = [RequestOutput("b", "prompt", [1, 2], outputs, True, 16, of_prompt), plain]
+        bare = [replace(output, prompt=None, prompt_token_ids=[]) for output in said]
+        assert crossed(News([("a", None)], said)) == News([("a", None)], bare)
     assert crossed(Metrics(b"\xff# text")) == Metrics(b"\xff# text")
     assert crossed(Died("half \ud800")) == Died("half \\ud800")
 

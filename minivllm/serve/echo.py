@@ -1,0 +1,53 @@
+"""What completions begin with that echo their prompts: the text, and the tokens' log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from minivllm.core.outputs import CompletionOutput
+
+if TYPE_CHECKING:
+    from minivllm.core.outputs import Logprob, RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """``texts`` and ``first_tokens`` by prompt; ``logprobs`` as the request has it. ``only``: nothing follows, whatever
+    was generated."""
+
+    texts: Sequence[str]
+    first_tokens: Sequence[str]
+    logprobs: int | None
+    only: bool
+
+    def first(self, prompt: int, output: RequestOutput) -> RequestOutput:
+        """A request's first output, with what it begins with. The first token's log-probabilities are an empty dict."""
+        text = self.texts[prompt]
+        before = [best(values, self.logprobs or 0) for values in output.prompt_logprobs or ()]
+        outputs = [
+            replace(new, text=text + new.text, logprobs=None if new.logprobs is None else before + new.logprobs)
+            for new in output.outputs
+        ]
+        return replace(output, outputs=outputs)
+
+
+def emptied(output: RequestOutput) -> RequestOutput:
+    """One without tokens, that ends when ``output`` does."""
+    outputs = [
+        CompletionOutput(
+            new.index,
+            "",
+            [],
+            logprobs=None if new.logprobs is None else [],
+            finish_reason=None if new.finish_reason is None else "length",
+        )
+        for new in output.outputs
+    ]
+    return replace(output, outputs=outputs)
+
+
+def best(values: dict[int, Logprob] | None, most: int) -> dict[int, Logprob]:
+    """Of a place in a prompt its own token, which comes first, and the ``most`` best; nothing of the first place."""
+    return {key: one for i, (key, one) in enumerate((values or {}).items()) if not i or (one.rank or 0) <= most}

@@ -1,0 +1,85 @@
+"""What clients get back: OpenAI's objects, with vLLM's additions. Fields that are not set stay out."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from typing_extensions import TypedDict
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(BaseModel):
+    """``text_offset`` counts characters of the tokens' texts from the beginning, of the prompt if it is echoed; its
+    first token has no log-probabilities."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None  # None of a token that ends within a character
+
+
+class ChatLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+
+
+class PromptLogprob(TypedDict):
+    """vLLM's, of a token at a place of the prompt. There are many: a model each would take twice as long."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id, the prompt's own first
+
+
+class Text(BaseModel):
+    """A chat's message, or what is new of it."""
+
+    role: str = "assistant"
+    content: str | None = None
+
+
+class Choice(BaseModel):
+    """``stop_reason`` is vLLM's: the stop string or token that ended it, None for the model's own end token."""
+
+    index: int
+    text: str = ""
+    message: Text | None = None
+    delta: Text | None = None
+    logprobs: CompletionLogprobs | ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of a completion
+
+
+class Answer(BaseModel):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of a chat
+
+    def json_bytes(self) -> bytes:
+        return self.model_dump_json(exclude_unset=True).encode()
