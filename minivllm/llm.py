@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bytecode import kept_bytecode
 from minivllm.core.engine import LLMEngine, Prompt
+from minivllm.core.longest_first import longest_first
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
@@ -86,7 +88,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
-        Of more than run at once those with the largest ``max_tokens`` begin first (``LLMEngine.best_order``).
+        Of more than run at once those with the largest ``max_tokens`` begin first, if the cache has room for that.
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
         these. ``sampling_params``: one for all, or one a prompt. ``use_tqdm``: whether to show progress, or what makes
@@ -128,21 +130,35 @@ class LLM:
         if priority is not None and len(priority) != many:
             raise RequestError(f"{many} prompts with {len(priority)} priorities; give one a prompt")
         priorities = [0] * many if priority is None else priority
-        order = self.engine.best_order([_size(prompt) for prompt in prompts], params)
-        encoded = _encoded([prompts[i] for i in order], self.engine.tokenizer, add_special_tokens)
-        first = self.engine.num_requests_added
+        order = longest_first(self.engine, [_size(prompt) for prompt in prompts], params)
+        first, add = self.engine.num_requests_added, partial(self._add, prompts, params, priorities, add_special_tokens)
         ids: list[str] = []
         try:
             ids += (self._free_id() for _ in prompts)
-            for i, prompt in zip(order, encoded, strict=True):
-                try:
-                    self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
-                except RequestError as error:
-                    raise RequestError(f"prompt {i}: {error}" if many > 1 else str(error)) from None
+            try:
+                add(ids, order)
+            except RequestError:
+                if order == list(range(many)):
+                    raise
+                self.engine.abort(ids)
+                self.engine.num_requests_added = first
+                add(ids, range(many))  # the first that is refused is named
             return self._run(ids, use_tqdm)
         except BaseException:
             self.engine.abort(ids)
             raise
+
+    def _add(
+        self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int], add_special_tokens: bool,
+        ids: list[str], order: Sequence[int],
+    ) -> None:  # fmt: skip
+        first = self.engine.num_requests_added
+        encoded = _encoded([prompts[i] for i in order], self.engine.tokenizer, add_special_tokens)
+        for i, prompt in zip(order, encoded, strict=True):
+            try:
+                self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
+            except RequestError as error:
+                raise RequestError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
 
     def chat(
         self,
@@ -271,11 +287,11 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
 
 
 def _size(prompt: Prompt) -> int:
-    """Its tokens, or its letters; of what the engine will refuse any number."""
+    """Its tokens, or its letters; 0 of what the engine will refuse."""
     given: Any = prompt
     if isinstance(given, dict):
         given = given.get("prompt") if given.get("prompt_token_ids") is None else given["prompt_token_ids"]
-    return len(given) if hasattr(given, "__len__") else 0
+    return len(given) if isinstance(given, str | list | tuple) or getattr(given, "ndim", 0) == 1 else 0
 
 
 def _text_of(prompt: Prompt) -> str | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from minivllm.bench.recorder import FirstTokens
 from minivllm.bench.workloads import BenchRequest
+from minivllm.core.longest_first import longest_first
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import MinivllmError
 
@@ -75,7 +76,7 @@ class Bench:
         self.params = options.sampling_params(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY)
         if not any(request.arrival for request in requests):  # then as ``LLM.generate`` has them
             sizes, params = [len(r.prompt) for r in requests], [self._params_of(r) for r in requests]
-            self.requests = [requests[i] for i in engine.best_order(sizes, params)]
+            self.requests = [requests[i] for i in longest_first(engine, sizes, params)]
         self.whole = options.ignore_eos
         self.on_cpu = engine.describe()["device"] == "cpu"
         self._number = 0

@@ -19,6 +19,23 @@ def _none() -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """The tokens of prompts whose log-probabilities a step is to find, one row after another. Each row's are those that
+    stand behind its first ones: a token's come from the one before it."""
+
+    rows: np.ndarray  # (s,) int32: rows of the batch
+    lens: np.ndarray  # (s,) int32: how many tokens of each
+    ids: np.ndarray  # (sum of lens,) int32
+    best: int  # so many of the best tokens, too, at each place
+
+    def places(self, batch: Batch) -> np.ndarray:
+        """(len(ids),) int64: the tokens of the batch from which they come."""
+        starts = np.cumsum(batch.num_new, dtype=np.int64) - batch.num_new
+        before = np.cumsum(self.lens) - self.lens
+        return np.repeat(starts[self.rows] - before, self.lens) + np.arange(len(self.ids))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one step. Rows are sequences: decodes first, then prompt chunks, in the scheduler's order.
 
@@ -42,12 +59,7 @@ class Batch:
     # Tokens of those whose sampler asks, one sequence after another, int32; (a,) int32 how many of each: none if none.
     known_ids: np.ndarray = field(default_factory=_none)
     known_lens: np.ndarray = field(default_factory=_none)
-    # Of prompt rows whose tokens' log-probabilities are wanted, int32: (s,) which of the prompt rows, of how many best
-    # tokens, how many tokens; and these tokens, those that stand behind the row's first ones, one row after another.
-    scored_rows: np.ndarray = field(default_factory=_none)
-    scored_best: np.ndarray = field(default_factory=_none)
-    scored_lens: np.ndarray = field(default_factory=_none)
-    scored_ids: np.ndarray = field(default_factory=_none)
+    scored: Scored | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +77,7 @@ class Batch:
 
         decodes = replace(
             self, **rows(slice(d)), token_ids=none, admitted_slots=none, admitted_params=self.admitted_params[:0],
-            known_ids=none, known_lens=none, scored_rows=none, scored_best=none, scored_lens=none, scored_ids=none,
+            known_ids=none, known_lens=none,
         )  # fmt: skip
         prompts = replace(
             self, **rows(slice(d, None)), num_decodes=0, block_slots=none, block_indices=none, block_ids=none

@@ -57,7 +57,7 @@ class PagedBlockManager(BlockManager):
         return -(-num_tokens // self.block_size)
 
     def match(self, seq: Sequence) -> list[int]:
-        if not self.prefix_caching:
+        if not self.prefix_caching or seq.scores_prompt:
             return []
         whole = (len(seq.known) - 1) // self.block_size  # the last token is always computed: its logits are needed
         found: list[int] = []

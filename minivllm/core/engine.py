@@ -6,9 +6,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from heapq import nlargest
 from itertools import islice
 from numbers import Integral
 from types import TracebackType
@@ -26,7 +24,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, Scored
     from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle, StepObserver
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
@@ -81,9 +79,8 @@ class LLMEngine:
         self._params = SamplingParams()  # a copy of the newest request's
         self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
-        self._under_way: deque[tuple[Batch, StepHandle]] = deque()
-        self._scored: dict[int, list[Sequence | None]] = {}  # by step, whose prompts' log-probabilities are under way
-        self._unscored: set[str] = set()  # requests that wait for those before they say anything
+        self._under_way: deque[tuple[Batch, StepHandle, list[Request]]] = deque()  # the last: of ``Batch.scored``
+        self._unscored: set[Request] = set()  # they wait for their prompts' log-probabilities before they say anything
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[str, tuple[Request, Completion]] = {}
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
@@ -120,8 +117,8 @@ class LLMEngine:
 
         ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
         Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier, by
-        schedulers that have priorities; with others only 0 is allowed. ``number``: what it draws from if it names no
-        seed, beside the engine's; ``num_requests_added`` unless it is given.
+        schedulers that have priorities; with others only 0 is allowed. ``number``: its place among all
+        requests, from which it draws if it names no seed; ``num_requests_added`` unless it is given.
 
         Where nothing is under way and the requests since the last ``step`` fill one, it is launched here: the device
         need not wait for the requests behind.
@@ -181,7 +178,7 @@ class LLMEngine:
         self.num_requests_added += 1
         self._requests[request_id] = request
         if not request.scored:
-            self._unscored.add(request_id)
+            self._unscored.add(request)
         self.stats.prompt_tokens += len(ids)
         self._prompt_tokens_since_step += len(ids)
         full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
@@ -190,33 +187,15 @@ class LLMEngine:
             self._uninterruptedly(self._launch)
             self.stats.host_time += time.perf_counter() - began
 
-    def best_order(self, sizes: SequenceOf[int], params: SequenceOf[SamplingParams]) -> list[int]:
-        """How to add requests of which only the end of the last one counts, by their places. ``sizes``: of their
-        prompts, in tokens, or what is likely more (letters).
-
-        The longest answers first (the rule LPT, Graham 1969), so that none is left to run alone at the end; as they
-        come if all run at once anyway, or if the cache may be too small for as many as run at once to go on for so
-        long: they would take blocks from each other, and what is preempted is computed again.
-        """
-        order, running = range(len(params)), self.config.scheduler.max_num_seqs
-        if sum(one.n for one in params) <= running:
-            return list(order)
-        room, longest = self.num_blocks * self.config.cache.block_size, self.max_model_len
-        answers = [longest if one.max_tokens is None else one.max_tokens for one in params]
-        ends: list[int] = []
-        for size, answer, one in zip(sizes, answers, params, strict=True):
-            ends += [min(size + answer, longest)] * min(one.n, running)
-        if sum(nlargest(running, ends)) > room:
-            return list(order)
-        return sorted(order, key=lambda i: -answers[i])
-
     def abort(self, request_id: str | list[str]) -> None:
         """End requests wherever they are; ids that are not known (any more) are passed over."""
         for name in [request_id] if isinstance(request_id, str) else request_id:
             request = self._requests.pop(name, None)
             self._touched.pop(name, None)
-            self._unscored.discard(name)
-            for completion in request.completions if request is not None else []:
+            if request is None:
+                continue
+            self._unscored.discard(request)
+            for completion in request.completions:
                 if completion.finish_reason is None:  # else its name may be another request's by now
                     self.scheduler.abort(completion.seq.request_id)
                     self._by_sequence.pop(completion.seq.request_id, None)
@@ -280,16 +259,15 @@ class LLMEngine:
             self._check_progress(began)
             return []
         self._stuck_since = None
-        batch, handle = self._under_way.popleft()
+        batch, handle, scored = self._under_way.popleft()
         waited = time.perf_counter()
         result = handle.result()
         done = time.perf_counter()
-        scored = self._scored.pop(batch.step, None)
         for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
             self._watch(slot)
         committed = self.scheduler.commit(batch, result.token_ids)
-        if scored is not None and result.prompt_logprobs is not None:
-            self._take_scores(batch, scored, result.prompt_logprobs)
+        if batch.scored is not None:
+            self._take_scores(batch, batch.scored, scored, result.prompt_logprobs)
         outputs = self._take_in(committed, result.logprobs)
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -317,31 +295,30 @@ class LLMEngine:
         if batch is None:
             return False
         self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
-        if len(batch.scored_rows):  # slots may change hands until they come back
-            rows = batch.num_decodes + batch.scored_rows
-            self._scored[batch.step] = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
+        scored: list[Request] = []
+        if batch.scored is not None:  # slots may change hands until these come back
+            seqs = [self.scheduler.sequences[slot] for slot in batch.slots[batch.scored.rows].tolist()]
+            scored = [self._by_sequence[seq.request_id][0] for seq in seqs if seq is not None]
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
         launched = time.perf_counter()
-        self._under_way.append((batch, self.executor.launch(batch)))
+        self._under_way.append((batch, self.executor.launch(batch), scored))
         self.stats.launch_time += time.perf_counter() - launched
         if self.observer is not None:
             self.observer.launched(batch)
         return True
 
-    def _take_scores(self, batch: Batch, seqs: list[Sequence | None], scores: Logprobs) -> None:
-        """Hand each row's to its request. It may be gone, or have had them before it was preempted."""
-        values = scores.lists()
-        begins = batch.num_computed[batch.num_decodes + batch.scored_rows].tolist()
-        for seq, begin, count in zip(seqs, begins, batch.scored_lens.tolist(), strict=True):
-            its = list(islice(values, count))
-            request, completion = (
-                self._by_sequence.get(seq.request_id, (None, None)) if seq is not None else (None, None)
-            )
-            if request is not None and completion is not None and completion.seq is seq:
-                request.add_prompt_logprobs(begin + 1, its)
-                if request.scored:
-                    self._unscored.discard(request.request_id)
+    def _take_scores(self, batch: Batch, scored: Scored, requests: list[Request], found: Logprobs | None) -> None:
+        """Hand each row's to its request, which may be gone. Raises MinivllmError: there are none."""
+        if found is None:
+            name = self.config.executor.name
+            raise MinivllmError(f"executor={name} returned a step without the prompt_logprobs that it was asked for")
+        values = found.lists()
+        begins = batch.num_computed[scored.rows].tolist()
+        for request, begin, count in zip(requests, begins, scored.lens.tolist(), strict=True):
+            request.add_prompt_logprobs(begin + 1, list(islice(values, count)))
+            if request.scored:
+                self._unscored.discard(request)
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
@@ -354,14 +331,17 @@ class LLMEngine:
             self._account(completion)
             self._touched[request.request_id] = ended[request.request_id] = request
         ended = {name: request for name, request in ended.items() if request.finished}
-        for name in ended:
+        for name, request in ended.items():
             self._requests.pop(name, None)
+            if request in self._unscored:
+                scheduler = self.config.scheduler.name
+                raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
         telling, self._touched = self._touched, {}
         if self._may_hold():  # all but beginnings and ends
             self._touched = {name: request for name, request in telling.items() if request.told and name not in ended}
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         if self._unscored:  # of several completions one may be ahead of that which computes the prompt
-            self._touched |= {name: request for name, request in telling.items() if name in self._unscored}
+            self._touched |= {name: request for name, request in telling.items() if request in self._unscored}
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [
             request.output()
@@ -425,7 +405,7 @@ class LLMEngine:
             text, ids = ids, self.tokenizer.encode(ids)
         if not isinstance(text, str | None):
             raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
-        if not isinstance(ids, list | tuple | np.ndarray):
+        if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
             raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
         try:
             tokens = _array_of(ids) if len(ids) else np.empty(0, dtype=np.int64)
@@ -542,7 +522,6 @@ class LLMEngine:
         self._requests.clear()
         self._touched.clear()
         self._by_sequence.clear()
-        self._scored.clear()
         self._unscored.clear()
         self.executor.shutdown()
 

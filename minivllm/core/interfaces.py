@@ -54,7 +54,7 @@ class Scheduler(ABC):
     """Decides what each step computes. Owns the slot arrays and, through the block manager, the cache's blocks."""
 
     uses_priority: ClassVar[bool] = False  # whether it heeds Sequence.priority; else a request may not name one
-    scores_prompts: ClassVar[bool] = False  # whether it heeds Sequence.prompt_logprobs; else nobody may ask for them
+    scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; else prompt_logprobs are refused
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running ones, by slot
 
@@ -110,7 +110,8 @@ class BlockManager(ABC):
 
     @abstractmethod
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks that hold the longest prefix of ``seq`` (whole blocks, never its last token)."""
+        """The cached blocks that hold the longest prefix of ``seq`` (whole blocks, never its last token); none if it
+        ``scores_prompt``."""
 
     @abstractmethod
     def allocate(self, slot: int, num_tokens: int, cached: SequenceOf[int]) -> None:
@@ -559,7 +560,7 @@ class StepResult:
 
     token_ids: np.ndarray  # (n,) int32, one a row; rows that do not sample hold -1
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # of ``Batch.scored_ids``, whose places are its rows
+    prompt_logprobs: Logprobs | None = None  # of ``Batch.scored``; ``rows`` are places in its ``ids``
 
 
 @dataclass(frozen=True, slots=True)

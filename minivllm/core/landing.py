@@ -157,12 +157,12 @@ class StepApart:
         tokens = np.concatenate([first.token_ids, second.token_ids])
         both = ((first.logprobs, 0), (second.logprobs, len(first.token_ids)))
         asked = [(logprobs, at) for logprobs, at in both if logprobs is not None]
-        return StepResult(tokens, _stacked(asked) if asked else None, second.prompt_logprobs)
+        return StepResult(tokens, _stacked(asked) if asked else None)
 
 
 @dataclass(slots=True)
 class ScoredStep:
-    """A step whose prompts' log-probabilities are wanted, too."""
+    """A step with ``Batch.scored``."""
 
     step: StepHandle
     scores: PendingStep

@@ -74,7 +74,8 @@ class ModelRunner:
         self._landing = PinnedRing()
         self._scores = PromptScores(self)
         on_gpu = device.type == "cuda"
-        self._events = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if on_gpu else []  # to make one takes 20 µs
+        # To make one takes 20 µs. Steps that land in two parts record two.
+        self._events = [torch.cuda.Event() for _ in range(2 * IN_FLIGHT)] if on_gpu else []
         self._turn = 0
 
     @torch.inference_mode()
@@ -84,7 +85,7 @@ class ModelRunner:
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
         if graphs is not None and batch.num_decodes == len(batch.slots):
             return graphs.launch(batch)
-        if len(batch.scored_rows):
+        if batch.scored is not None:
             return self._launch_eager(batch)
         if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
@@ -138,7 +139,7 @@ class ModelRunner:
     def _launch_eager(self, batch: Batch) -> StepHandle:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_ROWS
-        graphs = self.prompt_graphs if not len(batch.scored_rows) else None  # these leave last tokens alone
+        graphs = self.prompt_graphs if batch.scored is None else None  # of which only last tokens' hidden states remain
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             told = graphs.told(key, batch)
             admission, (_, some_) = self.begin(batch, told.packet, some, staging=graphs.staging)
@@ -146,9 +147,10 @@ class ModelRunner:
         else:
             admission, some_, hidden, ends = self._launch_layers(batch, some)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
-        scores = self._scores.launch(batch, hidden) if len(batch.scored_rows) else None
-        step = self._end_step(batch, sampled, some_, hidden, ends)
-        return step if scores is None else ScoredStep(step, scores)
+        if batch.scored is None:
+            return self._end_step(batch, sampled, some_, hidden, ends)
+        scores = self._scores.launch(batch, batch.scored, hidden)
+        return ScoredStep(self._end_step(batch, sampled, some_, hidden, ends), scores)
 
     def _end_step(
         self, batch: Batch, sampled: np.ndarray, some: torch.Tensor, hidden: torch.Tensor, ends: torch.Tensor
@@ -206,7 +208,7 @@ class ModelRunner:
             host_query_lens=batch.num_new,
             host_seq_lens=seq_lens[:n],
             host_block_tables=self.host_tables_of(batch.slots, seq_lens),
-            last_tokens=ends[3] if t > rows and not len(batch.scored_rows) else None,
+            last_tokens=ends[3] if t > rows and batch.scored is None else None,
             cascade=None if cascade is None else Cascade.of(shared_, d, cascade.beside),
             prompt_words=words_,
         )
@@ -290,7 +292,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ to the host
 
     def land(self, num_rows: int, rows: np.ndarray, found: Packed, ring: PinnedRing | None = None) -> PendingStep:
-        """Send what ``rows`` sampled on its way to the host."""
+        """Send what ``rows`` sampled on its way to the host, through ``ring`` if it is not the step itself."""
         if self.device.type != "cuda":
             return PendingStep(num_rows, rows, found.words.numpy().copy(), found.layout, None)
         landing = (ring or self._landing).next(len(found.words))

@@ -14,18 +14,17 @@ import torch
 from minivllm.core.interfaces import DeviceLogprobs
 from minivllm.core.landing import Packed, PendingStep
 from minivllm.core.staging import PinnedRing, Staging
-from minivllm.kernels._triton import next_power_of_2
-from minivllm.kernels.logprobs import logprobs
+from minivllm.kernels.logprobs import Found, logprobs
 
 if TYPE_CHECKING:
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, Scored
     from minivllm.core.model_runner import ModelRunner
 
 _FEWEST_ROWS = 64  # at once
 
 
 class PromptScores:
-    """Of one runner. What crosses goes ways of its own: what the step was told is still to be read."""
+    """Of one runner, with a staging and a ring of its own: what the step itself was told is still to be read."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self._staging, self._landing = runner, Staging(runner.device), PinnedRing()
@@ -33,25 +32,16 @@ class PromptScores:
         self._slots = torch.zeros(self._at_once, dtype=torch.int64, device=runner.device)
         self._asked = torch.zeros(1, dtype=torch.int32, device=runner.device)  # of the one slot that they all have
 
-    def launch(self, batch: Batch, hidden: torch.Tensor) -> PendingStep:
-        """Of ``batch.scored_ids``, on their way to the host. hidden (t, hidden_size): of every token of the batch."""
-        rows, ids = self._staging.send(places(batch), batch.scored_ids)
-        tokens, n = ids.long(), len(ids)
-        best = next_power_of_2(max(int(batch.scored_best.max()), 1))  # few numbers come
-        parts = []
-        for some, own in zip(rows.split(self._at_once), tokens.split(self._at_once), strict=True):
-            logits = self.runner.model.compute_logits(hidden.index_select(0, some))
-            found = logprobs(logits, own, min(best, logits.shape[1]), self._slots[: len(some)], self._asked)
-            parts.append(found)
-        sampled, rank, top, top_ids = (torch.cat(values) for values in zip(*parts, strict=True))
-        every = np.arange(n)
-        packed = Packed.of(tokens, DeviceLogprobs(every, sampled, rank, top_ids, top))
-        return self.runner.land(n, every, packed, self._landing)
+    def launch(self, batch: Batch, scored: Scored, hidden: torch.Tensor) -> PendingStep:
+        """On their way to the host. hidden (t, hidden_size): of every token of the batch."""
+        rows, ids = self._staging.send(scored.places(batch), scored.ids)
+        tokens, every, best = ids.long(), np.arange(len(ids)), max(scored.best, 1)
+        pairs = zip(rows.split(self._at_once), tokens.split(self._at_once), strict=True)
+        parts = zip(*(self._find(hidden.index_select(0, some), own, best) for some, own in pairs), strict=True)
+        sampled, rank, top, top_ids = map(torch.cat, parts)
+        found = Packed.of(tokens, DeviceLogprobs(every, sampled, rank, top_ids, top))
+        return self.runner.land(len(every), every, found, self._landing)
 
-
-def places(batch: Batch) -> np.ndarray:
-    """(len(scored_ids),) int64: the token of the batch from which each comes, the one before it."""
-    new, lens = batch.num_new[batch.num_decodes :].astype(np.int64), batch.scored_lens
-    starts = batch.num_decodes + np.cumsum(new) - new
-    before = np.cumsum(lens) - lens  # scored tokens of the rows before
-    return np.repeat(starts[batch.scored_rows] - before, lens) + np.arange(len(batch.scored_ids))
+    def _find(self, hidden: torch.Tensor, tokens: torch.Tensor, best: int) -> Found:
+        logits = self.runner.model.compute_logits(hidden)
+        return logprobs(logits, tokens, min(best, logits.shape[1]), self._slots[: len(tokens)], self._asked)

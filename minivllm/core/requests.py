@@ -53,7 +53,7 @@ class Completion:
         self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
         self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
         self._tokenizer = tokenizer if params.detokenize else None
-        self._texts = texts if params.detokenize else None
+        self.texts = texts if params.detokenize else None
         self._eos = () if params.ignore_eos else eos_token_ids  # whose end has no ``stop_reason``
         self._pieces = (
             tokenizer.detokenizer(seq.known[-PROMPT_TOKENS:].tolist(), skip_special_tokens=params.skip_special_tokens)
@@ -123,18 +123,8 @@ class Completion:
     def add_logprobs(self, token: int, value: float, rank: int, top_ids: list[int], top: list[float]) -> None:
         """Of the new token, and of the best ones, at least as many as are asked for. The new one comes first."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
-        self.logprobs.append(self.entry(self.seq.params.logprobs or 0, token, value, rank, top_ids, top))
+        self.logprobs.append(_entry(self.texts, self.seq.params.logprobs or 0, token, value, rank, top_ids, top))
         self.cumulative_logprob += value
-
-    def entry(
-        self, count: int, token: int, value: float, rank: int, top_ids: list[int], top: list[float]
-    ) -> dict[int, Logprob]:
-        """The token's and the best ``count``'s."""
-        texts = self._texts
-        entry = {token: Logprob(value, rank, None if texts is None else texts[token])}
-        for i, other in enumerate(top_ids[:count]):
-            entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])
-        return entry
 
     def output(self, kind: RequestOutputKind) -> CompletionOutput:
         reason = self.finish_reason
@@ -182,10 +172,10 @@ class Request:
     def add_prompt_logprobs(self, place: int, values: list[tuple[float, int, list[int], list[float]]]) -> None:
         """Of the prompt's tokens from ``place`` on; those that are there already are passed over."""
         assert self.prompt_logprobs is not None
-        new, count = len(self.prompt_logprobs), self.params.prompt_logprobs or 0
+        new, count, texts = len(self.prompt_logprobs), self.params.prompt_logprobs or 0, self.completions[0].texts
         for at, found in enumerate(values, place):
-            if at >= new:
-                self.prompt_logprobs.append(self.completions[0].entry(count, self.prompt_token_ids[at], *found))
+            if new <= at == len(self.prompt_logprobs):
+                self.prompt_logprobs.append(_entry(texts, count, self.prompt_token_ids[at], *found))
 
     @property
     def scored(self) -> bool:
@@ -201,3 +191,13 @@ class Request:
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached, scores
         )
+
+
+def _entry(
+    texts: TokenTexts | None, count: int, token: int, value: float, rank: int, top_ids: list[int], top: list[float]
+) -> dict[int, Logprob]:
+    """The token's log-probability and those of the best ``count``."""
+    entry = {token: Logprob(value, rank, None if texts is None else texts[token])}
+    for i, other in enumerate(top_ids[:count]):
+        entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])
+    return entry

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.batch import Batch
+from minivllm.core.batch import Batch, Scored
 from minivllm.core.interfaces import Committed, Scheduler
 from minivllm.core.sequence import FinishReason, Sequence, Status
 from minivllm.errors import ConfigError, RequestError
@@ -45,7 +45,6 @@ class SlotScheduler(Scheduler):
     - When a decode needs a block and none is free, the running sequence with the last place (here: the latest-arrived)
       is preempted: its blocks are freed and its known tokens are computed again later. The first is never preempted, so
       every step makes progress.
-    - Of a sequence with ``prompt_logprobs`` all prompt tokens are computed: it takes no cached prefix.
     - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most.
     """
 
@@ -82,7 +81,6 @@ class SlotScheduler(Scheduler):
         self.running = np.empty(0, dtype=np.int32)  # slots, by place; batches hold views: it is not written to
         self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
         self._room_filled = 0  # entries of it in use
-        self._scored: set[int] = set()  # slots whose prompts' log-probabilities are wanted and not all under way
         self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
         self._free_slots = list(range(size - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
@@ -235,7 +233,7 @@ class SlotScheduler(Scheduler):
                 del self.waiting[at]
                 continue
             known = len(seq.known)
-            cached = self.blocks.match(seq) if seq.prompt_logprobs is None else []
+            cached = self.blocks.match(seq)
             lacking = self.lacking(seq, cached)
             left = known - len(cached) * self.blocks.block_size
             n = min(left, budget, self.threshold or left)
@@ -300,8 +298,6 @@ class SlotScheduler(Scheduler):
         else:
             self._partial.append(slot)
         self._admitted.append(seq)
-        if seq.prompt_logprobs is not None:
-            self._scored.add(slot)
 
     def _run(self, slot: int, place: tuple[int, ...]) -> None:
         """Put a slot among those that run, by place: mostly behind them, where there is room."""
@@ -341,7 +337,6 @@ class SlotScheduler(Scheduler):
         self.sequences[slot] = None
         self._free_slots.append(slot)
         self._more_stop_ids.pop(slot, None)
-        self._scored.discard(slot)
         if slot in self._partial:
             self._partial.remove(slot)
 
@@ -365,11 +360,10 @@ class SlotScheduler(Scheduler):
             slots = np.concatenate([decodes, np.array([s for s, _ in chunks], dtype=np.int32)])
             computed, new = self.computed[slots], np.ones(len(slots), dtype=np.int32)
             new[d:] = [n for _, n in chunks]
-            token_ids = self._chunk_tokens(chunks, computed[d:].tolist())
-            scored = self._take_scored(chunks, computed[d:].tolist()) if self._scored else {}
+            token_ids, scored = self._chunk_tokens(chunks, computed[d:].tolist(), d)
         else:
             slots, computed, new = decodes, self.computed[decodes], self._ones[:d]
-            token_ids, scored = _NONE, {}
+            token_ids, scored = _NONE, None
         after = computed + new
         samples = after >= self.known_len[slots] if chunks else self._all[:d]
         params, known = self._admitted_params() if self._admitted else (self._no_params, [])
@@ -390,7 +384,7 @@ class SlotScheduler(Scheduler):
             admitted_params=params,
             known_lens=np.array([len(ids) for ids in known], dtype=np.int32) if known else _NONE,
             known_ids=np.concatenate(known) if known else _NONE,
-            **scored,
+            scored=scored,
         )
         self.computed[slots] = after
         if self._partial:
@@ -400,37 +394,25 @@ class SlotScheduler(Scheduler):
         self.steps += 1
         return batch
 
-    def _chunk_tokens(self, chunks: list[tuple[int, int]], computed: list[int]) -> np.ndarray:
-        """The chunks' tokens, one after another; the blocks that they fill are shared from now on."""
-        parts = []
-        for (slot, n), begin in zip(chunks, computed, strict=True):
+    def _chunk_tokens(
+        self, chunks: list[tuple[int, int]], computed: list[int], first_row: int
+    ) -> tuple[np.ndarray, Scored | None]:
+        """The chunks' tokens, one after another, and those that are scored; the blocks that chunks fill are shared from
+        now on."""
+        parts, scored, best = [], [], 0
+        for row, ((slot, n), begin) in enumerate(zip(chunks, computed, strict=True), first_row):
             seq = self.sequences[slot]
             assert seq is not None
             parts.append(self.tokens[slot, begin : begin + n])
             self.blocks.register(slot, seq, self.tokens[slot], begin + n)
-        return np.concatenate(parts)
-
-    def _take_scored(self, chunks: list[tuple[int, int]], computed: list[int]) -> dict[str, np.ndarray]:
-        """``Batch``'s arrays of the chunks whose tokens' log-probabilities are wanted. A token's come from the one
-        before it."""
-        rows: list[tuple[int, int, int]] = []
-        ids = [_NONE]
-        for row, ((slot, n), begin) in enumerate(zip(chunks, computed, strict=True)):
-            if slot not in self._scored:
-                continue
-            seq = self.sequences[slot]
-            assert seq is not None and seq.prompt_logprobs is not None
-            end = min(begin + n, seq.prompt_len - 1)
-            if end > begin:
-                rows.append((row, seq.prompt_logprobs, end - begin))
-                ids.append(self.tokens[slot, begin + 1 : end + 1])
-            if end == seq.prompt_len - 1:
-                seq.prompt_logprobs = None
-                self._scored.discard(slot)
-        of_rows = np.array(rows, dtype=np.int32).reshape(-1, 3).T
-        return dict(zip(("scored_rows", "scored_best", "scored_lens"), of_rows, strict=True)) | {
-            "scored_ids": np.concatenate(ids)
-        }
+            if seq.scores_prompt and begin + 1 < seq.prompt_len:
+                scored.append((row, self.tokens[slot, begin + 1 : min(begin + n + 1, seq.prompt_len)]))
+                best = max(best, seq.prompt_logprobs or 0)
+        ids = np.concatenate(parts)
+        if not scored:
+            return ids, None
+        rows, lens = np.array([(row, len(some)) for row, some in scored], dtype=np.int32).T
+        return ids, Scored(rows, lens, np.concatenate([some for _, some in scored]), best)
 
     def _admitted_params(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Of those admitted in this step, what ``Batch`` has of each; no words at all if there are none of any."""

@@ -79,9 +79,7 @@ class Sequence:
         self.stop_ids = stop_ids  # token ids that end it: the model's end tokens and the request's stop_token_ids
         self.cache_salt = cache_salt
         self.priority = priority  # smaller is more urgent, for schedulers that heed it
-        # Of how many best tokens at each place of the prompt log-probabilities are wanted; None: of none, or all are
-        # under way.
-        self.prompt_logprobs = prompt_logprobs
+        self.prompt_logprobs = prompt_logprobs  # of how many best tokens at each place of the prompt; None: none wanted
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
         self.sampler_words = _NONE  # Sampler.words
         self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts
@@ -97,6 +95,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.known[self.prompt_len :].tolist()
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not all there: a first token comes behind them."""
+        return self.prompt_logprobs is not None and len(self.known) == self.prompt_len
 
     @property
     def told(self) -> np.ndarray:

@@ -1,6 +1,6 @@
 """A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
 
-# step:   counts (10,) int64 | generations int64 | fourteen int32 arrays | admitted_params | samples bool
+# step:   counts (11,) int64 | generations int64 | thirteen int32 arrays | admitted_params | samples bool
 # profile: -1 int64, where a step's first count stands | the file's name; without one it is over
 # result: counts (7,) int64 | token_ids int32 | logprobs | prompt_logprobs; each, if there are any: rows int64, sampled
 #         f32, rank i32, top_ids i32, top f32
@@ -13,19 +13,22 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minivllm.core.batch import Batch
+from minivllm.core.batch import Batch, Scored
 from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
+_NONE = np.empty(0, dtype=np.int32)
+_UNSCORED = Scored(_NONE, _NONE, _NONE, 0)
 _PROFILE = b"\xff" * 8  # -1, which is no step's number
 
 
 def pack_batch(batch: Batch) -> bytes:
+    scored = batch.scored or _UNSCORED
     counts = np.array(
         [
             batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
             batch.num_decodes, batch.admitted_params.dtype.itemsize, len(batch.known_ids),
-            len(batch.scored_rows), len(batch.scored_ids),
+            len(scored.rows), len(scored.ids), scored.best,
         ],
         dtype=np.int64,
     )  # fmt: skip
@@ -33,8 +36,7 @@ def pack_batch(batch: Batch) -> bytes:
         (
             counts, batch.generations, batch.slots, batch.num_computed, batch.num_new, batch.token_ids,
             batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.known_lens,
-            batch.known_ids, batch.scored_rows, batch.scored_best, batch.scored_lens, batch.scored_ids,
-            batch.admitted_params, batch.samples,
+            batch.known_ids, scored.rows, scored.lens, scored.ids, batch.admitted_params, batch.samples,
         )
     )  # fmt: skip
 
@@ -52,14 +54,14 @@ def unpack_profile(data: bytearray) -> str | None:
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     """The batch, as views of ``data``; ``row`` is the sampler's."""
     take = _Taker(data)
-    step, n, t, b, a, num_decodes, itemsize, known, s, ids = take(10, np.int64).tolist()
+    step, n, t, b, a, num_decodes, itemsize, known, s, ids, best = take(11, np.int64).tolist()
     if itemsize != row.itemsize:
         raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
     generations = take(n, np.int64)
     slots, num_computed, num_new, token_ids = (take(k, _INT32) for k in (n, n, n, t))
     block_slots, block_indices, block_ids, admitted_slots = (take(k, _INT32) for k in (b, b, b, a))
     known_lens, known_ids = take(a if known else 0, _INT32), take(known, _INT32)
-    scored_rows, scored_best, scored_lens, scored_ids = (take(k, _INT32) for k in (s, s, s, ids))
+    scored = Scored(take(s, _INT32), take(s, _INT32), take(ids, _INT32), best) if s else None
     return Batch(
         step=step,
         slots=slots,
@@ -76,10 +78,7 @@ def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
         admitted_slots=admitted_slots,
         known_lens=known_lens,
         known_ids=known_ids,
-        scored_rows=scored_rows,
-        scored_best=scored_best,
-        scored_lens=scored_lens,
-        scored_ids=scored_ids,
+        scored=scored,
     )
 
 

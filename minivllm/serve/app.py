@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
@@ -24,6 +25,7 @@ from minivllm.serve.errors import ClientError, error_body, error_response, insta
 from minivllm.serve.generation import Aborted, Generation
 from minivllm.serve.handshake import ServerOptions
 from minivllm.serve.protocol import (
+    MAX_SCORES,
     ChatBody,
     CompletionBody,
     Conversation,
@@ -117,6 +119,7 @@ class Server:
     ) -> Response:
         params = body.sampling_params()
         self._check_room(len(prompts) * params.n)
+        _check_scores(prompts, params)
         reply_id = f"{kind.name}-{uuid.uuid4().hex}"
         names = [f"{reply_id}-{i}" for i in range(len(prompts))]
         usage = body.stream_options or StreamOptions()
@@ -228,6 +231,16 @@ class Server:
         if name is not None and name != ours:
             said = f"there is no model {shown(name)} here; this server has {ours!r}"
             raise ClientError(said, status=404, param="model", code="model_not_found")
+
+
+def _check_scores(prompts: list[dict[str, Any]], params: SamplingParams) -> None:
+    """That an answer does not tell too many log-probabilities of prompts, each choice all of its own."""
+    if params.prompt_logprobs is None:
+        return
+    tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+    if (scores := tokens * (1 + params.prompt_logprobs) * params.n) > MAX_SCORES:
+        said = f"{tokens} prompt tokens with {params.prompt_logprobs} + 1 log-probabilities each and n={params.n}"
+        raise ClientError(f"{said}: {scores} are more than {MAX_SCORES}; send several requests", param="prompt")
 
 
 class EventStream(StreamingResponse):

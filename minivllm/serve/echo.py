@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from minivllm.core.outputs import CompletionOutput
+from minivllm.core.sequence import FinishReason
 
 if TYPE_CHECKING:
     from minivllm.core.outputs import Logprob, RequestOutput
@@ -25,7 +26,7 @@ class Echo:
     def first(self, prompt: int, output: RequestOutput) -> RequestOutput:
         """A request's first output, with what it begins with. The first token's log-probabilities are an empty dict."""
         text = self.texts[prompt]
-        before = [best(values, self.logprobs or 0) for values in output.prompt_logprobs or ()]
+        before = [own_and_best(values, self.logprobs or 0) for values in output.prompt_logprobs or ()]
         outputs = [
             replace(new, text=text + new.text, logprobs=None if new.logprobs is None else before + new.logprobs)
             for new in output.outputs
@@ -41,13 +42,13 @@ def emptied(output: RequestOutput) -> RequestOutput:
             "",
             [],
             logprobs=None if new.logprobs is None else [],
-            finish_reason=None if new.finish_reason is None else "length",
+            finish_reason=None if new.finish_reason is None else FinishReason.LENGTH.value,
         )
         for new in output.outputs
     ]
     return replace(output, outputs=outputs)
 
 
-def best(values: dict[int, Logprob] | None, most: int) -> dict[int, Logprob]:
+def own_and_best(values: dict[int, Logprob] | None, most: int) -> dict[int, Logprob]:
     """Of a place in a prompt its own token, which comes first, and the ``most`` best; nothing of the first place."""
     return {key: one for i, (key, one) in enumerate((values or {}).items()) if not i or (one.rank or 0) <= most}

@@ -52,6 +52,7 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
 MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
+MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some 50 MB, and half a second of all others
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 
 
@@ -199,7 +200,7 @@ class CompletionBody(GenerationBody):
         if self.echo and logprobs is not None and 0 <= given.get("prompt_logprobs", 0) <= logprobs:
             given["prompt_logprobs"] = logprobs
         if self.only_echo:
-            given["max_tokens"] = 1
+            given |= {"max_tokens": 1, "min_tokens": 0}
         return SamplingParams(**given)
 
     def prompts(self) -> list[str | TokenIds]:

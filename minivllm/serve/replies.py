@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
-from minivllm.serve.echo import Echo, best, emptied
+from minivllm.serve.echo import Echo, emptied, own_and_best
 from minivllm.serve.objects import (
     Answer,
     CachedTokens,
@@ -248,7 +248,7 @@ def _prompt_logprobs(output: RequestOutput, most: int) -> PromptLogprobs:
     def told(one: Logprob) -> PromptLogprob:
         return PromptLogprob(logprob=_value(one), rank=one.rank, decoded_token=one.decoded_token)
 
-    of_places = (best(values, most) for values in output.prompt_logprobs or ())
+    of_places = (own_and_best(values, most) for values in output.prompt_logprobs or ())
     return [{token: told(one) for token, one in values.items()} or None for values in of_places]
 
 

@@ -56,12 +56,12 @@ class _Output(msgspec.Struct, array_like=True, gc=False):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 class _News(msgspec.Struct, array_like=True, tag=True):
     taken: list[tuple[str, _Failure | None]]
     outputs: list[_Output]
-    prompt_logprobs: dict[str, list[dict[int, Logprob] | None]]  # by request, of the few that have them
 
 
 class _Metrics(msgspec.Struct, array_like=True, tag=True):
@@ -79,9 +79,11 @@ _decoder = msgspec.msgpack.Decoder(_News | _Metrics | _Died)
 def encode_from_engine(message: FromEngine) -> bytes:
     if isinstance(message, News):
         taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
-        outputs = [_Output(o.request_id, o.outputs, o.finished, o.num_cached_tokens) for o in message.outputs]
-        scored = {o.request_id: o.prompt_logprobs for o in message.outputs if o.prompt_logprobs is not None}
-        return _encoder.encode(_News(taken, outputs, scored))
+        outputs = [
+            _Output(o.request_id, o.outputs, o.finished, o.num_cached_tokens, o.prompt_logprobs)
+            for o in message.outputs
+        ]
+        return _encoder.encode(_News(taken, outputs))
     if isinstance(message, Metrics):
         return _encoder.encode(_Metrics(message.text))
     return _encoder.encode(_Died(_whole(message.why)))
@@ -93,11 +95,9 @@ def decode_from_engine(data: bytes) -> FromEngine:
     if isinstance(message, _News):
         taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]
         outputs = [
-            RequestOutput(o.request_id, None, [], o.outputs, o.finished, o.num_cached_tokens) for o in message.outputs
+            RequestOutput(o.request_id, None, [], o.outputs, o.finished, o.num_cached_tokens, o.prompt_logprobs)
+            for o in message.outputs
         ]
-        if message.prompt_logprobs:
-            for output in outputs:
-                output.prompt_logprobs = message.prompt_logprobs.get(output.request_id)
         return News(taken, outputs)
     if isinstance(message, _Metrics):
         return Metrics(message.text)

@@ -36,6 +36,7 @@ class Ask:
     string_at: int = 0
     salt: str | None = None
     priority: int = 0  # for schedulers that heed it
+    scores: bool = False  # whether its prompt's log-probabilities are wanted, of a scheduler that ``scores_prompts``
 
     def sequence(self, name: str, number: int) -> Sequence:
         """As the engine makes it, request ``number`` of all."""
@@ -44,6 +45,7 @@ class Ask:
         seq = Sequence(
             name, list(self.prompt), params, max_len=len(self.prompt) + self.max_tokens,
             stop_ids=(*never, STOP) if self.stops else (), cache_salt=self.salt,
+            prompt_logprobs=1 if self.scores else None,
         )  # fmt: skip
         seq.sampler_row = np.array((number,), dtype=ROW)
         return seq
@@ -101,6 +103,7 @@ class World:
         self.number = np.full(self.options.max_num_seqs, -1)  # what Sampler.prepare was told of each slot
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) → the state that was written there
         self.told: dict[str, int] = {}  # tokens committed, by request
+        self.scored: dict[str, int] = {}  # first tokens of its prompt that are scored or need not be, by request
         self.generations: dict[int, set[int]] = {}  # by slot, those that were admitted
         limits = CascadeLimits(
             rows=2, keys=self.size, beside=2, alone=3, items=40, parts=200, saved_keys=1, node_keys=1, node_saved=1
@@ -114,10 +117,11 @@ class World:
         name = name if name is not None else f"r{self.asked}"
         seq = ask.sequence(name, self.asked)
         seq.priority = ask.priority if self.scheduler.uses_priority else 0
+        seq.prompt_logprobs = seq.prompt_logprobs if self.scheduler.scores_prompts else None
         self.scheduler.add(seq)
         self.asked += 1
         self.live[name] = seq, Story(ask)
-        self.told[name] = 0
+        self.told[name], self.scored[name] = 0, 1
         return seq
 
     def abort(self, name: str) -> None:
@@ -204,8 +208,28 @@ class World:
             assert seen == story.states[: c + n], f"slot {slot} reads another history than its own"
             if batch.samples[i]:
                 sampled[i] = self.last_token[slot] = next_token(story.states[c + n - 1])
+        self._check_scored(batch)
         self._check_cascade(batch, [story for _, _, _, story in rows])
         return sampled
+
+    def _check_scored(self, batch: Batch) -> None:
+        """Of each row the tokens behind those that it computes, which come one after another or once more."""
+        scored = batch.scored
+        if scored is None:
+            return
+        assert len(scored.ids) == scored.lens.sum() > 0 and (scored.rows >= batch.num_decodes).all()
+        ids, places, best = iter(scored.ids.tolist()), iter(scored.places(batch).tolist()), []
+        starts = (np.cumsum(batch.num_new) - batch.num_new).tolist()
+        for row, count in zip(scored.rows.tolist(), scored.lens.tolist(), strict=True):
+            seq, c = self.scheduler.sequences[batch.slots[row]], int(batch.num_computed[row])
+            assert seq is not None and seq.prompt_logprobs is not None, f"nobody wants row {row} scored"
+            name, tokens = seq.request_id, self.live[seq.request_id][1].tokens
+            assert count <= batch.num_new[row] and [next(ids) for _ in range(count)] == tokens[c + 1 : c + 1 + count]
+            assert [next(places) for _ in range(count)] == list(range(starts[row], starts[row] + count))
+            assert c < self.scored[name], f"{name}: a part of the prompt is not scored"
+            self.scored[name] = max(self.scored[name], c + 1 + count)
+            best.append(seq.prompt_logprobs)
+        assert scored.best == max(best)
 
     def _check_cascade(self, batch: Batch, stories: list[Story]) -> None:
         """Whether what decodes would read together is each one's own history, to where it reads on alone."""
@@ -249,6 +273,7 @@ class World:
         seq, story = self.live.pop(name)
         assert seq.status is Status.FINISHED
         self.ended[name] = seq.output_token_ids, reason
+        assert seq.prompt_logprobs is None or self.scored[name] == seq.prompt_len, f"{name}'s prompt is not all scored"
         assert self.ended[name] == story.ending(), f"{name} differs from its lone run"
 
     def _check_shape(self, batch: Batch) -> None:

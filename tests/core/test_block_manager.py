@@ -87,6 +87,8 @@ def test_equal_prefixes_share_whole_blocks_but_never_the_last_token() -> None:
     assert blocks.match(sequence([*range(SIZE), 99, 98, 97, 96, 95])) == row(blocks, 0)[:1]
     assert blocks.match(sequence([99, *range(1, 2 * SIZE + 1)])) == []
     assert blocks.match(sequence([0])) == []
+    longer.prompt_logprobs = 0
+    assert blocks.match(longer) == [], "all of its prompt is computed"
 
 
 def test_the_same_block_after_another_prefix_is_another_block() -> None:

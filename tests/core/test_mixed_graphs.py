@@ -108,7 +108,7 @@ def test_replays_give_what_eager_steps_give(
         monkeypatch.setattr(attention, "plan", plan_and_say)
         monkeypatch.setattr(attention, "prefill_fresh", lambda q, k, v, layer, out: attention.prefill(q, layer, out))
     # As they come, chunks of long prompts stand beside many kinds of others.
-    monkeypatch.setattr(llm.engine, "best_order", lambda sizes, params: range(len(params)))
+    monkeypatch.setattr("minivllm.llm.longest_first", lambda engine, sizes, params: range(len(params)))
     eager = say()
     graphs = take_graphs(runner)
     assert say() == eager

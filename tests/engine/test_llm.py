@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from minivllm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from minivllm.core.batch import Batch
+from minivllm.core.landing import ScoredStep
+from minivllm.core.longest_first import longest_first
 from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.core.sequence import Sequence
@@ -90,14 +92,28 @@ def test_the_longest_answers_begin_first_and_change_nobodys_draws(engine: Engine
     assert two.engine.num_requests_added == 6
 
 
+def test_of_what_is_refused_the_first_is_named_and_later_draws_are_the_same(engine: Engine) -> None:
+    """Whatever the order in which they are added."""
+    one, draws = engine(**SMALL | {"scheduler.max_num_seqs": 2}), []
+    params = [SamplingParams(max_tokens=n) for n in (2, 3, 9, 5)]
+    for many in (one, engine(**SMALL)):
+        with pytest.raises(RequestError, match="prompt 1: token id 9999"):
+            run(many, [[5], [9999], [7], []], params)
+        assert many.engine.num_requests_added == 1 and not many.engine.has_unfinished_requests()
+        draws += tokens(run(many, [[5, 6]], SamplingParams(max_tokens=6)))
+    assert draws[0] == draws[1]
+
+
 def test_which_request_is_best_added_first(engine: Engine) -> None:
-    llm = engine(**SMALL | {"scheduler.max_num_seqs": 2, "cache.num_blocks": 9})  # 36 tokens
+    llm = engine(
+        **SMALL | {"scheduler.max_num_seqs": 2, "cache.num_blocks": 10}
+    )  # of 4 tokens, half a block is left free
     few, many = SamplingParams(max_tokens=4), SamplingParams(max_tokens=8)
-    order = llm.engine.best_order
+    order = partial(longest_first, llm.engine)
     assert order([5, 5, 5], [few, many, few]) == [1, 0, 2]
     assert order([5, 5], [few, many]) == [0, 1], "they run at once"
     assert order([5, 5], [few, many.clone(n=2)]) == [1, 0], "three completions"
-    assert order([5, 30, 5], [few, few, many]) == [0, 1, 2], "the two longest take 34 and 13 tokens"
+    assert order([5, 30, 5], [few, few, many]) == [0, 1, 2], "the two longest take 9 and 4 blocks"
     assert order([5, 6, 7], [few, few, few.clone(max_tokens=3)]) == [0, 1, 2], "as they come where they are alike"
     assert order([1, 1, 1], [few, few, few.clone(max_tokens=None)]) == [0, 1, 2], "up to max_model_len, it is said"
 
@@ -443,7 +459,6 @@ def test_prompt_logprobs_go_to_whom_they_belong(engine: Engine) -> None:
         outputs += llm.engine.step()
     assert outputs[-1].prompt_logprobs == expected.prompt_logprobs
     assert outputs[0].prompt_logprobs == expected.prompt_logprobs, "they are there with the first token"
-    assert not llm.engine._scored
 
 
 def test_all_completions_wait_for_the_prompts_logprobs_and_deltas_tell_them_once(engine: Engine) -> None:
@@ -463,7 +478,21 @@ def test_all_completions_wait_for_the_prompts_logprobs_and_deltas_tell_them_once
     assert all(output.prompt_logprobs is None for output in others)
     ids = [[t for o in outputs for t in o.outputs[i].token_ids] for i in range(2)]
     assert ids[0] == ids[1] == tokens(run(llm, prompt, GREEDY.clone(max_tokens=12)))[0]
-    assert not llm.engine._unscored
+
+
+def test_an_executor_that_brings_no_prompt_logprobs_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    monkeypatch.setattr(ScoredStep, "result", lambda self: self.step.result())
+    with pytest.raises(MinivllmError, match="executor=auto returned a step without the prompt_logprobs"):
+        run(llm, [4, 5], GREEDY.clone(prompt_logprobs=1))
+
+
+def test_a_scheduler_that_scores_only_some_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    run(llm, list(range(20)))
+    monkeypatch.setattr(Sequence, "scores_prompt", property(lambda seq: len(seq.known) < 10))
+    with pytest.raises(MinivllmError, match="scheduler=mixed left out log-probabilities of the prompt of '1'"):
+        run(llm, list(range(20)), GREEDY.clone(prompt_logprobs=1))
 
 
 def test_a_scheduler_that_scores_no_prompts_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,6 +642,9 @@ def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
         ({"prompt_token_ids": [5], "cache_salt": 5}, GREEDY, "cache_salt=5 is not Unicode text"),
         ({"prompt_token_ids": [5], "cache_salt": "\ud800"}, GREEDY, "is not Unicode text"),
         ([10**30], GREEDY, "is outside the vocabulary"),
+        ([{"prompt_token_ids": np.array(5)}], GREEDY, "list of token ids, not ndarray"),
+        ([{"prompt_token_ids": torch.tensor(5)}, str], GREEDY, "prompt 0: .*list of token ids, not Tensor"),
+        ([{"prompt": list}], GREEDY, "is not text"),
     ],
 )
 def test_values_of_the_wrong_kind_are_refused(engine: Engine, prompt: Any, params: Any, why: str) -> None:

@@ -78,6 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
     (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs=21 is ", "prompt_logprobs"),
     (COMPLETIONS, {"prompt_logprobs": -1, "echo": True, "logprobs": 1}, "prompt_logprobs=-1 is ", "prompt_logprobs"),
+    (COMPLETIONS, {"prompt": [[5] * 500] * 60, "n": 4, "echo": True, "logprobs": 9}, "1200000 are more", "prompt"),
     (CHAT, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs=0 is not supported with stream", "prompt_logprobs"),
     (COMPLETIONS, {"stop": [""]}, "at least one character", "stop"),
     (COMPLETIONS, {"stop": ["a"] * 129}, "129 strings are more than 128", "stop"),
