@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from minivllm.core.outputs import CompletionOutput, RequestOutput
     from minivllm.core.requests import TextPrompt, TokensPrompt
     from minivllm.core.sampling_params import SamplingParams
+    from minivllm.core.structured_outputs import StructuredOutputsParams
     from minivllm.llm import LLM
 
 _LAZY = {
     "LLM": "minivllm.llm",
     "LLMEngine": "minivllm.core.engine",
     "SamplingParams": "minivllm.core.sampling_params",
+    "StructuredOutputsParams": "minivllm.core.structured_outputs",
     "RequestOutput": "minivllm.core.outputs",
     "CompletionOutput": "minivllm.core.outputs",
     "TextPrompt": "minivllm.core.requests",
@@ -34,6 +36,7 @@ __all__ = [
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",

@@ -36,6 +36,14 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens a step may sample for sequences that have a ``guide``."""
+
+    slots: np.ndarray  # (m,) int32
+    bits: np.ndarray  # (m, words) int32: bit t % 32 of word t // 32 is 1 where token t may come
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The sequences of one step. Rows are sequences: decodes first, then prompt chunks, in the scheduler's order.
 
@@ -60,6 +68,7 @@ class Batch:
     known_ids: np.ndarray = field(default_factory=_none)
     known_lens: np.ndarray = field(default_factory=_none)
     scored: Scored | None = None
+    masks: TokenMasks | None = None  # set by the engine, behind the scheduler
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
 from types import TracebackType
@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from minivllm.bytecode import kept_bytecode
+from minivllm.core.guides import Guides
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Request, TextPrompt, TokensPrompt, TokenTexts
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.core.sequence import Sequence
+from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch, Scored
+    from minivllm.core.guides import Guide
     from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle, StepObserver
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
@@ -81,6 +83,7 @@ class LLMEngine:
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[tuple[Batch, StepHandle, list[Request]]] = deque()  # the last: of ``Batch.scored``
         self._unscored: set[Request] = set()  # they wait for their prompts' log-probabilities before they say anything
+        self._guided: set[Request] = set()  # those whose sequences have guides
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[str, tuple[Request, Completion]] = {}
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
@@ -88,6 +91,7 @@ class LLMEngine:
         self._prompt_tokens_since_step = 0
         ends = dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids))
         self._eos = tuple(token for token in ends if 0 <= token < model_config.vocab_size)  # of others none is sampled
+        self._guides = Guides(tokenizer, model_config.vocab_size, self._eos)
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
         self._uninterrupted = Uninterrupted()
@@ -146,6 +150,7 @@ class LLMEngine:
                 f"scheduler={self.config.scheduler.name}; leave it out"
             )
         text, ids, tokens = self._tokens(prompt)
+        guides = self._guides.of(params)
         if isinstance(prompt, dict):
             cache_salt = prompt.get("cache_salt", cache_salt)
         _check_salt(cache_salt)
@@ -164,6 +169,7 @@ class LLMEngine:
                 base = params.seed if params.seed is not None else self._seed_of(number)
                 seq.sampler_row = self._sampler_class.encode(seq, base + index)
                 seq.sampler_words = self._sampler_class.words(seq)
+                seq.guide = guides[index]
                 seq.tells_tokens = self._sampler_class.wants_tokens(seq)
                 self.scheduler.add(seq)
                 added.append(seq)
@@ -179,6 +185,8 @@ class LLMEngine:
         self._requests[request_id] = request
         if not request.scored:
             self._unscored.add(request)
+        if params.guided:
+            self._guided.add(request)
         self.stats.prompt_tokens += len(ids)
         self._prompt_tokens_since_step += len(ids)
         full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
@@ -195,6 +203,7 @@ class LLMEngine:
             if request is None:
                 continue
             self._unscored.discard(request)
+            self._guided.discard(request)
             for completion in request.completions:
                 if completion.finish_reason is None:  # else its name may be another request's by now
                     self.scheduler.abort(completion.seq.request_id)
@@ -299,6 +308,10 @@ class LLMEngine:
         if batch.scored is not None:  # slots may change hands until these come back
             seqs = [self.scheduler.sequences[slot] for slot in batch.slots[batch.scored.rows].tolist()]
             scored = [self._by_sequence[seq.request_id][0] for seq in seqs if seq is not None]
+        if self._guided:
+            seqs = [self.scheduler.sequences[slot] for slot in batch.slots.tolist()]
+            guides = [None if seq is None else seq.guide for seq in seqs]
+            batch = replace(batch, masks=self._guides.masks(batch, guides))
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
         launched = time.perf_counter()
@@ -333,6 +346,7 @@ class LLMEngine:
         ended = {name: request for name, request in ended.items() if request.finished}
         for name, request in ended.items():
             self._requests.pop(name, None)
+            self._guided.discard(request)
             if request in self._unscored:
                 scheduler = self.config.scheduler.name
                 raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
@@ -372,7 +386,10 @@ class LLMEngine:
             self._touched[request.request_id] = request
             if completion.logprobs is not None and (values := of_row.get(row)) is not None:
                 completion.add_logprobs(token, *values)
-            if completion.add([token]) and seq.request_id not in finished:
+            stopped_here = completion.add([token])
+            if seq.request_id in finished:
+                continue
+            if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):
                 self.scheduler.finish(seq)
                 del self._by_sequence[seq.request_id]
                 self._account(completion)
@@ -440,6 +457,11 @@ class LLMEngine:
             if tokens and not self._sampler_class.takes_biases:
                 raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
             self._check_vocabulary(name, tokens or ())
+        name = "bad_words" if params.structured_outputs is None else "structured_outputs"
+        if params.guided and not self._sampler_class.takes_masks:
+            raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
+        if params.guided and not self.scheduler.awaits_guided:
+            raise RequestError(f"{name} is not supported by scheduler={self.config.scheduler.name}; leave it out")
         taken = self._sampler_class.extra_args
         if unknown := set(params.extra_args or ()) - taken:
             raise RequestError(
@@ -523,6 +545,7 @@ class LLMEngine:
         self._touched.clear()
         self._by_sequence.clear()
         self._unscored.clear()
+        self._guided.clear()
         self.executor.shutdown()
 
     def __enter__(self) -> LLMEngine:
@@ -530,6 +553,16 @@ class LLMEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
+
+
+def _ended_by(guide: Guide, completion: Completion, token: int) -> bool:
+    """Tell a guide of its completion's newest token; returns whether that was the last one."""
+    guide.take(token)
+    if not guide.failed and not guide.ended:
+        return False
+    completion.end(FinishReason.LENGTH if guide.failed else FinishReason.STOP)
+    completion.stop_reason = None
+    return True
 
 
 def _alike(one: SamplingParams, other: SamplingParams) -> bool:

@@ -55,6 +55,8 @@ class Scheduler(ABC):
 
     uses_priority: ClassVar[bool] = False  # whether it heeds Sequence.priority; else a request may not name one
     scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; else prompt_logprobs are refused
+    # Whether a sequence with a ``guide`` decodes only when all its tokens are known; else these are refused.
+    awaits_guided: ClassVar[bool] = False
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running ones, by slot
 
@@ -412,12 +414,14 @@ class Sampler(ABC):
     ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``; its
     size is a multiple of 4 bytes. What a request draws depends on its logits, its seed and its position only.
     ``extra_args`` names the keys of ``SamplingParams.extra_args`` that ``encode`` reads; others are refused, and so are
-    ``logit_bias`` and ``allowed_token_ids`` unless it ``takes_biases``.
+    ``logit_bias`` and ``allowed_token_ids`` unless it ``takes_biases``, ``structured_outputs`` and ``bad_words`` unless
+    it ``takes_masks``.
     """
 
     row: ClassVar[np.dtype]
     extra_args: ClassVar[frozenset[str]] = frozenset()
     takes_biases: ClassVar[bool] = False
+    takes_masks: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict) -> None:
@@ -445,6 +449,13 @@ class Sampler(ABC):
 
         slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another. Those that have none and
         did not ask have length 0. What is kept of ids is copied: they are this step's.
+        """
+        raise NotImplementedError
+
+    def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
+        """Before each step that samples for sequences that have a guide, and before its ``prepare``: which tokens may
+        come. On the device: slots (m,) int64; bits (m, words) int32, of ``TokenMasks``, to be copied. The ``encode``d
+        sequences of these slots, and no others, have one.
         """
         raise NotImplementedError
 

@@ -72,6 +72,7 @@ class ModelRunner:
         self.sample_graphs: SampleGraphs | None = None
         self.staging = Staging(device)
         self._landing = PinnedRing()
+        self._masks = Staging(device)
         self._scores = PromptScores(self)
         on_gpu = device.type == "cuda"
         # To make one takes 20 µs. Steps that land in two parts record two.
@@ -82,6 +83,9 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         if len(batch.block_slots):
             self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
+        if (masks := batch.masks) is not None:
+            slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
+            self.sampler.take_masks(slots, bits.view(len(slots), -1))
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
         if graphs is not None and batch.num_decodes == len(batch.slots):
             return graphs.launch(batch)

@@ -167,7 +167,8 @@ class Request:
     def needs_tokens(self) -> bool:
         """Whether each token is looked at as it comes, or all at the end."""
         p = self.params
-        return p.output_kind is not RequestOutputKind.FINAL_ONLY or bool(p.stop) or p.logprobs is not None
+        streams = p.output_kind is not RequestOutputKind.FINAL_ONLY
+        return streams or bool(p.stop) or p.logprobs is not None or p.guided
 
     def add_prompt_logprobs(self, place: int, values: list[tuple[float, int, list[int], list[float]]]) -> None:
         """Of the prompt's tokens from ``place`` on; those that are there already are passed over."""

@@ -4,6 +4,7 @@ Slot arrays on the device, one row a running sequence and one for padding, owned
 # temperature, top_p, min_p float32   top_k int32   seed int64   best int32 (of log-probabilities; -1: none asked for)
 # presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
 # bias (slots, vocab) float32: of biased sequences, what is added to logits; zeros of others; made when needed
+# bits (slots, words) int32: of guided sequences, which tokens may come next; ones of others; made when needed
 # counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/adjust_logits.py; made when needed
 """
 
@@ -24,10 +25,12 @@ from minivllm.kernels.adjust_logits import Adjustments, adjust_logits, count, co
 from minivllm.kernels.filters import Filters
 from minivllm.kernels.logprobs import logprobs
 from minivllm.kernels.sampling import Shard, sample_tokens
+from minivllm.kernels.token_masks import mask_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
-_ADJUSTS, _FILTERS, _LOGPROBS, _BIASED = 1, 2, 4, 8  # what a slot asks for
+_ADJUSTS, _FILTERS, _LOGPROBS, _BIASED, _GUIDED = 1, 2, 4, 8, 16  # what a slot asks for
+_BITS = 32  # of a word
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
@@ -41,18 +44,19 @@ class Refinement(NamedTuple):
     adjusts: bool  # penalties, ``min_tokens``, biases
     best: int  # log-probabilities of so many of the best tokens, and of the sampled one; 0: none
     biased: bool  # ``logit_bias``, ``allowed_token_ids``
+    guided: bool  # ``structured_outputs``, ``bad_words``
 
 
 class DefaultSampler(Sampler):
-    """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties, biases and log-probabilities.
+    """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties, biases, masks and log-probabilities.
 
     ``sample`` serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches that need more
-    are sampled again, in the order allowed tokens, biases, min_tokens, penalties, temperature, min-p, top-k, top-p, as
-    vLLM does. Ties at a filter's bound stay together. Log-probabilities are of the model's own distribution, before all
-    of that, as in vLLM.
+    are sampled again, in the order allowed tokens, biases, masks, min_tokens, penalties, temperature, min-p, top-k,
+    top-p, as vLLM does. Ties at a filter's bound stay together. Log-probabilities are of the model's own distribution,
+    before all of that, as in vLLM.
     """
 
-    takes_biases = True
+    takes_biases = takes_masks = True
     row = np.dtype(
         [
             ("temperature", "<f4"),
@@ -69,6 +73,7 @@ class DefaultSampler(Sampler):
             ("suppress", "<i4", (_MAX_SUPPRESSED,)),
             ("allowed", "<i4"),  # how many tokens are; 0: all
             ("biased", "<i4"),  # how many tokens are
+            ("guided", "<i4"),  # whether it has a guide
         ]
     )
 
@@ -91,6 +96,7 @@ class DefaultSampler(Sampler):
         self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
         self.bias = torch.empty((0, vocab_size), dtype=torch.float32, device=device)
+        self.bits = torch.empty((0, -(-vocab_size // _BITS)), dtype=torch.int32, device=device)
         self._asks, self._anyone, self._shards = np.zeros(num_slots, dtype=np.uint8), False, False
 
     @classmethod
@@ -118,6 +124,7 @@ class DefaultSampler(Sampler):
                     f"min_tokens={params.min_tokens} holds back; allow another, or leave min_tokens=0"
                 )
         row["allowed"], row["biased"] = len(params.allowed_token_ids or ()), len(params.logit_bias or ())
+        row["guided"] = params.guided
         return row
 
     @classmethod
@@ -140,12 +147,16 @@ class DefaultSampler(Sampler):
         self.host[slots] = rows
         filters = (rows["temperature"] > 0) & ((rows["top_p"] < 1) | (rows["min_p"] > 0) | (rows["top_k"] > 0))
         biased = (rows["allowed"] > 0) | (rows["biased"] > 0)
-        adjusts = _penalizes(rows) | (rows["min_position"] > 0) | biased
+        guided = rows["guided"] > 0
+        adjusts = _penalizes(rows) | (rows["min_position"] > 0) | biased | guided
         adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
         for slot in slots[(self._asks[slots] & _BIASED) > 0].tolist():
             self.bias[slot].zero_()
+        for slot in slots[((self._asks[slots] & _GUIDED) > 0) & ~guided].tolist():
+            self.bits[slot].fill_(-1)
         wants_logprobs = rows["logprobs"] >= 0
-        self._asks[slots] = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
+        asks = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
+        self._asks[slots] = asks + _GUIDED * guided
         self._anyone = bool(self._asks.any())
         words = device_rows
         self._words.index_copy_(1, device_slots, words[:, :5].T)
@@ -181,6 +192,11 @@ class DefaultSampler(Sampler):
             bias[allowed.long()] = 0.0
         bias[ids.long()] += values.view(torch.float32)
 
+    def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
+        if not len(self.bits):
+            self.bits = self.bits.new_full((len(self.temperature), self.bits.shape[1]), -1)
+        self.bits[slots] = bits
+
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._draw(logits, slots, positions)
 
@@ -212,7 +228,7 @@ class DefaultSampler(Sampler):
             best = min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
         adjusts = bool(asked & _ADJUSTS)
         draws = self._shards and not adjusts and bool(asked & _FILTERS)
-        return Refinement(draws, adjusts, best, bool(asked & _BIASED))
+        return Refinement(draws, adjusts, best, bool(asked & _BIASED), bool(asked & _GUIDED))
 
     def refine_captured(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
@@ -220,6 +236,9 @@ class DefaultSampler(Sampler):
         assert isinstance(kind, Refinement)
         if kind.adjusts:
             scores = logits.float() + self.bias.index_select(0, slots) if kind.biased else logits
+            if kind.guided:
+                scores = scores if kind.biased else logits.to(torch.float32, copy=True)
+                mask_tokens(scores, self.bits, slots)
             tokens = self.resample(scores, slots, positions)
         elif kind.draws:
             tokens = self._draw(logits, slots, positions)
@@ -236,8 +255,10 @@ class DefaultSampler(Sampler):
 
     def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         super().launch_all_kinds(logits, slots, positions)
+        scores = logits.to(torch.float32, copy=True)
         if logits.dtype != torch.float32:  # as biased ones are
-            adjust_logits(logits.float(), self.counts, self.adjustments, slots, positions)
+            adjust_logits(scores, self.counts, self.adjustments, slots, positions)
+        mask_tokens(scores, self.bits.new_zeros((1, self.bits.shape[1])), torch.zeros_like(slots))
         logprobs(logits, slots, 1, slots, slots.int())
 
     def _asked(self, host_slots: np.ndarray) -> int:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
+from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, shown
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {
-    "bad_words": None,
-    "structured_outputs": None,
     "logits_processors": None,
     "truncate_prompt_tokens": None,
     "flat_logprobs": False,
@@ -44,11 +43,12 @@ class SamplingParams:
     ``max_model_len``. ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty``
     for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
     negative ones. Before these ``logit_bias``, token id -> number, is added; tokens other than
-    ``allowed_token_ids``, if there are any, are not drawn. ``seed=None`` draws from the engine's seed and the request's
-    number. ``n`` completions of one prompt use the seeds ``seed, seed + 1, …``. ``logprobs`` and ``prompt_logprobs``
-    are how many of the best tokens' log-probabilities come with each token's own, of the answer and of the prompt; what
-    of the prompt is cached is computed again for these. ``extra_args`` are for samplers of plugins:
-    ``Sampler.extra_args``.
+    ``allowed_token_ids``, if there are any, are not drawn, nor those that would complete one of ``bad_words``, nor
+    those with which the answer could not become what ``structured_outputs`` asks for, a ``StructuredOutputsParams`` or
+    the same as a mapping. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
+    prompt use the seeds ``seed, seed + 1, …``. ``logprobs`` and ``prompt_logprobs`` are how many of the best tokens'
+    log-probabilities come with each token's own, of the answer and of the prompt; what of the prompt is cached is
+    computed again for these. ``extra_args`` are for samplers of plugins: ``Sampler.extra_args``.
 
     Raises:
         RequestError: a value out of range, or a field that minivllm does not support yet.
@@ -78,7 +78,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logits_processors: Any = None
     truncate_prompt_tokens: int | None = None
     extra_args: dict[str, Any] | None = None
@@ -89,6 +89,8 @@ class SamplingParams:
         self.stop_token_ids = _as_list("stop_token_ids", self.stop_token_ids)
         self.bad_words = _as_list("bad_words", self.bad_words)
         self.logit_bias = _as_biases(self.logit_bias)
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
         self.extra_args = dict(self.extra_args) if isinstance(self.extra_args, dict) else self.extra_args
@@ -105,6 +107,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < _GREEDY
+
+    @property
+    def guided(self) -> bool:
+        """Whether what may come next follows from what came before."""
+        return self.structured_outputs is not None or bool(self.bad_words)
 
     def verify(self) -> None:
         """Raise RequestError for the first value that cannot be used."""
@@ -139,6 +146,11 @@ class SamplingParams:
             _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
         if any(not isinstance(s, str) or not s for s in self.stop or ()):
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
+        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words or ()):
+            raise RequestError(f"bad_words={shown(self.bad_words)}: each is a string with more than white space")
+        for name, neutral in (("min_tokens", 0), ("allowed_token_ids", None)) if self.structured_outputs else ():
+            if (value := getattr(self, name)) not in (neutral, []):  # together they may leave no token at all
+                raise RequestError(f"{name}={shown(value)} is not supported with structured_outputs; leave it out")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
         for name in _SWITCHES:
@@ -166,6 +178,8 @@ _FIELDS = [f.name for f in fields(SamplingParams)]
 
 def _as_list(name: str, values: Any) -> list[Any]:
     try:
+        if isinstance(values, str):
+            raise TypeError
         return [] if values is None else list(values)
     except TypeError:
         raise RequestError(f"{name}={values!r} is not a list; type [{values!r}]") from None

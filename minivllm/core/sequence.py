@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from minivllm.core.guides import Guide
     from minivllm.core.sampling_params import SamplingParams
 
 
@@ -40,6 +41,7 @@ class Sequence:
         "arrival",
         "block_hashes",
         "cache_salt",
+        "guide",
         "known",
         "max_len",
         "num_cached_tokens",
@@ -82,6 +84,7 @@ class Sequence:
         self.prompt_logprobs = prompt_logprobs  # of how many best tokens at each place of the prompt; None: none wanted
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
         self.sampler_words = _NONE  # Sampler.words
+        self.guide: Guide | None = None  # what says which tokens may come: it has to know all that came before
         self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts
         self.status = Status.WAITING
         self.slot = -1

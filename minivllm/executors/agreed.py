@@ -39,6 +39,9 @@ class AgreedSampler(Sampler):
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
         self.inner.take_tokens(slots, lens, ids)
 
+    def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
+        self.inner.take_masks(slots, bits)
+
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.inner.sample(logits, slots, positions)
 

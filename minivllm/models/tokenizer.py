@@ -68,6 +68,11 @@ class Tokenizer(ABC):
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one sequence, whose text goes on from ``prompt_ids``."""
 
+    def for_grammars(self, vocab_size: int, ends: Sequence[int]) -> Any:
+        """The same as ``llguidance.LLTokenizer``, for grammars: of ids below ``vocab_size`` and perhaps one more. Each
+        of ``ends`` says that an answer ends, or another id if there are none. Raises RequestError if it cannot be."""
+        raise RequestError(f"structured_outputs is not supported with a {type(self).__name__}; leave it out")
+
 
 def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
     """A chat template's variables, as a user gives them. Raises RequestError for one that is no variable but an
@@ -149,6 +154,23 @@ class CheckpointTokenizer(Tokenizer):
             )
         except (TemplateError, TypeError) as error:  # as templates raise themselves, or a role that they do not know
             raise RequestError(f"messages: the chat template refuses this: {error}") from error
+
+    def for_grammars(self, vocab_size: int, ends: Sequence[int]) -> Any:
+        from llguidance import LLTokenizer
+
+        fast = getattr(self._inner, "backend_tokenizer", None)
+        if fast is None:
+            return super().for_grammars(vocab_size, ends)
+        size, whole = fast.get_vocab_size(), json.loads(fast.to_str())
+        ends = [end for end in ends if end < size]
+        if not ends:
+            its = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            whole["added_tokens"].append({"id": size, "content": "<|end of grammar|>", "special": True} | its)
+            ends = [size]
+        try:
+            return LLTokenizer(json.dumps(whole), n_vocab=max(vocab_size, size + 1), eos_token=ends)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs is not supported with this tokenizer: {error}") from error
 
 
 def _check_unicode(texts: Sequence[str]) -> None:
@@ -241,6 +263,26 @@ class ByteTokenizer(Tokenizer):
     ) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+    def for_grammars(self, vocab_size: int, ends: Sequence[int]) -> Any:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        known = _BytesForGrammars(max(vocab_size, 256) + 1, ends or [max(vocab_size, 256)])
+        return LLTokenizer(TokenizerWrapper(known), eos_token=known.special_token_ids)
+
+
+class _BytesForGrammars:
+    """What llguidance asks of a tokenizer: ids below 256 are bytes, others nothing."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab_size: int, ends: Sequence[int]) -> None:
+        self.eos_token_id, self.special_token_ids = ends[0], list(ends)
+        ids = range(vocab_size)
+        self.tokens = [bytes((token,)) if token < 256 and token not in ends else b"" for token in ids]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 def load_tokenizer(

@@ -36,7 +36,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),  # without tools there are no calls
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
@@ -147,6 +146,7 @@ class GenerationBody(Body):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     structured_outputs: Any = None
+    response_format: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None  # vLLM's name for SamplingParams.extra_args
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -177,6 +177,11 @@ class GenerationBody(Body):
     def _given(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys()}
         given["extra_args"] = self.vllm_xargs
+        if self.response_format is not None and (asked := _structure(self.response_format)) is not None:
+            if self.structured_outputs is not None:
+                said = "response_format and structured_outputs are one thing; leave one out"
+                raise ClientError(said, param="response_format")
+            given["structured_outputs"] = asked
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return {name: value for name, value in given.items() if value is not None} | {"output_kind": kind}
 
@@ -321,6 +326,28 @@ class Detokenize(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
+    """OpenAI's ``response_format`` as ``StructuredOutputsParams`` has it."""
+    kinds = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+    kind, field = response_format.get("type"), "response_format"
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ClientError(f"{field}: type {shown(kind)} is none of {', '.join(kinds)}", param=field)
+    if more := response_format.keys() - kinds[kind]:
+        raise ClientError(f"{field}: type {kind} has no {', '.join(sorted(more))}", param=field)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    named = response_format.get("json_schema")
+    if not isinstance(named, dict) or not isinstance(schema := named.get("schema"), dict):
+        raise ClientError(
+            f'{field}: json_schema is {{"name": ..., "schema": {{...}}}}, of which schema is a JSON schema', param=field
+        )
+    if more := named.keys() - {"name", "description", "schema", "strict"}:
+        raise ClientError(f"{field}: json_schema has no {', '.join(sorted(more))}", param=field)
+    return {"json": schema}  # always followed: strict says no more
 
 
 def _is_token_ids(value: Any) -> bool:

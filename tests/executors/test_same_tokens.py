@@ -16,6 +16,7 @@ from minivllm import LLM, SamplingParams
 Checkpoints = Callable[..., Path]
 Answers = dict[str, tuple[list[int], list[float]]]
 BLOCKS = 40
+YES_OR_NO = {"regex": "(yes|no)( (yes|no)){3}"}
 
 
 def requests() -> list[tuple[list[int], SamplingParams]]:
@@ -29,6 +30,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
             temperature=0, max_tokens=rng.randint(4, 24), ignore_eos=True, logprobs=3 if i % 3 == 0 else None,
             presence_penalty=0.8 if i % 4 == 1 else 0, repetition_penalty=1.2 if i % 5 == 1 else 1,
             prompt_logprobs=2 if i % 5 == 3 else None,
+            bad_words=["q", "the"] if i % 6 == 4 else None, structured_outputs=YES_OR_NO if i % 7 == 5 else None,
             logit_bias={i: 3.0} if i % 6 == 2 else None, allowed_token_ids=[*range(99)] if i % 8 == 3 else None,
         )  # fmt: skip
         found.append((prompt, params))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from minivllm.core.batch import Batch, Scored
+from minivllm.core.batch import Batch, Scored, TokenMasks
 from minivllm.core.interfaces import Logprobs, StepResult
 from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.sampler import DefaultSampler
@@ -45,6 +45,7 @@ def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, bl
         known_lens=lens,
         known_ids=ints(int(lens.sum())),
         scored=Scored(ints(admitted), ints(2 * admitted)[::2], ints(tokens), 7) if admitted else None,
+        masks=TokenMasks(ints(n)[:3], ints(n * 12).reshape(n, 12)[:3, ::2]) if n > 2 else None,
     )
 
 
@@ -70,9 +71,11 @@ SHAPES = [(1, 1, 0, 0, 0), (1, 0, 5, 2, 1), (256, 200, 8000, 900, 56), (3, 3, 0,
 def test_a_batch_comes_back_as_it_was(shape: tuple[int, ...]) -> None:
     batch = random_batch(np.random.default_rng(0), *shape)
     back = unpack_batch(bytearray(pack_batch(batch)), DefaultSampler.row)
-    plain, plain_back = (dataclasses.replace(one, scored=None) for one in (batch, back))
+    plain, plain_back = (dataclasses.replace(one, scored=None, masks=None) for one in (batch, back))
     assert same(plain, plain_back)
-    assert (batch.scored is None) == (back.scored is None) and (back.scored is None or same(batch.scored, back.scored))
+    for part, its in ((batch.scored, back.scored), (batch.masks, back.masks)):
+        assert (part is None) == (its is None) and (its is None or same(part, its))
+    assert back.masks is None or back.masks.bits.shape == (3, 6)
     assert back.slots.flags.writeable
 
 

@@ -1,0 +1,248 @@
+"""Guides: which tokens may come next, token by token, whatever is drawn of them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import byte_level_tokenizer
+
+from minivllm.core.guides import Guide, Guides
+from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.structured_outputs import StructuredOutputsParams
+from minivllm.errors import RequestError
+from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
+
+VOCAB = 512
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_level_tokenizer().save_pretrained(folder)
+    return CheckpointTokenizer(folder)
+
+
+def guides(tokenizer: Tokenizer) -> Guides:
+    return Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
+
+
+def one(tokenizer: Tokenizer, **params: Any) -> Guide:
+    (guide,) = guides(tokenizer).of(SamplingParams(**params))
+    assert guide is not None
+    return guide
+
+
+def allowed(guide: Guide) -> set[int]:
+    bits = np.full(-(-VOCAB // 32), 12345, dtype=np.int32)
+    guide.allow(bits)
+    return set(np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0].tolist())
+
+
+def walk(guide: Guide, tokenizer: Tokenizer, rng: random.Random, limit: int = 400) -> tuple[str, bool]:
+    """Draw of what is allowed until it ends; the text, and whether it did."""
+    said: list[int] = []
+    for _ in range(limit):
+        if guide.ended:
+            return tokenizer.decode(said), True
+        may = allowed(guide)
+        assert may and max(may) < VOCAB
+        ends = may & set(tokenizer.eos_token_ids)
+        token = rng.choice(sorted(ends or may))
+        guide.take(token)
+        assert not guide.failed
+        if token in ends:
+            return tokenizer.decode(said), True
+        said.append(token)
+    return tokenizer.decode(said), False
+
+
+def fits_schema(text: str) -> bool:
+    value = json.loads(text)
+    assert set(value) == {"name", "age", "tags"} and len(value["name"]) <= 6
+    assert type(value["age"]) is int and 0 <= value["age"] <= 120
+    return len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "b"}
+
+
+KINDS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
+    ({"json": SCHEMA}, fits_schema),
+    ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, lambda text: not re.search(r"\s(?=[\"{}:,])", text)),
+    ({"json": SCHEMA, "whitespace_pattern": "-"}, lambda text: fits_schema(text.replace("-", ""))),
+    ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    ({"regex": "[A-Z][a-z]{2,5} [0-9]{3}"}, lambda text: re.fullmatch("[A-Z][a-z]{2,5} [0-9]{3}", text)),
+    ({"choice": ["yes", "no", 'a "b" é']}, lambda text: text in ("yes", "no", 'a "b" é')),
+    ({"grammar": 'start: "x" | "y" start'}, lambda text: re.fullmatch("y*x", text)),  # Lark's
+    ({"grammar": 'root ::= "x" | "y" root'}, lambda text: re.fullmatch("y*x", text)),  # llama.cpp's
+]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "checkpoint without end", "bytes", "bytes without end"])
+@pytest.mark.parametrize(("asked", "fits"), KINDS, ids=lambda x: next(iter(x), None) if isinstance(x, dict) else "")
+def test_whatever_is_drawn_fits(
+    asked: dict[str, Any], fits: Callable[[str], Any], kind: str, tokenizer: CheckpointTokenizer
+) -> None:
+    its: Tokenizer = tokenizer
+    if kind == "checkpoint without end":
+        its = copy(tokenizer)
+        its.eos_token_ids = ()
+    elif kind != "checkpoint":
+        its = ByteTokenizer(VOCAB, (300, 301) if kind == "bytes" else ())
+    ended = 0
+    for seed in range(12):
+        text, its_end = walk(one(its, structured_outputs=asked), its, random.Random(seed))
+        if its_end:
+            assert fits(text), text
+        ended += its_end
+    assert ended >= 4, f"{ended} of 12 came to an end"
+
+
+def test_completions_of_one_request_go_their_own_ways(tokenizer: CheckpointTokenizer) -> None:
+    params = SamplingParams(n=2, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    first, second = guides(tokenizer).of(params)
+    assert first is not None and second is not None
+    (y,) = tokenizer.encode("y")
+    before = allowed(first)
+    first.take(y)
+    assert allowed(second) == before and allowed(first) != before
+
+
+def test_behind_an_end_token_all_may_come(tokenizer: CheckpointTokenizer) -> None:
+    """As with ``ignore_eos``."""
+    guide = one(tokenizer, structured_outputs={"choice": ["y"]})
+    guide.take(*tokenizer.encode("y"))
+    assert allowed(guide) == set(tokenizer.eos_token_ids)
+    guide.take(tokenizer.eos_token_ids[0])
+    assert allowed(guide) == set(range(VOCAB)) and not guide.failed
+
+
+def test_what_cannot_be_followed_says_so(tokenizer: CheckpointTokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    guide = one(tokenizer, structured_outputs={"choice": ["y"]})
+    assert not guide.failed
+    guide.take(*tokenizer.encode("n"))
+    assert guide.failed and "cannot be followed any further" in caplog.text
+
+
+def test_bad_words_hold_back_what_would_complete_them(tokenizer: CheckpointTokenizer) -> None:
+    a, b, c, space = (tokenizer.encode(text)[0] for text in ("z", "q", "7", " "))
+    assert tokenizer.encode("zq7") == [a, b, c] and tokenizer.encode(" 7") == [space, c]
+    guide, every = one(tokenizer, bad_words=["zq7", "7z"]), set(range(VOCAB))
+    assert allowed(guide) == every
+    for token, held in ((a, set()), (b, {c}), (c, {a}), (b, set()), (a, set()), (a, set()), (b, {c})):
+        guide.take(token)
+        assert every - allowed(guide) == held, token
+    single = one(tokenizer, bad_words=["7"])
+    assert every - allowed(single) == {c}
+    single.take(a)
+    assert every - allowed(single) == {c}
+
+
+def test_bad_words_are_bad_behind_a_space_too(tokenizer: CheckpointTokenizer) -> None:
+    plain, spaced = tokenizer.encode("the"), tokenizer.encode(" the")
+    assert len(plain) == len(spaced) == 1 and plain != spaced
+    assert set(range(VOCAB)) - allowed(one(tokenizer, bad_words=["the"])) == {*plain, *spaced}
+
+
+def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: CheckpointTokenizer) -> None:
+    def guide(choice: list[str]) -> Guide:
+        return one(tokenizer, structured_outputs={"choice": choice}, bad_words=["z"])
+
+    (z,), (q,) = tokenizer.encode("z"), tokenizer.encode("q")
+    assert allowed(guide(["z", "q"])) == {q} and allowed(guide(["z"])) == {z}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"regex": "(("}, "unclosed group"),
+        ({"json": {"type": "objct"}}, "Invalid type: objct"),
+        ({"json": "{"}, "structured_outputs: "),
+        ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
+        ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"grammar": "what is this"}, "structured_outputs: "),
+        ({"grammar": 'root ::= "x'}, "structured_outputs: "),
+    ],
+    ids=str,
+)
+def test_what_is_no_grammar_is_refused(tokenizer: CheckpointTokenizer, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        one(tokenizer, structured_outputs=asked)
+    assert len(str(caught.value).splitlines()) <= 4
+
+
+def test_a_tokenizer_that_is_neither_is_refused() -> None:
+    class Other(ByteTokenizer):
+        for_grammars = Tokenizer.for_grammars
+
+    with pytest.raises(RequestError, match="structured_outputs is not supported with a Other; leave it out"):
+        one(Other(VOCAB), structured_outputs={"choice": ["a"]})
+    assert one(Other(VOCAB), bad_words=["a"])
+
+
+def test_without_llguidance_it_says_what_to_type(
+    tokenizer: CheckpointTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(RequestError, match="type: pip install llguidance"):
+        one(tokenizer, structured_outputs={"choice": ["a"]})
+
+
+# --------------------------------------------------------------------------- what may be asked for
+
+WRONG: list[tuple[Any, str]] = [
+    ({}, "structured_outputs takes one of json, regex, choice, grammar, json_object, not none of them"),
+    ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
+    ({"json_object": False}, "not none of them"),
+    ({"regx": "a"}, "there is no 'regx'. Did you mean regex?"),
+    ({"regex": ""}, "regex='' is not a string of one character or more"),
+    ({"regex": 5}, "regex=5 is not a string"),
+    ({"json": 5}, "json=5 is not a JSON schema"),
+    ({"choice": []}, "choice=[] is not a list of strings"),
+    ({"choice": "abc"}, "choice='abc' is not a list of strings"),
+    ({"choice": ["a", ""]}, "is not a list of strings, each of one character or more"),
+    ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace belongs to json and json_object"),
+    ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json and json_object"),
+    ({"json": {}, "disable_additional_properties": True}, "disable_additional_properties=True is not supported yet"),
+    ({"structural_tag": "{}"}, "structural_tag='{}' is not supported yet"),
+    ("json", "structured_outputs='json' is no StructuredOutputsParams"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), WRONG, ids=str)
+def test_what_cannot_be_asked_for_is_refused(asked: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        SamplingParams(structured_outputs=asked)
+
+
+def test_what_would_leave_no_token_is_refused() -> None:
+    for other in ({"min_tokens": 2}, {"allowed_token_ids": [1]}):
+        with pytest.raises(RequestError, match=f"{next(iter(other))}=.* is not supported with structured_outputs"):
+            SamplingParams(structured_outputs={"regex": "a"}, **other)
+    for words in ([""], [" "], [5]):
+        with pytest.raises(RequestError, match="each is a string with more than white space"):
+            SamplingParams(bad_words=words)
+    with pytest.raises(RequestError, match=r"bad_words='ab' is not a list; type \['ab'\]"):
+        SamplingParams(bad_words="ab")
+
+
+def test_a_mapping_is_as_good_as_an_object() -> None:
+    asked = SamplingParams(structured_outputs={"choice": ["a"]}).structured_outputs
+    assert asked == StructuredOutputsParams(choice=["a"])
+    asked.choice = []
+    with pytest.raises(RequestError, match="is not a list of strings"):
+        SamplingParams(structured_outputs=asked)

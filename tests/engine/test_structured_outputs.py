@@ -1,0 +1,206 @@
+"""Answers that have to be something: engines, pipelines, preemption, and everybody else."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import reference_model, reference_tokens
+
+from minivllm import LLM, SamplingParams, StructuredOutputsParams
+from minivllm.core.guides import Guide, Guides
+from minivllm.core.sampler import DefaultSampler
+from minivllm.core.sampling_params import RequestOutputKind
+from minivllm.errors import RequestError
+
+Engine = Callable[..., LLM]
+SMALL = {"cache.block_size": 4, "cache.num_blocks": 64, "scheduler.max_num_seqs": 32, "max_model_len": 128}
+CHOICES = ["once upon a time", "once more", "the lazy dog", "thequick", "q"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=30)
+
+
+def guided(**asked: Any) -> SamplingParams:
+    return GREEDY.clone(structured_outputs=StructuredOutputsParams(**asked))
+
+
+def run(llm: LLM, prompts: Any, params: Any) -> Any:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def chosen(llm: LLM, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What transformers' logits choose, greedily, among the tokens that a guide allows."""
+    model, said, ends = (
+        reference_model(Path(llm.engine.config.model.path or "")),
+        [],
+        llm.engine.tokenizer.eos_token_ids,
+    )
+    (guide,) = Guides(llm.engine.tokenizer, 512, ends).of(params)
+    assert guide is not None
+    bits = np.empty(16, dtype=np.int32)
+    while not said or said[-1] not in ends:
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + said])).logits[0, -1]
+        guide.allow(bits)
+        may = np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]
+        said.append(int(may[logits[may].argmax()]))
+        guide.take(said[-1])
+    return said
+
+
+@pytest.mark.parametrize("deep", ["true", "false"], ids=["pipelined", "one step at a time"])
+@pytest.mark.parametrize("scheduler", ["mixed", "prefill_first"])
+def test_each_token_is_the_best_of_those_that_may_come(engine: Engine, scheduler: str, deep: str) -> None:
+    llm = engine(**SMALL, scheduler=scheduler, **{"scheduler.async_scheduling": deep})
+    prompts = [[i, 7, 9 * i, *range(i)] for i in range(1, 9)]
+    outputs = run(llm, prompts, [guided(choice=CHOICES) if i % 3 else GREEDY for i in range(8)])
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        said, (one,) = list(output.outputs[0].token_ids), output.outputs
+        if i % 3:
+            assert said == chosen(llm, prompt, guided(choice=CHOICES)) and one.text in CHOICES
+            assert one.finish_reason == "stop" and one.stop_reason is None
+        else:  # who shares a batch with them says what they say alone
+            assert said == reference_tokens(llm.engine.config.model.path, prompt, 30)[: len(said)]
+    assert llm.engine.scheduler.blocks.num_free == 64 and not llm.engine._guided
+    llm.engine.scheduler.check()
+
+
+def test_under_preemption_and_in_chunks_they_are_what_they_are_alone(engine: Engine) -> None:
+    prompts = [[(3 * i + j) % 500 for j in range(4 + 3 * i)] for i in range(8)]
+    params = [
+        guided(json=SCHEMA, disable_any_whitespace=True), guided(regex="[ab]{24}"),
+        GREEDY.clone(ignore_eos=True, max_tokens=24),
+        GREEDY.clone(bad_words=["e", "th"], ignore_eos=True, max_tokens=24),
+    ] * 2  # fmt: skip
+    roomy = engine(**SMALL)
+    alone = [run(roomy, prompt, param)[0].outputs[0] for prompt, param in zip(prompts, params, strict=True)]
+    tight = {"cache.num_blocks": 18, "scheduler.max_num_batched_tokens": 11}
+    llm = engine(**SMALL | tight)
+    outputs = [output.outputs[0] for output in run(llm, prompts, params)]
+    assert [(o.token_ids, o.text, o.finish_reason) for o in outputs] == [
+        (o.token_ids, o.text, o.finish_reason) for o in alone
+    ]
+    assert llm.engine.stats.preemptions > 0
+    for one, param in zip(outputs, params, strict=True):
+        if param.structured_outputs is not None and param.structured_outputs.json:
+            value = json.loads(one.text)
+            assert 0 <= value["a"] <= 99 and value["b"] in ("x", "yy")
+        if param.bad_words:
+            assert "e" not in one.text and "th" not in one.text
+
+
+def test_draws_do_not_depend_on_who_shares_the_batch(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    drawn = SamplingParams(max_tokens=12, seed=5, n=3, top_p=0.9, structured_outputs={"regex": "[a-z ]{10}"})
+    alone = [one.text for one in run(llm, [1, 2, 3], drawn)[0].outputs]
+    assert len(set(alone)) == 3 and all(re.fullmatch("[a-z ]{10}", text) for text in alone)
+    others = [SamplingParams(max_tokens=20, temperature=1.0, presence_penalty=1.0, min_tokens=3)] * 6
+    together = run(llm, [[4, i] for i in range(6)] + [[1, 2, 3]], [*others, drawn])[-1]
+    assert [one.text for one in together.outputs] == alone
+
+
+def test_a_slot_that_changes_hands_holds_nothing_back(engine: Engine) -> None:
+    llm = engine(**SMALL | {"scheduler.max_num_seqs": 1})
+    outputs = run(llm, [[5]] * 4, [guided(choice=["q"]), GREEDY, guided(choice=["the"]), GREEDY.clone(min_tokens=2)])
+    assert [outputs[0].outputs[0].text, outputs[2].outputs[0].text] == ["q", "the"]
+    plain = reference_tokens(llm.engine.config.model.path, [5], 30)
+    for output in (outputs[1], outputs[3]):
+        said = list(output.outputs[0].token_ids)
+        assert said == plain[: len(said)]
+
+
+def test_with_biases_and_penalties_and_logprobs(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    tokenizer = llm.engine.tokenizer
+    (q,), (z,) = tokenizer.encode("q"), tokenizer.encode("z")
+    both = {"regex": "[qz]{6}"}
+    liked = run(llm, [3], GREEDY.clone(structured_outputs=both, logit_bias={q: 50.0, 7: 1e30}, logprobs=2))[0].outputs[
+        0
+    ]
+    assert liked.text == "qqqqqq" and len(liked.logprobs) == 7
+    assert all(entry[token].rank > 1 for entry, token in zip(liked.logprobs[:-1], liked.token_ids, strict=False))
+    varied = GREEDY.clone(structured_outputs=both, logit_bias={q: 50.0, z: 49.0}, frequency_penalty=2.0)
+    assert "z" in run(llm, [3], varied)[0].outputs[0].text
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_streams_and_stop_strings(engine: Engine, kind: RequestOutputKind) -> None:
+    llm = engine(**SMALL)
+    llm.engine.add_request("a", [5], guided(regex="ab{8}c").clone(output_kind=kind, stop=["bbb"]))
+    llm.engine.add_request("b", [5], guided(regex="ab{8}c").clone(output_kind=kind))
+    text = {"a": "", "b": ""}
+    while llm.engine.has_unfinished_requests():
+        for output in llm.engine.step():
+            new = output.outputs[0].text
+            text[output.request_id] = text[output.request_id] + new if kind is RequestOutputKind.DELTA else new
+    assert text == {"a": "a", "b": "abbbbbbbbc"}
+    assert not llm.engine._guided and llm.engine.scheduler.blocks.num_free == 64
+
+
+def test_ends_of_all_kinds(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    cut, on, stopped = run(
+        llm,
+        [[5]] * 3,
+        [
+            guided(regex="a{20}").clone(max_tokens=4),
+            guided(regex="a").clone(ignore_eos=True, max_tokens=6),
+            guided(regex="ab").clone(stop_token_ids=llm.engine.tokenizer.encode("a")),
+        ],
+    )
+    assert (cut.outputs[0].text, cut.outputs[0].finish_reason) == ("aaaa", "length")
+    assert on.outputs[0].text.startswith("a") and len(on.outputs[0].token_ids) == 6
+    assert stopped.outputs[0].finish_reason == "stop" and len(stopped.outputs[0].token_ids) == 1
+    llm.engine.add_request("x", [5], guided(regex="a{50}"))
+    for _ in range(5):
+        llm.engine.step()
+    llm.engine.abort("x")
+    assert run(llm, [5], guided(choice=["q"]))[0].outputs[0].text == "q"
+    assert not llm.engine._guided and llm.engine.scheduler.blocks.num_free == 64
+
+
+def test_where_no_token_ends_an_answer_it_ends_when_nothing_can_follow(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    llm.engine._guides = Guides(llm.engine.tokenizer, 512, ())
+    one = run(llm, [5], guided(choice=["yes"]))[0].outputs[0]
+    assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
+    assert llm.engine.tokenizer.decode(one.token_ids, skip_special_tokens=False) == "yes"
+
+
+def test_a_grammar_that_takes_too_much_ends_as_what_is_too_long_does(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, failed = engine(**SMALL), []
+    monkeypatch.setattr(Guide, "failed", property(lambda guide: len(failed) > 3))
+    take = Guide.take
+    monkeypatch.setattr(Guide, "take", lambda guide, token: (failed.append(token), take(guide, token))[1])
+    one = run(llm, [5], guided(regex="a{20}"))[0].outputs[0]
+    assert one.finish_reason == "length" and one.text == "aaaa" and one.stop_reason is None
+    monkeypatch.undo()
+    assert run(llm, [5], guided(choice=["q"]))[0].outputs[0].text == "q"
+
+
+def test_who_cannot_do_it_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    with pytest.raises(RequestError, match="unclosed group"):
+        run(llm, [5], guided(regex="(("))
+    monkeypatch.setattr(DefaultSampler, "takes_masks", False)
+    for params, name in ((guided(choice=["a"]), "structured_outputs"), (GREEDY.clone(bad_words=["a"]), "bad_words")):
+        with pytest.raises(RequestError, match=f"sampler=default takes no {name}; leave it out"):
+            run(llm, [5], params)
+    monkeypatch.undo()
+    monkeypatch.setattr(type(llm.engine.scheduler), "awaits_guided", False)
+    with pytest.raises(RequestError, match="structured_outputs is not supported by scheduler=mixed; leave it out"):
+        run(llm, [5], guided(choice=["a"]))
+    run(llm, [5], GREEDY)
