@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-_BITS = 32  # of a word
+_BITS, _BYTES = 32, 4  # of a word
 _SPACES = r"[ \n\r\t]{1,20}"  # in JSON, between its tokens: small models go on and on
 _LINES = 4  # of what llguidance says of a grammar, at most
 
@@ -38,54 +38,43 @@ class Guide:
     ) -> None:
         """``matcher``: llguidance's, of whose grammar nothing is said yet, or None; ``ends``: the model's end tokens;
         ``stand_ins``: what the matcher has in their place, which is not to be said."""
-        self._matcher = matcher
+        self.matcher = matcher
         self._stand_ins = tuple(stand_ins)
         self._bad_words = bad_words
         self._ends = ends
         self._said: list[int] = []  # as much as bad words need
         self._reach = max((len(word) for word in bad_words), default=1) - 1
-        self._found = b"" if matcher is None else matcher.compute_bitmask()
 
     @property
     def ended(self) -> bool:
         """Whether nothing can follow, and there is no token to say so."""
-        return self._matcher is not None and not self._ends and self._matcher.is_stopped()
+        return self.matcher is not None and not self._ends and self.matcher.is_stopped()
 
     @property
     def failed(self) -> bool:
-        """Whether its grammar cannot be followed any further: it takes more than llguidance allows."""
-        return self._matcher is not None and self._matcher.is_error()
+        """Whether its grammar cannot be followed any further: it takes more than llguidance allows. All that may come
+        then is an end token."""
+        return self.matcher is not None and self.matcher.is_error()
 
     def take(self, token: int) -> None:
         """It was said."""
         if self._reach:
             self._said = [*self._said, token][-self._reach :]
-        if self._matcher is None:
+        if self.matcher is None:
             return
-        if token in self._ends and self._matcher.is_accepting():
-            self._matcher = None  # whoever goes on behind an end token (``ignore_eos``) is free to
+        if token in self._ends and self.matcher.is_accepting():
+            self.matcher = None  # whoever goes on behind an end token (``ignore_eos``) is free to
+        elif not self.matcher.consume_token(token):
+            _LOG.warning("a grammar cannot be followed any further: %s", _few_lines(self.matcher.get_error()))
+
+    def hold_back(self, bits: np.ndarray) -> None:
+        """Of tokens that may come as far as the matcher goes, (words,) int32, those that may not for other reasons."""
+        _clear(bits, self._stand_ins)
+        if not self._bad_words:
             return
-        self._matcher.consume_token(token)
-        self._found = self._matcher.compute_bitmask()
-        if self.failed:
-            _LOG.warning("a grammar cannot be followed any further: %s", _few_lines(self._matcher.get_error()))
-
-    def allow(self, bits: np.ndarray) -> None:
-        """Fill in which tokens may come next. bits: (words,) int32."""
-        if self._matcher is None:
-            bits.fill(-1)
-        else:
-            found = np.frombuffer(self._found, dtype=np.int32)
-            bits[: len(found)] = found[: len(bits)]
-            bits[len(found) :] = 0
-            _clear(bits, self._stand_ins)
-        if self._bad_words:
-            self._forbid(bits)
-
-    def _forbid(self, bits: np.ndarray) -> None:
-        before, said = bits.copy(), self._said
+        before, said = None if self.matcher is None else bits.copy(), self._said
         _clear(bits, (last for *start, last in self._bad_words if not start or said[-len(start) :] == start))
-        if not bits.any():  # a grammar that has no other way
+        if before is not None and not bits.any():  # a grammar that has no other way
             bits[:] = before
 
 
@@ -95,7 +84,9 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._words = -(-vocab_size // _BITS)
-        self._for_grammars: Any = None  # llguidance's tokenizer, made when it is first needed
+        self._bits = np.empty((0, self._words), dtype=np.int32)  # to be written to; wider if the tokenizer is
+        self._for_grammars: Any = None  # llguidance's tokenizer, and its threads, made when they are first needed
+        self._threads: Any = None
         self._stand_ins: frozenset[int] = frozenset()
 
     def of(self, params: SamplingParams) -> list[Guide | None]:
@@ -108,25 +99,39 @@ class Guides:
         return [Guide(copy, words, self._ends, self._stand_ins) for copy in copies]
 
     def masks(self, batch: Batch, guides: Sequence[Guide | None]) -> TokenMasks | None:
-        """guides: (n,), each row's; of those that sample."""
+        """guides: (n,), each row's; of those that sample. They stand until they are asked for again."""
         rows = [row for row in np.nonzero(batch.samples)[0].tolist() if guides[row] is not None]
         if not rows:
             return None
-        bits = np.empty((len(rows), self._words), dtype=np.int32)
-        for row, its in zip(rows, bits, strict=True):
-            guide = guides[row]
-            assert guide is not None
-            guide.allow(its)
-        return TokenMasks(batch.slots[rows], bits)
+        return TokenMasks(batch.slots[rows], self.bits([guide for row in rows if (guide := guides[row]) is not None]))
+
+    def bits(self, guides: Sequence[Guide]) -> np.ndarray:
+        """(m, words) int32: which tokens may come next, of each. They stand until they are asked for again."""
+        if len(guides) > len(self._bits):
+            self._bits = np.empty((2 * len(guides), self._bits.shape[1]), dtype=np.int32)
+        found, words = self._bits[: len(guides)], self._bits.shape[1]
+        asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide.matcher is not None]
+        for row, guide in enumerate(guides):
+            if guide.matcher is None:
+                found[row].fill(-1)
+        if len(asked) == 1:
+            ((matcher, row),) = asked
+            matcher.unsafe_compute_mask_ptr(found[row].ctypes.data, words * _BYTES)
+        elif asked:
+            self._threads.unsafe_compute_mask_ptr(asked, found.ctypes.data, words * _BYTES, len(found))
+        for guide, its in zip(guides, found, strict=True):
+            guide.hold_back(its)
+        return found[:, : self._words]
 
     def _matcher(self, asked: StructuredOutputsParams) -> Any:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLExecutor, LLMatcher
         except ImportError as error:
             raise RequestError(f"structured_outputs needs llguidance ({error}); type: pip install llguidance") from None
         if self._for_grammars is None:
-            self._for_grammars = self._tokenizer.for_grammars(self._vocab, sorted(self._ends))
+            self._for_grammars, self._threads = self._tokenizer.for_grammars(self._vocab, self._ends), LLExecutor()
             self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
+            self._bits = np.empty((0, -(-self._for_grammars.vocab_size // _BITS)), dtype=np.int32)
         matcher = LLMatcher(self._for_grammars, _grammar(asked), log_level=0)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_few_lines(matcher.get_error())}")

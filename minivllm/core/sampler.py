@@ -195,7 +195,7 @@ class DefaultSampler(Sampler):
     def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
         if not len(self.bits):
             self.bits = self.bits.new_full((len(self.temperature), self.bits.shape[1]), -1)
-        self.bits[slots] = bits
+        self.bits.index_copy_(0, slots, bits)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._draw(logits, slots, positions)

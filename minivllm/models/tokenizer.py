@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from os.path import expanduser
 from pathlib import Path
@@ -68,7 +68,7 @@ class Tokenizer(ABC):
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
         """For one sequence, whose text goes on from ``prompt_ids``."""
 
-    def for_grammars(self, vocab_size: int, ends: Sequence[int]) -> Any:
+    def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
         """The same as ``llguidance.LLTokenizer``, for grammars: of ids below ``vocab_size`` and perhaps one more. Each
         of ``ends`` says that an answer ends, or another id if there are none. Raises RequestError if it cannot be."""
         raise RequestError(f"structured_outputs is not supported with a {type(self).__name__}; leave it out")
@@ -155,20 +155,20 @@ class CheckpointTokenizer(Tokenizer):
         except (TemplateError, TypeError) as error:  # as templates raise themselves, or a role that they do not know
             raise RequestError(f"messages: the chat template refuses this: {error}") from error
 
-    def for_grammars(self, vocab_size: int, ends: Sequence[int]) -> Any:
+    def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
         from llguidance import LLTokenizer
 
         fast = getattr(self._inner, "backend_tokenizer", None)
         if fast is None:
             return super().for_grammars(vocab_size, ends)
         size, whole = fast.get_vocab_size(), json.loads(fast.to_str())
-        ends = [end for end in ends if end < size]
+        ends = sorted(end for end in ends if end < size)
         if not ends:
             its = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             whole["added_tokens"].append({"id": size, "content": "<|end of grammar|>", "special": True} | its)
-            ends = [size]
+            size, ends = size + 1, [size]
         try:
-            return LLTokenizer(json.dumps(whole), n_vocab=max(vocab_size, size + 1), eos_token=ends)
+            return LLTokenizer(json.dumps(whole), n_vocab=max(vocab_size, size), eos_token=ends)
         except ValueError as error:
             raise RequestError(f"structured_outputs is not supported with this tokenizer: {error}") from error
 
@@ -264,10 +264,11 @@ class ByteTokenizer(Tokenizer):
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
-    def for_grammars(self, vocab_size: int, ends: Sequence[int]) -> Any:
+    def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        known = _BytesForGrammars(max(vocab_size, 256) + 1, ends or [max(vocab_size, 256)])
+        size = max(vocab_size, 256)
+        known = _BytesForGrammars(size + (not ends), sorted(ends) or [size])
         return LLTokenizer(TokenizerWrapper(known), eos_token=known.special_token_ids)
 
 

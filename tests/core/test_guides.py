@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,34 +40,44 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
     return CheckpointTokenizer(folder)
 
 
-def guides(tokenizer: Tokenizer) -> Guides:
-    return Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
+@dataclass
+class One:
+    """A guide, asked as an engine asks."""
+
+    guides: Guides
+    guide: Guide
+
+    def allowed(self) -> set[int]:
+        twin, free = copy(self.guide), Guide(None, [], frozenset())  # the masks of several are found side by side
+        twin.matcher = twin.matcher and twin.matcher.deep_copy()
+        bits, all_ones, again = self.guides.bits([self.guide, free, twin])
+        assert (all_ones == -1).all() and (again == bits).all() and bits.shape == (VOCAB // 32,)
+        return set(np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0].tolist())
+
+    def take(self, *tokens: int) -> None:
+        for token in tokens:
+            self.guide.take(token)
 
 
-def one(tokenizer: Tokenizer, **params: Any) -> Guide:
-    (guide,) = guides(tokenizer).of(SamplingParams(**params))
+def one(tokenizer: Tokenizer, **params: Any) -> One:
+    guides = Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
+    (guide,) = guides.of(SamplingParams(**params))
     assert guide is not None
-    return guide
+    return One(guides, guide)
 
 
-def allowed(guide: Guide) -> set[int]:
-    bits = np.full(-(-VOCAB // 32), 12345, dtype=np.int32)
-    guide.allow(bits)
-    return set(np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0].tolist())
-
-
-def walk(guide: Guide, tokenizer: Tokenizer, rng: random.Random, limit: int = 400) -> tuple[str, bool]:
+def walk(one: One, tokenizer: Tokenizer, rng: random.Random, limit: int = 400) -> tuple[str, bool]:
     """Draw of what is allowed until it ends; the text, and whether it did."""
     said: list[int] = []
     for _ in range(limit):
-        if guide.ended:
+        if one.guide.ended:
             return tokenizer.decode(said), True
-        may = allowed(guide)
+        may = one.allowed()
         assert may and max(may) < VOCAB
         ends = may & set(tokenizer.eos_token_ids)
         token = rng.choice(sorted(ends or may))
-        guide.take(token)
-        assert not guide.failed
+        one.take(token)
+        assert not one.guide.failed
         if token in ends:
             return tokenizer.decode(said), True
         said.append(token)
@@ -113,57 +124,57 @@ def test_whatever_is_drawn_fits(
 
 
 def test_completions_of_one_request_go_their_own_ways(tokenizer: CheckpointTokenizer) -> None:
+    guides = Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
     params = SamplingParams(n=2, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
-    first, second = guides(tokenizer).of(params)
-    assert first is not None and second is not None
-    (y,) = tokenizer.encode("y")
-    before = allowed(first)
-    first.take(y)
-    assert allowed(second) == before and allowed(first) != before
+    first, second = (One(guides, guide) for guide in guides.of(params) if guide is not None)
+    before = first.allowed()
+    first.take(*tokenizer.encode("y"))
+    assert second.allowed() == before and first.allowed() != before
 
 
 def test_behind_an_end_token_all_may_come(tokenizer: CheckpointTokenizer) -> None:
     """As with ``ignore_eos``."""
     guide = one(tokenizer, structured_outputs={"choice": ["y"]})
     guide.take(*tokenizer.encode("y"))
-    assert allowed(guide) == set(tokenizer.eos_token_ids)
+    assert guide.allowed() == set(tokenizer.eos_token_ids)
     guide.take(tokenizer.eos_token_ids[0])
-    assert allowed(guide) == set(range(VOCAB)) and not guide.failed
+    assert guide.allowed() == set(range(VOCAB)) and not guide.guide.failed
 
 
 def test_what_cannot_be_followed_says_so(tokenizer: CheckpointTokenizer, caplog: pytest.LogCaptureFixture) -> None:
     guide = one(tokenizer, structured_outputs={"choice": ["y"]})
-    assert not guide.failed
+    assert not guide.guide.failed
     guide.take(*tokenizer.encode("n"))
-    assert guide.failed and "cannot be followed any further" in caplog.text
+    assert guide.guide.failed and "cannot be followed any further" in caplog.text
+    assert guide.allowed() == set(tokenizer.eos_token_ids)
 
 
 def test_bad_words_hold_back_what_would_complete_them(tokenizer: CheckpointTokenizer) -> None:
     a, b, c, space = (tokenizer.encode(text)[0] for text in ("z", "q", "7", " "))
     assert tokenizer.encode("zq7") == [a, b, c] and tokenizer.encode(" 7") == [space, c]
     guide, every = one(tokenizer, bad_words=["zq7", "7z"]), set(range(VOCAB))
-    assert allowed(guide) == every
+    assert guide.allowed() == every
     for token, held in ((a, set()), (b, {c}), (c, {a}), (b, set()), (a, set()), (a, set()), (b, {c})):
         guide.take(token)
-        assert every - allowed(guide) == held, token
+        assert every - guide.allowed() == held, token
     single = one(tokenizer, bad_words=["7"])
-    assert every - allowed(single) == {c}
+    assert every - single.allowed() == {c}
     single.take(a)
-    assert every - allowed(single) == {c}
+    assert every - single.allowed() == {c}
 
 
 def test_bad_words_are_bad_behind_a_space_too(tokenizer: CheckpointTokenizer) -> None:
     plain, spaced = tokenizer.encode("the"), tokenizer.encode(" the")
     assert len(plain) == len(spaced) == 1 and plain != spaced
-    assert set(range(VOCAB)) - allowed(one(tokenizer, bad_words=["the"])) == {*plain, *spaced}
+    assert set(range(VOCAB)) - one(tokenizer, bad_words=["the"]).allowed() == {*plain, *spaced}
 
 
 def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: CheckpointTokenizer) -> None:
-    def guide(choice: list[str]) -> Guide:
-        return one(tokenizer, structured_outputs={"choice": choice}, bad_words=["z"])
+    def allowed(*choice: str) -> set[int]:
+        return one(tokenizer, structured_outputs={"choice": choice}, bad_words=["z"]).allowed()
 
     (z,), (q,) = tokenizer.encode("z"), tokenizer.encode("q")
-    assert allowed(guide(["z", "q"])) == {q} and allowed(guide(["z"])) == {z}
+    assert allowed("z", "q") == {q} and allowed("z") == {z}
 
 
 @pytest.mark.parametrize(

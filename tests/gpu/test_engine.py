@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -130,6 +131,28 @@ def test_prompt_logprobs_are_those_of_the_cpu(attention: str) -> None:
         sure = [(a, token) for a, b in entries if a and b for token, lp in b.items() if lp.logprob > -0.3]
         assert all(token in a and a[token].rank == 1 for a, token in sure), "the best tokens are others"
         assert max(off, default=0.0) < 1.0 and sum(off) <= 0.15 * len(off), (len(off), max(off), sum(off))
+
+
+def test_guided_answers_fit_beside_others_that_say_what_they_say_alone(on_cpu: list[RequestOutput]) -> None:
+    pytest.importorskip("llguidance")
+    asked = [{"regex": "[A-Z][a-z]{2,5} [0-9]{3}"}, {"choice": ["yes", "no", "perhaps"]}, {"json_object": True}]
+    guided = [GREEDY.clone(structured_outputs=one) for one in asked] + [GREEDY.clone(bad_words=["the", "a"])]
+    drawn = SamplingParams(n=4, seed=1, top_p=0.9, max_tokens=24, structured_outputs={"regex": "[a-z ]{16}"})
+    params = [*[GREEDY] * len(PROMPTS), *guided, drawn]
+    said: list[list[list[int]]] = []
+    for eager in (False, True):
+        with LLM("demo", dtype="float32", device="cuda", enforce_eager=eager, max_num_seqs=16) as llm:
+            for _ in range(2):  # the second time what refines is captured
+                outputs = llm.generate([*PROMPTS, *PROMPTS[:5]], params, use_tqdm=False)
+                said.append([list(one.token_ids) for output in outputs for one in output.outputs])
+            for ours, reference in zip(outputs, on_cpu, strict=False):
+                assert_close(ours, reference)
+            texts = [output.outputs[0].text for output in outputs[len(PROMPTS) :]]
+            assert re.fullmatch(asked[0]["regex"], texts[0]) and texts[1] in asked[1]["choice"]
+            assert texts[2].lstrip().startswith("{") and not re.search(r"(^| )(the|a)\b", texts[3])
+            assert all(re.fullmatch("[a-z ]{16}", one.text) for one in outputs[-1].outputs)
+            assert llm.engine.scheduler.blocks.num_free == llm.engine.num_blocks
+    assert said[0] == said[1] == said[2] == said[3]
 
 
 @pytest.mark.parametrize("pipeline", ["true", "false"])

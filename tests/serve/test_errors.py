@@ -28,10 +28,21 @@ def told(response: httpx.Response, status: int, message: str, param: str | None 
 
 
 USER = {"role": "user", "content": "a"}
+JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"tools": [{"type": "function"}]}, "tools: ", "tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice: 'required' is not supported", "tool_choice"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "leave response_format out", "response_format"),
+    (CHAT, {"response_format": {"type": "xml"}}, "type 'xml' is none of text, json_object", "response_format"),
+    (CHAT, {"response_format": {}}, "type None is none of", "response_format"),
+    (CHAT, {"response_format": {"type": "json_object", "a": 1}}, "type json_object has no a", "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "of which schema is a JSON schema", "response_format"),
+    (CHAT, {"response_format": JSON | {"json_schema": {"name": "a"}}}, "is a JSON schema", "response_format"),
+    (CHAT, {"response_format": JSON, "structured_outputs": {"regex": "a"}}, "are one thing", "response_format"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "(("}}, "unclosed group", "structured_outputs"),
+    (COMPLETIONS, {"structured_outputs": {"regx": "a"}}, "Did you mean regex?", "structured_outputs"),
+    (COMPLETIONS, {"structured_outputs": "a"}, "is no StructuredOutputsParams", "structured_outputs"),
+    (COMPLETIONS, {"guided_json": {}}, "there is no field 'guided_json'", "guided_json"),
+    (COMPLETIONS, {"bad_words": [" "]}, "more than white space", "bad_words"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort: 'high' is not supported", "reasoning_effort"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "modalities"),
     (CHAT, {"logit_bias": {"a": 1.0}}, "logit_bias: token id='a' is not a whole number", "logit_bias"),
