@@ -100,6 +100,13 @@ def test_the_suites_of_contract_md_work_as_pasted(mine: Path) -> None:
     assert "the page that shows this has no time for it" in said
 
 
+def test_structured_outputs_md_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/structured-outputs.md").read_text()
+    ((code, said),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "structured-outputs.md", "exec"), {})
+    assert capsys.readouterr().out == said
+
+
 def test_every_page_is_linked_from_the_start() -> None:
     pages = {file.name for file in (ROOT / "docs").glob("*.md")} - {"index.md"}
     for start, prefix in (("docs/index.md", ""), ("README.md", "docs/")):
