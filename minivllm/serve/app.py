@@ -91,23 +91,12 @@ class Server:
         prompts: list[dict[str, Any]] = [
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]
-        echo = await self._echo(body, prompts) if body.echo else None
-        return await self._answer(CompletionReply, body, prompts, request, echo=echo)
-
-    async def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:
-        """Of texts as they are, of token ids what they read as."""
-        decode, skip = self.tokenizer.decode, body.skip_special_tokens is not False
-
-        def make() -> Echo:
-            texts, first_tokens = [], []
+        echo = None
+        if body.echo:
             for prompt in prompts:
-                ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
-                self._check_tokens("prompt", ids)
-                texts.append(decode(ids, skip_special_tokens=skip) if text is None else text)
-                first_tokens.append(decode(ids[:1], skip_special_tokens=False))
-            return Echo(texts, first_tokens, body.logprobs, body.only_echo)
-
-        return await self._encode(make)
+                self._check_tokens("prompt", prompt["prompt_token_ids"])  # which are read before the engine sees them
+            echo = await self._encode(Echo.of, body, prompts, self.tokenizer)
+        return await self._answer(CompletionReply, body, prompts, request, echo=echo)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.outputs import CompletionOutput
 from minivllm.core.sequence import FinishReason
 
 if TYPE_CHECKING:
     from minivllm.core.outputs import Logprob, RequestOutput
+    from minivllm.models.tokenizer import Tokenizer
+    from minivllm.serve.protocol import CompletionBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,17 @@ class Echo:
     first_tokens: Sequence[str]
     logprobs: int | None
     only: bool
+
+    @classmethod
+    def of(cls, body: CompletionBody, prompts: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Echo:
+        """Of texts as they are, of token ids what they read as."""
+        decode, skip = tokenizer.decode, body.skip_special_tokens is not False
+        texts, first_tokens = [], []
+        for prompt in prompts:
+            ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
+            texts.append(decode(ids, skip_special_tokens=skip) if text is None else text)
+            first_tokens.append(decode(ids[:1], skip_special_tokens=False))
+        return cls(texts, first_tokens, body.logprobs, body.only_echo)
 
     def first(self, prompt: int, output: RequestOutput) -> RequestOutput:
         """A request's first output, with what it begins with. The first token's log-probabilities are an empty dict."""

@@ -83,7 +83,7 @@ class Generation:
 
 def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     """Two deltas of one request as one."""
-    then.prompt_logprobs = then.prompt_logprobs or first.prompt_logprobs
+    then.prompt_logprobs = first.prompt_logprobs  # which later ones have not
     for one, more in zip(first.outputs, then.outputs, strict=True):
         more.text = one.text + more.text
         more.token_ids = one.token_ids + more.token_ids
