@@ -37,7 +37,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens a step may sample for sequences that have a ``guide``."""
+    """Which tokens a step may sample for sequences that have a guide."""
 
     slots: np.ndarray  # (m,) int32
     bits: np.ndarray  # (m, words) int32: bit t % 32 of word t // 32 is 1 where token t may come
@@ -68,7 +68,8 @@ class Batch:
     known_ids: np.ndarray = field(default_factory=_none)
     known_lens: np.ndarray = field(default_factory=_none)
     scored: Scored | None = None
-    masks: TokenMasks | None = None  # set by the engine, behind the scheduler
+    # Whether it samples for sequences that have a guide, and so not before ``Executor.guide``. The engine says so.
+    guided: bool = False
 
     @property
     def num_tokens(self) -> int:

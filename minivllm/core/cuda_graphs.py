@@ -209,7 +209,7 @@ class DecodeGraphs:
             self._prepare(self._plans[key], seq_lens, self._padded(batch.slots, size))
         kept = self._replay(key) if captured else self._run_and_capture(key)
         if run.needs_refine(batch.slots, size):
-            return run.land(n, np.arange(n), self._refined(key, kept, batch.slots))
+            return run.sample_when_guided(batch, partial(self._land_refined, key, kept, batch.slots))
         return self.landing.step(n, run.done())
 
     def hidden(self, size: int) -> torch.Tensor:
@@ -222,6 +222,10 @@ class DecodeGraphs:
                 if size >= rows:
                     return size, cascade.beside
         return self.sizes[self.size_for[rows]], None
+
+    def _land_refined(self, key: _Key, kept: Kept, host_slots: np.ndarray) -> StepHandle:
+        n = len(host_slots)
+        return self.runner.land(n, np.arange(n), self._refined(key, kept, host_slots))
 
     def _refined(self, key: _Key, kept: Kept, host_slots: np.ndarray) -> Packed:
         """What requests want of the step just replayed beyond its tokens; captured behind the first time that a size

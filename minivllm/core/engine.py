@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from minivllm.bytecode import kept_bytecode
+from minivllm.core.batch import TokenMasks
 from minivllm.core.guides import Guides
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
@@ -51,6 +52,16 @@ class EngineStats:
     launch_time: float = 0.0  # of host_time: in Executor.launch (on a CPU, the model itself)
 
 
+@dataclass(slots=True)
+class _UnderWay:
+    """A step that is launched and not taken in."""
+
+    batch: Batch
+    handle: StepHandle
+    scored: list[Request]  # of ``Batch.scored``
+    guided: list[tuple[int, Guide]]  # of slots that it samples for when all that came before is known
+
+
 class LLMEngine:
     """Takes requests, runs steps, returns outputs. Not thread-safe: one thread calls it.
 
@@ -81,7 +92,7 @@ class LLMEngine:
         self._params = SamplingParams()  # a copy of the newest request's
         self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
-        self._under_way: deque[tuple[Batch, StepHandle, list[Request]]] = deque()  # the last: of ``Batch.scored``
+        self._under_way: deque[_UnderWay] = deque()
         self._unscored: set[Request] = set()  # they wait for their prompts' log-probabilities before they say anything
         self._guided: set[Request] = set()  # those whose sequences have guides
         self._requests: dict[str, Request] = {}
@@ -230,7 +241,7 @@ class LLMEngine:
         """Whether the next step is of decodes alone, unless a request comes: none waits, and no prompt is left over."""
         if not self._under_way:
             return False
-        batch = self._under_way[-1][0]
+        batch = self._under_way[-1].batch
         running = sum(self.scheduler.sequences[slot] is not None for slot in batch.slots.tolist())
         return bool(batch.samples.all()) and len(self._by_sequence) == running
 
@@ -268,16 +279,17 @@ class LLMEngine:
             self._check_progress(began)
             return []
         self._stuck_since = None
-        batch, handle, scored = self._under_way.popleft()
-        waited = time.perf_counter()
-        result = handle.result()
+        oldest = self._under_way.popleft()
+        batch, waited = oldest.batch, time.perf_counter()
+        result = oldest.handle.result()
         done = time.perf_counter()
         for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
             self._watch(slot)
         committed = self.scheduler.commit(batch, result.token_ids)
         if batch.scored is not None:
-            self._take_scores(batch, batch.scored, scored, result.prompt_logprobs)
+            self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
         outputs = self._take_in(committed, result.logprobs)
+        self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
         self.stats.steps += 1
@@ -308,18 +320,29 @@ class LLMEngine:
         if batch.scored is not None:  # slots may change hands until these come back
             seqs = [self.scheduler.sequences[slot] for slot in batch.slots[batch.scored.rows].tolist()]
             scored = [self._by_sequence[seq.request_id][0] for seq in seqs if seq is not None]
+        guided: list[tuple[int, Guide]] = []
         if self._guided:
-            seqs = [self.scheduler.sequences[slot] for slot in batch.slots.tolist()]
-            guides = [None if seq is None else seq.guide for seq in seqs]
-            batch = replace(batch, masks=self._guides.masks(batch, guides))
+            slots = batch.slots[batch.samples].tolist()
+            pairs = [(slot, seq.guide) for slot in slots if (seq := self.scheduler.sequences[slot]) is not None]
+            guided = [(slot, guide) for slot, guide in pairs if guide is not None]
+            batch = replace(batch, guided=bool(guided))
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
         launched = time.perf_counter()
-        self._under_way.append((batch, self.executor.launch(batch), scored))
+        self._under_way.append(_UnderWay(batch, self.executor.launch(batch), scored, guided))
+        if len(self._under_way) == 1:
+            self._guide_first()
         self.stats.launch_time += time.perf_counter() - launched
         if self.observer is not None:
             self.observer.launched(batch)
         return True
+
+    def _guide_first(self) -> None:
+        """Let the oldest step under way sample, if it waits for that: all that came before it is known now."""
+        if self._under_way and (guided := self._under_way[0].guided):
+            slots, guides = np.array([slot for slot, _ in guided], dtype=np.int32), [guide for _, guide in guided]
+            self._under_way[0].guided = []
+            self.executor.guide(TokenMasks(slots, self._guides.bits(guides)))
 
     def _take_scores(self, batch: Batch, scored: Scored, requests: list[Request], found: Logprobs | None) -> None:
         """Hand each row's to its request, which may be gone. Raises MinivllmError: there are none."""
@@ -365,7 +388,7 @@ class LLMEngine:
 
     def _may_hold(self) -> bool:
         """Whether to say it later is wanted, and soon: the step under way is one of decodes alone."""
-        return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0][0].token_ids)
+        return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0].batch.token_ids)
 
     def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
         """Hand each watched slot's new token to its completion, and end those whose stop string is complete; returns
@@ -460,8 +483,8 @@ class LLMEngine:
         name = "bad_words" if params.structured_outputs is None else "structured_outputs"
         if params.guided and not self._sampler_class.takes_masks:
             raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
-        if params.guided and not self.scheduler.awaits_guided:
-            raise RequestError(f"{name} is not supported by scheduler={self.config.scheduler.name}; leave it out")
+        if params.guided and not self.executor.takes_masks:
+            raise RequestError(f"executor={self.config.executor.name} takes no {name}; leave it out")
         taken = self._sampler_class.extra_args
         if unknown := set(params.extra_args or ()) - taken:
             raise RequestError(

@@ -1,9 +1,9 @@
 """What a request's next token may be, where that follows from what it has said: a grammar, words that must not come.
 
-The host finds it, as one bit a token, before each step that samples for such a request. So that step is scheduled when
-the newest token is known: these requests, alone, are not pipelined. Grammars are llguidance's: an Earley parser over a
-lexer of derivatives of regular expressions, asked for all tokens at once along the trie of the vocabulary
-(https://github.com/guidance-ai/llguidance).
+The host finds it, as one bit a token, while the layers of a step that is to sample for such a request run: that step is
+launched before the newest token is known, as any other is, and samples when it is (``Executor.guide``). Grammars are
+llguidance's: an Earley parser over a lexer of derivatives of regular expressions, asked for all tokens at once along
+the trie of the vocabulary (https://github.com/guidance-ai/llguidance).
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.batch import TokenMasks
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from minivllm.core.batch import Batch
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.core.structured_outputs import StructuredOutputsParams
     from minivllm.models.tokenizer import Tokenizer
@@ -79,7 +77,7 @@ class Guide:
 
 
 class Guides:
-    """Makes an engine's guides, and masks of them."""
+    """Makes an engine's guides, and finds what they allow."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab_size, frozenset(ends)
@@ -97,13 +95,6 @@ class Guides:
         words = self._bad_words(params.bad_words or [])
         copies = (None if matcher is None else matcher.deep_copy() for _ in range(params.n))
         return [Guide(copy, words, self._ends, self._stand_ins) for copy in copies]
-
-    def masks(self, batch: Batch, guides: Sequence[Guide | None]) -> TokenMasks | None:
-        """guides: (n,), each row's; of those that sample. They stand until they are asked for again."""
-        rows = [row for row in np.nonzero(batch.samples)[0].tolist() if guides[row] is not None]
-        if not rows:
-            return None
-        return TokenMasks(batch.slots[rows], self.bits([guide for row in rows if (guide := guides[row]) is not None]))
 
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
         """(m, words) int32: which tokens may come next, of each. They stand until they are asked for again."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from minivllm.config.engine_config import EngineConfig, SchedulerOptions
-    from minivllm.core.batch import AttentionBatch, Batch
+    from minivllm.core.batch import AttentionBatch, Batch, TokenMasks
     from minivllm.core.cascade import CascadeLimits
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
@@ -55,8 +55,6 @@ class Scheduler(ABC):
 
     uses_priority: ClassVar[bool] = False  # whether it heeds Sequence.priority; else a request may not name one
     scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; else prompt_logprobs are refused
-    # Whether a sequence with a ``guide`` decodes only when all its tokens are known; else these are refused.
-    awaits_guided: ClassVar[bool] = False
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running ones, by slot
 
@@ -453,9 +451,9 @@ class Sampler(ABC):
         raise NotImplementedError
 
     def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
-        """Before each step that samples for sequences that have a guide, and before its ``prepare``: which tokens may
-        come. On the device: slots (m,) int64; bits (m, words) int32, of ``TokenMasks``, to be copied. The ``encode``d
-        sequences of these slots, and no others, have one.
+        """Behind ``prepare``, before each time that sequences which have a guide are sampled for: which tokens may
+        come. On the device: slots (m,) int64, all of these; bits (m, words) int32, of ``TokenMasks``, to be copied.
+        ``needs_refine`` is true of them.
         """
         raise NotImplementedError
 
@@ -601,7 +599,9 @@ class DeviceLogprobs:
 
 
 class Executor(ABC):
-    """Runs the model on one or more ranks."""
+    """Runs the model on one or more ranks. Sequences that have a guide are refused unless it ``takes_masks``."""
+
+    takes_masks: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
@@ -615,6 +615,13 @@ class Executor(ABC):
     @abstractmethod
     def launch(self, batch: Batch) -> StepHandle:
         """Start a step and return at once."""
+
+    def guide(self, masks: TokenMasks) -> None:
+        """Let the step that was launched last, of a ``guided`` batch, sample: for these slots of these tokens alone.
+
+        Called once, before the next step is launched. ``masks.bits`` are the engine's, to be copied.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ the replays, sees that it reads the step that it waited for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -158,6 +159,21 @@ class StepApart:
         both = ((first.logprobs, 0), (second.logprobs, len(first.token_ids)))
         asked = [(logprobs, at) for logprobs, at in both if logprobs is not None]
         return StepResult(tokens, _stacked(asked) if asked else None)
+
+
+class GuidedStep:
+    """A step with ``Batch.guided``, of which all but sampling is launched."""
+
+    def __init__(self, sample: Callable[[], StepHandle]) -> None:
+        self._sample = sample
+        self._step: StepHandle | None = None
+
+    def go_on(self) -> None:
+        self._step = self._sample()
+
+    def result(self) -> StepResult:
+        assert self._step is not None, "it was not told which tokens may come"
+        return self._step.result()
 
 
 @dataclass(slots=True)

@@ -152,7 +152,7 @@ class MixedGraphs:
         self.landing.replay(self._graphs[key])
         kept = self._kept[key]
         if run.needs_refine(batch.slots, key[0]):
-            return self._refined(key, kept, batch)
+            return run.sample_when_guided(batch, partial(self._refined, key, kept, batch))
         return self.landing.step(n, run.done(), None if batch.samples.all() else batch.samples)
 
     def _load(self, key: _Key, batch: Batch) -> None:

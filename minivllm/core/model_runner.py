@@ -7,6 +7,8 @@ On the host: host_tables, the same block table, for what plans on the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,13 +17,14 @@ import torch
 from minivllm.core.batch import AttentionBatch, Batch, Cascade
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
-from minivllm.core.landing import IN_FLIGHT, NO_ROWS, Packed, PendingStep, ScoredStep, StepApart
+from minivllm.core.landing import IN_FLIGHT, NO_ROWS, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
 from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 from minivllm.kernels.prompt_inputs import prompt_inputs
 
 if TYPE_CHECKING:
+    from minivllm.core.batch import TokenMasks
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
@@ -73,6 +76,7 @@ class ModelRunner:
         self.staging = Staging(device)
         self._landing = PinnedRing()
         self._masks = Staging(device)
+        self._waits: GuidedStep | None = None
         self._scores = PromptScores(self)
         on_gpu = device.type == "cuda"
         # To make one takes 20 µs. Steps that land in two parts record two.
@@ -83,9 +87,6 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         if len(batch.block_slots):
             self.host_tables[batch.block_slots, batch.block_indices] = batch.block_ids
-        if (masks := batch.masks) is not None:
-            slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
-            self.sampler.take_masks(slots, bits.view(len(slots), -1))
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
         if graphs is not None and batch.num_decodes == len(batch.slots):
             return graphs.launch(batch)
@@ -93,10 +94,27 @@ class ModelRunner:
             return self._launch_eager(batch)
         if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
-        if graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
+        apart = self.prompt_graphs is not None and not batch.guided and self.prompt_graphs.takes_apart(batch)
+        if graphs is not None and apart:
             decodes, prompts = batch.apart()
             return StepApart(graphs.launch(decodes), self._launch_eager(prompts))
         return self._launch_eager(batch)
+
+    def sample_when_guided(self, batch: Batch, sample: Callable[[], StepHandle]) -> StepHandle:
+        """What ends a step whose layers are launched: at once, or when it is known which tokens may come."""
+        if not batch.guided:
+            return sample()
+        self._waits = GuidedStep(sample)
+        return self._waits
+
+    @torch.inference_mode()
+    def guide(self, masks: TokenMasks) -> None:
+        """See ``Executor.guide``."""
+        slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
+        self.sampler.take_masks(slots, bits.view(len(slots), -1))
+        assert self._waits is not None, "the step launched last has no guided sequence"
+        self._waits.go_on()
+        self._waits = None
 
     def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """What is new in the block table, for ``write_table``: (b,) int64, places, and (b,) int32."""
@@ -151,10 +169,11 @@ class ModelRunner:
         else:
             admission, some_, hidden, ends = self._launch_layers(batch, some)
         self.admit(batch, admission)  # the device has the layers to go through meanwhile
+        end = partial(self._end_step, batch, sampled, some_, hidden, ends)
         if batch.scored is None:
-            return self._end_step(batch, sampled, some_, hidden, ends)
+            return self.sample_when_guided(batch, end)
         scores = self._scores.launch(batch, batch.scored, hidden)
-        return ScoredStep(self._end_step(batch, sampled, some_, hidden, ends), scores)
+        return ScoredStep(self.sample_when_guided(batch, end), scores)
 
     def _end_step(
         self, batch: Batch, sampled: np.ndarray, some: torch.Tensor, hidden: torch.Tensor, ends: torch.Tensor

@@ -5,7 +5,6 @@ Slot arrays, one row a running sequence, owned by the scheduler (S = max_num_seq
 # computed (S,): those in the cache, or on their way to it
 # known_len (S,): those that were known at admission   max_len (S,): the length at which it ends
 # min_len (S,): the length before which no stop token ends it   stop_ids (S, k): its first ones, -1 behind the last
-# guided (S,) bool: whether it has a guide, and so decodes only when all its tokens are known
 # generation (S,) int64: grows when the slot changes hands, so that rows still in flight can be told to be stale
 
 A sequence decodes once computed >= known_len: then it has computed + 1 tokens, of which the newest may be in flight.
@@ -50,7 +49,6 @@ class SlotScheduler(Scheduler):
     """
 
     scores_prompts = True
-    awaits_guided = True
 
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
@@ -74,8 +72,6 @@ class SlotScheduler(Scheduler):
         self.known_len = np.zeros(size, dtype=np.int32)
         self.min_len = np.zeros(size, dtype=np.int32)
         self.max_len = np.zeros(size, dtype=np.int32)
-        self.guided = np.zeros(size, dtype=bool)
-        self._num_guided = 0
         self.generation = np.zeros(size, dtype=np.int64)
         self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
         self._more_stop_ids: dict[int, frozenset[int]] = {}  # of slots whose sequence has more than a few
@@ -186,8 +182,6 @@ class SlotScheduler(Scheduler):
             goes_on = left > 0
             if self._partial:
                 goes_on &= computed >= self.known_len[run]
-            if self._num_guided:
-                goes_on &= ~self.guided[run] | (self.committed[run] > computed)
             if np.count_nonzero(goes_on) < len(run):
                 run, computed = run[goes_on], computed[goes_on]
             ready = run[:budget]
@@ -195,7 +189,7 @@ class SlotScheduler(Scheduler):
             if len(need) <= self.blocks.num_free:
                 if len(need):
                     self.blocks.append(need)
-                elif 0 < len(ready) == len(self.running) <= _FEW_RUNNING and not self._num_guided:
+                elif 0 < len(ready) == len(self.running) <= _FEW_RUNNING:
                     self._expect_quiet(computed.tolist(), left.tolist())
                 return ready
             self.preempt(int(self.running[-1]))
@@ -293,8 +287,6 @@ class SlotScheduler(Scheduler):
         self.max_len[slot] = seq.max_len
         self.min_len[slot] = seq.prompt_len + seq.params.min_tokens
         self._set_stop_ids(slot, seq.stop_ids)
-        self.guided[slot] = seq.guide is not None
-        self._num_guided += seq.guide is not None
         self.sequences[slot] = seq
         self._quiet = range(0)
         if seq.num_preemptions == 0:
@@ -344,8 +336,6 @@ class SlotScheduler(Scheduler):
         self.blocks.free(slot)
         self.sequences[slot] = None
         self._free_slots.append(slot)
-        self.guided[slot] = False
-        self._num_guided -= seq.guide is not None
         self._more_stop_ids.pop(slot, None)
         if slot in self._partial:
             self._partial.remove(slot)
@@ -501,7 +491,6 @@ class SlotScheduler(Scheduler):
         assert len(set(run)) == len(run), "a slot runs twice"
         assert set(run) | set(self._free_slots) == set(range(self.options.max_num_seqs)), "a slot is lost"
         assert not set(run) & set(self._free_slots), "a running slot is free"
-        assert self._num_guided == np.count_nonzero(self.guided)
         places = [self._place_of(s) for s in run]
         assert places == sorted(places), "running is out of order"
         queue = [s.place for s in self.waiting if s.status is Status.WAITING]
@@ -517,7 +506,6 @@ class SlotScheduler(Scheduler):
             computed, known = self.computed[slot], self.known_len[slot]
             length = computed + 1 if computed >= known else known  # its tokens, one in flight included
             assert known <= self.committed[slot] <= length <= self.max_len[slot]
-            assert self.guided[slot] == (seq.guide is not None)
             assert (slot in self._partial) == (self.computed[slot] < self.known_len[slot])
 
 

@@ -24,13 +24,13 @@ from minivllm.executors.messages import Hello
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.wire import pack_batch, pack_profile, unpack_result
+from minivllm.executors.wire import pack_batch, pack_masks, pack_profile, unpack_result
 from minivllm.executors.worker import resolve_device
 from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
@@ -42,6 +42,8 @@ class MultiprocExecutor(Executor):
     """Options: ``devices``, the GPUs' numbers (0, 1, … unless given); ``step_timeout`` and ``start_timeout`` in seconds
     (how long a start may come no further); ``all_reduce``, auto, nccl or peer (small sums through peer
     memory, up to what is faster here, never, or up to ``all_reduce_bytes``)."""
+
+    takes_masks = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
@@ -125,6 +127,9 @@ class MultiprocExecutor(Executor):
         self._tell(pack_batch(batch))
         self._sent += 1
         return _Step(self, self._sent)
+
+    def guide(self, masks: TokenMasks) -> None:
+        self._tell(pack_masks(masks))
 
     def _tell(self, message: bytes) -> None:
         self._check_alive()

@@ -65,7 +65,7 @@ class RankProcess:
             returning.join(5)
 
     def _serve(self, worker: Worker) -> None:
-        from minivllm.executors.wire import unpack_batch, unpack_profile
+        from minivllm.executors.wire import unpack_batch, unpack_masks, unpack_profile
 
         assert worker.runner is not None
         row, profile = worker.runner.sampler.row, contextlib.ExitStack()
@@ -73,10 +73,13 @@ class RankProcess:
             if (file := unpack_profile(message)) is not None:
                 self._profile(profile, file)
                 continue
-            batch = unpack_batch(message, row)
-            self.doing = f"in step {batch.step}"
-            pending = worker.launch(batch)
-            if self.hello.rank == 0:
+            if (masks := unpack_masks(message)) is not None:
+                worker.guide(masks)
+            else:
+                batch = unpack_batch(message, row)
+                self.doing = f"in step {batch.step}"
+                pending = worker.launch(batch)
+            if self.hello.rank == 0 and (masks is not None or not batch.guided):
                 self._pending.put(pending)
 
     def _profile(self, running: contextlib.ExitStack, file: str) -> None:

@@ -23,12 +23,12 @@ from minivllm.executors.multiproc import refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, seconds
 from minivllm.executors.ray_actor import RemoteRank
 from minivllm.executors.ray_health import TICK, Failures, Hearts
-from minivllm.executors.wire import pack_batch, unpack_result
+from minivllm.executors.wire import pack_batch, pack_masks, unpack_result
 from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
@@ -41,6 +41,8 @@ _PUT = 64 << 10  # a larger step is stored once instead of sent to each actor
 class RayExecutor(Executor):
     """Options: ``address`` of the cluster (the running one, or a new one on this machine); ``step_timeout`` and
     ``start_timeout`` in seconds (how long a start may come no further)."""
+
+    takes_masks = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         self.config = config
@@ -96,11 +98,17 @@ class RayExecutor(Executor):
 
     def launch(self, batch: Batch) -> StepHandle:
         self.check_health()
-        step: Any = pack_batch(batch)
-        if len(step) > _PUT:
-            step = ray.put(step)
-        launched = {actor.launch.remote(step): rank for rank, actor in enumerate(self._actors)}
-        return _Step(self, launched, self._actors[0].result.remote())
+        self._launched = self._tell(pack_batch(batch))
+        return _Step(self, self._launched, self._actors[0].result.remote())
+
+    def guide(self, masks: TokenMasks) -> None:
+        self.check_health()
+        self._launched |= self._tell(pack_masks(masks))
+
+    def _tell(self, message: Any) -> dict[Any, int]:
+        if len(message) > _PUT:
+            message = ray.put(message)
+        return {actor.launch.remote(message): rank for rank, actor in enumerate(self._actors)}
 
     def _gather(self, asked: dict[Any, int], time_limit: float | None, result: Any = None) -> list[Any]:
         """Wait for ``result``, or else for all of ``asked`` (to which rank each was put); returns what came.

@@ -29,6 +29,7 @@ class RankActor:
         self.pending: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
         self.store: Any = None
         self.progress: Progress | None = None
+        self.doing = "in a step"
         self.failed = b""  # last words
 
     @ray.method(concurrency_group="health")
@@ -68,21 +69,23 @@ class RankActor:
     @ray.method(concurrency_group="steps")
     def launch(self, step: bytes) -> bytes:
         """Empty, or why it failed; later ones say so again: the driver may not have waited for this answer."""
-        from minivllm.executors.wire import unpack_batch
+        from minivllm.executors.wire import unpack_batch, unpack_masks
 
         if self.failed:
             return self.failed
         assert self.worker is not None and self.worker.runner is not None
-        doing = "in a step"
         try:
-            batch = unpack_batch(bytearray(step), self.worker.runner.sampler.row)
-            doing = f"in step {batch.step}"
-            pending = self.worker.launch(batch)
-            if self.rank == 0:
-                self.pending.put((batch.step, pending))
+            if (masks := unpack_masks(data := bytearray(step))) is not None:
+                self.worker.guide(masks)
+            else:
+                batch = unpack_batch(data, self.worker.runner.sampler.row)
+                self.doing = f"in step {batch.step}"
+                self.last = batch.step, self.worker.launch(batch)
+            if self.rank == 0 and (masks is not None or not batch.guided):
+                self.pending.put(self.last)
             return b""
         except BaseException as error:
-            self.failed = encode(Failed.of(error, doing))
+            self.failed = encode(Failed.of(error, self.doing))
             return self.failed
 
     @ray.method(concurrency_group="results")

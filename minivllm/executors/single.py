@@ -11,13 +11,15 @@ from minivllm.executors.worker import Worker
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
 
 class SingleExecutor(Executor):
     """One rank, in this process. Raises ConfigError for ``tp`` other than 1."""
+
+    takes_masks = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         if config.tp != 1:
@@ -35,6 +37,10 @@ class SingleExecutor(Executor):
         if self._worker is None:
             raise EngineDeadError("the engine was shut down; make a new one")
         return self._worker.launch(batch)
+
+    def guide(self, masks: TokenMasks) -> None:
+        assert self._worker is not None
+        self._worker.guide(masks)
 
     def check_health(self) -> None:
         """One process is alive as long as its caller is."""

@@ -25,7 +25,7 @@ from minivllm.executors.worker import Worker, resolve_device
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
@@ -35,6 +35,8 @@ _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 class TorchrunExecutor(Executor):
     """Options: ``timeout``, how long ranks wait for each other at a step, in seconds."""
+
+    takes_masks = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         self.rank, world = read_environment(os.environ, config.tp)
@@ -85,6 +87,10 @@ class TorchrunExecutor(Executor):
         if self._device == "cpu":  # here a step runs at once, and would hang if ranks differed
             self._verify(check, batch.step)
         return _Step(self, check, batch.step, self._worker.launch(batch))
+
+    def guide(self, masks: TokenMasks) -> None:
+        assert self._worker is not None
+        self._worker.guide(masks)
 
     def _verify(self, check: _SameStep, step: int) -> None:
         try:

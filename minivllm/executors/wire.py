@@ -1,6 +1,7 @@
 """A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
 
-# step:   counts (13,) int64 | generations int64 | fifteen int32 arrays | admitted_params | samples bool
+# step:   counts (12,) int64 | generations int64 | thirteen int32 arrays | admitted_params | samples bool
+# masks:  -2 int64 | counts (2,) int64 | slots int32 | bits int32
 # profile: -1 int64, where a step's first count stands | the file's name; without one it is over
 # result: counts (7,) int64 | token_ids int32 | logprobs | prompt_logprobs; each, if there are any: rows int64, sampled
 #         f32, rank i32, top_ids i32, top f32
@@ -19,17 +20,16 @@ from minivllm.core.interfaces import Logprobs, StepResult
 _INT32 = np.dtype(np.int32)
 _NONE = np.empty(0, dtype=np.int32)
 _UNSCORED = Scored(_NONE, _NONE, _NONE, 0)
-_UNGUIDED = TokenMasks(_NONE, np.empty((0, 0), dtype=np.int32))
-_PROFILE = b"\xff" * 8  # -1, which is no step's number
+_PROFILE, _MASKS = b"\xff" * 8, b"\xfe" + b"\xff" * 7  # -1 and -2, which are no step's number
 
 
 def pack_batch(batch: Batch) -> bytes:
-    scored, masks = batch.scored or _UNSCORED, batch.masks or _UNGUIDED
+    scored = batch.scored or _UNSCORED
     counts = np.array(
         [
             batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
             batch.num_decodes, batch.admitted_params.dtype.itemsize, len(batch.known_ids),
-            len(scored.rows), len(scored.ids), scored.best, *masks.bits.shape,
+            len(scored.rows), len(scored.ids), scored.best, batch.guided,
         ],
         dtype=np.int64,
     )  # fmt: skip
@@ -37,8 +37,7 @@ def pack_batch(batch: Batch) -> bytes:
         (
             counts, batch.generations, batch.slots, batch.num_computed, batch.num_new, batch.token_ids,
             batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.known_lens,
-            batch.known_ids, scored.rows, scored.lens, scored.ids, masks.slots, masks.bits, batch.admitted_params,
-            batch.samples,
+            batch.known_ids, scored.rows, scored.lens, scored.ids, batch.admitted_params, batch.samples,
         )
     )  # fmt: skip
 
@@ -53,10 +52,23 @@ def unpack_profile(data: bytearray) -> str | None:
     return os.fsdecode(bytes(data.removeprefix(_PROFILE))) if data.startswith(_PROFILE) else None
 
 
+def pack_masks(masks: TokenMasks) -> bytes:
+    return _joined((np.frombuffer(_MASKS, dtype=np.int64), np.array(masks.bits.shape), masks.slots, masks.bits))
+
+
+def unpack_masks(data: bytearray) -> TokenMasks | None:
+    """``pack_masks``'s, as views of ``data``, or None: it is a step."""
+    if not data.startswith(_MASKS):
+        return None
+    take = _Taker(data)
+    _, m, words = take(3, np.int64).tolist()
+    return TokenMasks(take(m, _INT32), take(m * words, _INT32).reshape(m, words))
+
+
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     """The batch, as views of ``data``; ``row`` is the sampler's."""
     take = _Taker(data)
-    step, n, t, b, a, num_decodes, itemsize, known, s, ids, best, m, words = take(13, np.int64).tolist()
+    step, n, t, b, a, num_decodes, itemsize, known, s, ids, best, guided = take(12, np.int64).tolist()
     if itemsize != row.itemsize:
         raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
     generations = take(n, np.int64)
@@ -64,7 +76,6 @@ def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     block_slots, block_indices, block_ids, admitted_slots = (take(k, _INT32) for k in (b, b, b, a))
     known_lens, known_ids = take(a if known else 0, _INT32), take(known, _INT32)
     scored = Scored(take(s, _INT32), take(s, _INT32), take(ids, _INT32), best) if s else None
-    masks = TokenMasks(take(m, _INT32), take(m * words, _INT32).reshape(m, words)) if m else None
     return Batch(
         step=step,
         slots=slots,
@@ -82,7 +93,7 @@ def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
         known_lens=known_lens,
         known_ids=known_ids,
         scored=scored,
-        masks=masks,
+        guided=bool(guided),
     )
 
 

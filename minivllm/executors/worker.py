@@ -25,7 +25,7 @@ from minivllm.models.loader import build_model, iterate_safetensors
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
-    from minivllm.core.batch import Batch
+    from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
@@ -117,6 +117,13 @@ class Worker:
             raise EngineDeadError("the engine was shut down; make a new one")
         with self._on_device():
             return self.runner.launch(batch)
+
+    def guide(self, masks: TokenMasks) -> None:
+        """See ``Executor.guide``; as ``launch``."""
+        if self.runner is None:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        with self._on_device():
+            self.runner.guide(masks)
 
     def start(self) -> int:
         """Build all of it; returns the cache blocks that there is room for."""

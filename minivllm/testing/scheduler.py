@@ -76,7 +76,6 @@ def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: in
         string_at=ends - 3 if ends > 3 else 0,
         salt="salt" if salt == 3 else None,
         priority=priority,
-        guided=own > 3,
         scores=own == 2,
     )
 

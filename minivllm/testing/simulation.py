@@ -16,7 +16,6 @@ import numpy as np
 from minivllm.config.engine_config import SchedulerOptions
 from minivllm.core.batch import Batch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
-from minivllm.core.guides import Guide
 from minivllm.core.interfaces import Scheduler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence, Status
@@ -37,7 +36,6 @@ class Ask:
     string_at: int = 0
     salt: str | None = None
     priority: int = 0  # for schedulers that heed it
-    guided: bool = False  # whether it has a guide, of a scheduler that ``awaits_guided``
     scores: bool = False  # whether its prompt's log-probabilities are wanted, of a scheduler that ``scores_prompts``
 
     def sequence(self, name: str, number: int) -> Sequence:
@@ -50,7 +48,6 @@ class Ask:
             prompt_logprobs=1 if self.scores else None,
         )  # fmt: skip
         seq.sampler_row = np.array((number,), dtype=ROW)
-        seq.guide = Guide(None, [], frozenset()) if self.guided else None
         return seq
 
 
@@ -121,7 +118,6 @@ class World:
         seq = ask.sequence(name, self.asked)
         seq.priority = ask.priority if self.scheduler.uses_priority else 0
         seq.prompt_logprobs = seq.prompt_logprobs if self.scheduler.scores_prompts else None
-        seq.guide = seq.guide if self.scheduler.awaits_guided else None
         self.scheduler.add(seq)
         self.asked += 1
         self.live[name] = seq, Story(ask)
@@ -190,9 +186,6 @@ class World:
             if i < batch.num_decodes:
                 new = [int(self.last_token[slot])]
                 assert c >= seq.prompt_len
-                assert seq.guide is None or self.told[seq.request_id] == c + 1 - seq.prompt_len, (
-                    f"{seq} has a guide, which does not know all its tokens yet"
-                )
             else:
                 new = batch.token_ids[at : at + n].tolist()
                 at += n

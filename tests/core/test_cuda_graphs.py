@@ -248,7 +248,7 @@ def test_a_step_whose_tokens_are_overwritten_is_noticed(llm: LLM, runner: ModelR
     graphs.capture(BLOCKS, VOCAB)
     llm.engine.add_request("0", "Hello", GREEDY)
     llm.engine.step()
-    _, replayed, _ = llm.engine._under_way[0]
+    replayed = llm.engine._under_way[0].handle
     with torch.inference_mode():
         for _ in range(IN_FLIGHT):
             graphs._replay((1, None))

@@ -227,7 +227,7 @@ def test_who_cannot_do_it_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(RequestError, match=f"sampler=default takes no {name}; leave it out"):
             run(llm, [5], params)
     monkeypatch.undo()
-    monkeypatch.setattr(type(llm.engine.scheduler), "awaits_guided", False)
-    with pytest.raises(RequestError, match="structured_outputs is not supported by scheduler=mixed; leave it out"):
+    monkeypatch.setattr(type(llm.engine.executor), "takes_masks", False)
+    with pytest.raises(RequestError, match="executor=auto takes no structured_outputs; leave it out"):
         run(llm, [5], guided(choice=["a"]))
     run(llm, [5], GREEDY)

@@ -17,7 +17,15 @@ from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.sampler import DefaultSampler
 from minivllm.executors import messages
 from minivllm.executors.ring import SLOTS, Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.wire import pack_batch, pack_result, unpack_batch, unpack_result
+from minivllm.executors.wire import (
+    pack_batch,
+    pack_masks,
+    pack_result,
+    unpack_batch,
+    unpack_masks,
+    unpack_profile,
+    unpack_result,
+)
 
 
 def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, blocks: int, admitted: int) -> Batch:
@@ -45,7 +53,7 @@ def random_batch(rng: np.random.Generator, n: int, decodes: int, tokens: int, bl
         known_lens=lens,
         known_ids=ints(int(lens.sum())),
         scored=Scored(ints(admitted), ints(2 * admitted)[::2], ints(tokens), 7) if admitted else None,
-        masks=TokenMasks(ints(n)[:3], ints(n * 12).reshape(n, 12)[:3, ::2]) if n > 2 else None,
+        guided=bool(n % 2),
     )
 
 
@@ -71,12 +79,21 @@ SHAPES = [(1, 1, 0, 0, 0), (1, 0, 5, 2, 1), (256, 200, 8000, 900, 56), (3, 3, 0,
 def test_a_batch_comes_back_as_it_was(shape: tuple[int, ...]) -> None:
     batch = random_batch(np.random.default_rng(0), *shape)
     back = unpack_batch(bytearray(pack_batch(batch)), DefaultSampler.row)
-    plain, plain_back = (dataclasses.replace(one, scored=None, masks=None) for one in (batch, back))
+    plain, plain_back = (dataclasses.replace(one, scored=None) for one in (batch, back))
     assert same(plain, plain_back)
-    for part, its in ((batch.scored, back.scored), (batch.masks, back.masks)):
-        assert (part is None) == (its is None) and (its is None or same(part, its))
-    assert back.masks is None or back.masks.bits.shape == (3, 6)
+    assert (batch.scored is None) == (back.scored is None) and (back.scored is None or same(batch.scored, back.scored))
+    assert unpack_masks(bytearray(pack_batch(batch))) is None
     assert back.slots.flags.writeable
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 6), (256, 4748)], ids=str)
+def test_masks_come_back_as_they_were(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(-(2**31), 2**31, (shape[0], 2 * shape[1])).astype(np.int32)
+    masks = TokenMasks(np.arange(shape[0], dtype=np.int32), bits[:, ::2])  # not contiguous
+    data = bytearray(pack_masks(masks))
+    back = unpack_masks(data)
+    assert back is not None and same(masks, back) and back.bits.shape == shape and unpack_profile(data) is None
 
 
 def test_parameters_of_another_sampler_are_refused() -> None:
