@@ -67,7 +67,8 @@ class Guide:
 
     def hold_back(self, bits: np.ndarray) -> None:
         """Of tokens that may come as far as the matcher goes, (words,) int32, those that may not for other reasons."""
-        _clear(bits, self._stand_ins)
+        if self._stand_ins and self.matcher is not None:
+            _clear(bits, self._stand_ins)
         if not self._bad_words:
             return
         before, said = None if self.matcher is None else bits.copy(), self._said
