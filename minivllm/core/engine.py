@@ -363,7 +363,9 @@ class LLMEngine:
             request, completion = self._by_sequence.pop(seq.request_id)
             if not request.needs_tokens:
                 completion.add_all(seq.output_token_ids)
-            completion.end(FinishReason.LENGTH if seq.guide is not None and seq.guide.failed else reason)
+            if seq.guide is not None and (seq.guide.failed or seq.guide.cut_by(int(seq.known[-1]))):
+                reason = FinishReason.LENGTH
+            completion.end(reason)
             self._account(completion)
             self._touched[request.request_id] = ended[request.request_id] = request
         ended = {name: request for name, request in ended.items() if request.finished}

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
@@ -25,14 +26,42 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _BITS, _BYTES = 32, 4  # of a word
 _SPACES = r"[ \n\r\t]{1,20}"  # in JSON, between its tokens: small models go on and on
-_LINES = 4  # of what llguidance says of a grammar, at most
+_LINES, _WIDTH = 4, 200  # of what llguidance says of a grammar, at most
+# What a grammar may take: as many items as objects with thousands of properties have, and half of what llguidance
+# itself allows for a regular expression's repeats, 0.4 s of everybody's time.
+_ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
+_MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state for each: 0.2 s
+
+
+class BadWords:
+    """What a request must not say, as tokens."""
+
+    def __init__(self, words: Iterable[Sequence[int]], num_words: int) -> None:
+        """``num_words``: of a row of bits."""
+        longer: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: those before, and the last
+        single: set[int] = set()
+        for *start, last in dict.fromkeys(map(tuple, words)):
+            if start:
+                longer.setdefault(start[-1], []).append((start, last))
+            else:
+                single.add(last)
+        self.reach = max((len(start) for ends in longer.values() for start, _ in ends), default=0)
+        self._longer = longer
+        self._others = np.full(num_words, -1, dtype=np.int32)
+        _clear(self._others, single)
+
+    def hold_back(self, bits: np.ndarray, said: list[int]) -> None:
+        """Clear the bits of tokens that would complete one of them. said: the last ``reach`` tokens, or all."""
+        np.bitwise_and(bits, self._others[: len(bits)], out=bits)
+        ends = self._longer.get(said[-1], ()) if said else ()
+        _clear(bits, (last for start, last in ends if said[-len(start) :] == start))
 
 
 class Guide:
     """Of one completion."""
 
     def __init__(
-        self, matcher: Any, bad_words: Sequence[Sequence[int]], ends: frozenset[int], stand_ins: Iterable[int] = ()
+        self, matcher: Any, bad_words: BadWords | None, ends: frozenset[int], stand_ins: Iterable[int] = ()
     ) -> None:
         """``matcher``: llguidance's, of whose grammar nothing is said yet, or None; ``ends``: the model's end tokens;
         ``stand_ins``: what the matcher has in their place, which is not to be said."""
@@ -41,7 +70,6 @@ class Guide:
         self._bad_words = bad_words
         self._ends = ends
         self._said: list[int] = []  # as much as bad words need
-        self._reach = max((len(word) for word in bad_words), default=1) - 1
 
     @property
     def ended(self) -> bool:
@@ -54,25 +82,29 @@ class Guide:
         then is an end token."""
         return self.matcher is not None and self.matcher.is_error()
 
+    def cut_by(self, token: int) -> bool:
+        """Whether an answer that ends with this token, which it was not told of, is not all that it was to be."""
+        return self.matcher is not None and token in self._ends and not self.matcher.is_accepting()
+
     def take(self, token: int) -> None:
         """It was said."""
-        if self._reach:
-            self._said = [*self._said, token][-self._reach :]
+        if self._bad_words is not None and self._bad_words.reach:
+            self._said = [*self._said, token][-self._bad_words.reach :]
         if self.matcher is None:
             return
         if token in self._ends and self.matcher.is_accepting():
             self.matcher = None  # whoever goes on behind an end token (``ignore_eos``) is free to
         elif not self.matcher.consume_token(token):
-            _LOG.warning("a grammar cannot be followed any further: %s", _few_lines(self.matcher.get_error()))
+            _log_failure(self.matcher)
 
     def hold_back(self, bits: np.ndarray) -> None:
         """Of tokens that may come as far as the matcher goes, (words,) int32, those that may not for other reasons."""
         if self._stand_ins and self.matcher is not None:
             _clear(bits, self._stand_ins)
-        if not self._bad_words:
+        if self._bad_words is None:
             return
-        before, said = None if self.matcher is None else bits.copy(), self._said
-        _clear(bits, (last for *start, last in self._bad_words if not start or said[-len(start) :] == start))
+        before = None if self.matcher is None else bits.copy()
+        self._bad_words.hold_back(bits, self._said)
         if before is not None and not bits.any():  # a grammar that has no other way
             bits[:] = before
 
@@ -83,25 +115,27 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._words = -(-vocab_size // _BITS)
-        self._bits = np.empty((0, self._words), dtype=np.int32)  # to be written to; wider if the tokenizer is
+        self._width = self._words  # of a row; more if the tokenizer has more tokens than the model
+        self._bits = np.empty((0, self._width), dtype=np.int32)  # to be written to
         self._for_grammars: Any = None  # llguidance's tokenizer, and its threads, made when they are first needed
         self._threads: Any = None
         self._stand_ins: frozenset[int] = frozenset()
 
     def of(self, params: SamplingParams) -> list[Guide | None]:
         """For each completion. Raises RequestError: a grammar that is none, or more than llguidance can follow."""
-        if params.structured_outputs is None and not params.bad_words:
+        if not params.guided:
             return [None] * params.n
+        words = BadWords(self._as_tokens(params.bad_words), self._words) if params.bad_words else None
         matcher = None if params.structured_outputs is None else self._matcher(params.structured_outputs)
-        words = self._bad_words(params.bad_words or [])
         copies = (None if matcher is None else matcher.deep_copy() for _ in range(params.n))
         return [Guide(copy, words, self._ends, self._stand_ins) for copy in copies]
 
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
         """(m, words) int32: which tokens may come next, of each. They stand until they are asked for again."""
-        if len(guides) > len(self._bits):
-            self._bits = np.empty((2 * len(guides), self._bits.shape[1]), dtype=np.int32)
-        found, words = self._bits[: len(guides)], self._bits.shape[1]
+        words = self._width
+        if len(guides) > len(self._bits) or words > self._bits.shape[1]:
+            self._bits = np.empty((2 * len(guides), words), dtype=np.int32)
+        found = self._bits[: len(guides)]
         asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide.matcher is not None]
         for row, guide in enumerate(guides):
             if guide.matcher is None:
@@ -111,34 +145,56 @@ class Guides:
             matcher.unsafe_compute_mask_ptr(found[row].ctypes.data, words * _BYTES)
         elif asked:
             self._threads.unsafe_compute_mask_ptr(asked, found.ctypes.data, words * _BYTES, len(found))
+        for matcher, _ in asked:
+            if matcher.is_error():
+                _log_failure(matcher)
         for guide, its in zip(guides, found, strict=True):
             guide.hold_back(its)
         return found[:, : self._words]
 
-    def _matcher(self, asked: StructuredOutputsParams) -> Any:
+    def _make_ready(self) -> None:
+        """Make what grammars need beside themselves, when the first one comes: with 150,000 tokens it takes a second.
+
+        Raises RequestError: the tokenizer cannot, or llguidance is not installed.
+        """
         try:
-            from llguidance import LLExecutor, LLMatcher
+            from llguidance import LLExecutor
         except ImportError as error:
             raise RequestError(f"structured_outputs needs llguidance ({error}); type: pip install llguidance") from None
+        self._for_grammars = self._tokenizer.for_grammars(self._vocab, self._ends)
+        self._threads = LLExecutor()
+        self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
+        self._width = -(-self._for_grammars.vocab_size // _BITS)
+
+    def _matcher(self, asked: StructuredOutputsParams) -> Any:
         if self._for_grammars is None:
-            self._for_grammars, self._threads = self._tokenizer.for_grammars(self._vocab, self._ends), LLExecutor()
-            self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
-            self._bits = np.empty((0, -(-self._for_grammars.vocab_size // _BITS)), dtype=np.int32)
-        matcher = LLMatcher(self._for_grammars, _grammar(asked), log_level=0)
+            self._make_ready()
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL)
+        matcher = LLMatcher(self._for_grammars, _grammar(asked), log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_few_lines(matcher.get_error())}")
+        trial, ends = matcher.deep_copy(), set(self._for_grammars.eos_tokens)
+        for place in ("begin", "go on"):  # what takes too much mostly does so at once
+            found = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
+            may = set(np.nonzero(np.unpackbits(found, bitorder="little"))[0].tolist())
+            if trial.is_error() or (not trial.is_accepting() and may <= ends):
+                why = _few_lines(trial.get_error()) or "no token is possible"
+                raise RequestError(f"structured_outputs: an answer cannot {place}: {why}")
+            if not may - ends:
+                break
+            trial.consume_token(min(may - ends))
         return matcher
 
-    def _bad_words(self, words: Iterable[str]) -> list[list[int]]:
-        """Each as its tokens, as vLLM finds them: as a text's first, and behind a space where that is a token more
-        than the same ones."""
-        found: list[list[int]] = []
-        for word in words:
-            plain, spaced = self._tokenizer.encode_batch([word, " " + word.lstrip()], add_special_tokens=False)
-            found.append(plain)
-            if len(spaced) == len(plain) and spaced[:1] != plain[:1]:
-                found.append(spaced)
-        return [ids for ids in found if ids]
+    def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word's tokens, as vLLM finds them: as a text's first, and behind a space where these are as many and
+        begin otherwise."""
+        bare = [word.lstrip() for word in dict.fromkeys(words)]
+        found = self._tokenizer.encode_batch([*bare, *(" " + word for word in bare)], add_special_tokens=False)
+        plain, spaced = found[: len(bare)], found[len(bare) :]
+        alike = zip(plain, spaced, strict=True)
+        return [ids for ids in plain if ids] + [b for a, b in alike if len(a) == len(b) and a[:1] != b[:1]]
 
 
 def _clear(bits: np.ndarray, tokens: Iterable[int]) -> None:
@@ -152,20 +208,51 @@ def _grammar(asked: StructuredOutputsParams) -> str:
     """In llguidance's own notation. Raises RequestError."""
     from llguidance import LLMatcher, grammar_from
 
+    if (schema := asked.schema()) is not None:
+        _check_multiples(schema)
+        if asked.disable_any_whitespace:
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": asked.whitespace_pattern or _SPACES}
+        )
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(asked.regex)
+    if asked.choice is not None:  # as one terminal: as many rules they would be too many
+        return LLMatcher.grammar_from_lark("start: ONE\nONE: " + " | ".join(map(json.dumps, asked.choice)))
     try:
-        if (schema := asked.schema()) is not None:
-            if asked.disable_any_whitespace:
-                return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-            spaces = asked.whitespace_pattern or _SPACES
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": spaces})
-        if asked.regex is not None:
-            return grammar_from("regex", asked.regex)
-        if asked.choice is not None:
-            return grammar_from("choice", json.dumps(list(asked.choice)))
         return grammar_from("grammar", asked.grammar or "")
     except ValueError as error:
-        raise RequestError(f"structured_outputs: {_few_lines(str(error))}") from None
+        raise RequestError(
+            f"structured_outputs: grammar is neither Lark's nor GBNF: {_few_lines(str(error))}"
+        ) from None
+
+
+def _check_multiples(schema: Any) -> None:
+    """Raise RequestError where automata of ``multipleOf`` would be too large: they grow with the numbers' product,
+    but for factors of ten."""
+    waiting, found = [schema], set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            number = part.get("multipleOf")
+            if isinstance(number, int | float) and number > 0:
+                found.add(number)
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    product = 1
+    for number in found:
+        rest = Fraction(str(number)).numerator
+        for factor in (2, 5):
+            while rest % factor == 0:
+                rest //= factor
+        product *= rest
+        if product > _MOST_REMAINDERS:
+            raise RequestError(f"structured_outputs: multipleOf={shown(number)} is too large, or one of too many")
+
+
+def _log_failure(matcher: Any) -> None:
+    _LOG.warning("a grammar cannot be followed any further: %s", _few_lines(matcher.get_error()))
 
 
 def _few_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[:_LINES])
+    lines = text.strip().splitlines()[:_LINES]
+    return "\n".join(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}…" for line in lines)

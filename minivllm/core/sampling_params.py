@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from minivllm.core.structured_outputs import StructuredOutputsParams
+from minivllm.core.structured_outputs import StructuredOutputsParams, is_text
 from minivllm.errors import RequestError, shown
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
@@ -146,8 +146,8 @@ class SamplingParams:
             _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
         if any(not isinstance(s, str) or not s for s in self.stop or ()):
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
-        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words or ()):
-            raise RequestError(f"bad_words={shown(self.bad_words)}: each is a string with more than white space")
+        if any(not is_text(word) or not word.strip() for word in self.bad_words or ()):
+            raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
         for name, neutral in (("min_tokens", 0), ("allowed_token_ids", None)) if self.structured_outputs else ():
             if (value := getattr(self, name)) not in (neutral, []):  # together they may leave no token at all
                 raise RequestError(f"{name}={shown(value)} is not supported with structured_outputs; leave it out")

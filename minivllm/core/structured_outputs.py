@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json as json_module
-from dataclasses import dataclass, fields
+import json
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minivllm.errors import RequestError, shown
@@ -25,7 +25,7 @@ class StructuredOutputsParams:
         RequestError: none of them, or several; of another type; or not supported.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -37,10 +37,9 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """``given``, or the same as a mapping."""
+        """A copy of ``given``, or of the same as a mapping."""
         if isinstance(given, cls):
-            given.verify()  # its fields may have been set since
-            return given
+            return replace(given)  # its fields may have been set since it was verified
         if not isinstance(given, dict):
             raise RequestError(
                 f"structured_outputs={shown(given)} is no StructuredOutputsParams; type "
@@ -49,50 +48,55 @@ class StructuredOutputsParams:
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
-                raise RequestError(f"structured_outputs: there is no {shown(name)}.{did_you_mean(name, names)}")
+                raise RequestError(f"structured_outputs: there is no {shown(name)}.{did_you_mean(str(name), names)}")
         return cls(**given)
 
     def __post_init__(self) -> None:
-        self.verify()
-
-    def verify(self) -> None:
-        """Raise RequestError for the first value that cannot be used."""
         for name, only in _NOT_YET.items():
-            if (value := getattr(self, name)) != only:
-                raise _wrong(name, value, f"is not supported yet; leave it at {only!r}")
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+            if getattr(self, name) is not only:
+                raise _wrong(name, getattr(self, name), f"is not supported yet; leave it at {only!r}")
+        given = [name for name in _KINDS if getattr(self, name) is not None]  # by identity: of arrays == is no answer
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
-            raise RequestError(
-                f"structured_outputs takes one of {', '.join(_KINDS)}, not {' and '.join(given) or 'none of them'}"
-            )
+            said = f"structured_outputs: give one of {', '.join(_KINDS)}, not {' and '.join(given) or 'none of them'}"
+            raise RequestError(said)
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise _wrong(name, getattr(self, name), "is neither True nor False")
         for name in ("regex", "grammar", "whitespace_pattern"):
-            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value):
-                raise _wrong(name, value, "is not a string of one character or more")
-        if self.json is not None and not isinstance(self.json, str | dict):
-            raise _wrong("json", self.json, "is not a JSON schema, as a mapping or as text")
-        if self.json_object not in (None, False, True):
-            raise _wrong("json_object", self.json_object, "is neither True nor False")
-        if self.disable_any_whitespace not in (False, True):
-            raise _wrong("disable_any_whitespace", self.disable_any_whitespace, "is neither True nor False")
+            if (value := getattr(self, name)) is not None and not is_text(value):
+                raise _wrong(name, value, "is not text of one character or more")
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             if getattr(self, name) and given[0] not in ("json", "json_object"):
                 raise RequestError(f"structured_outputs: {name} belongs to json and json_object, not to {given[0]}")
         choice = self.choice
-        if choice is not None and not (
-            isinstance(choice, list | tuple) and choice and all(isinstance(one, str) and one for one in choice)
-        ):
-            raise _wrong("choice", choice, "is not a list of strings, each of one character or more")
+        if choice is not None and not (isinstance(choice, list | tuple) and choice and all(map(is_text, choice))):
+            raise _wrong("choice", choice, "is not a list of texts, each of one character or more")
 
-    def schema(self) -> str | None:
-        """The JSON schema as text, if it is one that an answer has to fit. Raises RequestError if it cannot be."""
+    def schema(self) -> dict[str, Any] | None:
+        """The JSON schema, if it is one that an answer has to fit. Raises RequestError if it is none."""
         if self.json_object:
-            return '{"type": "object"}'
-        if not isinstance(self.json, dict):
-            return self.json
-        try:
-            return json_module.dumps(self.json)
+            return {"type": "object"}
+        if self.json is None:
+            return None
+        try:  # a copy, of what JSON can say
+            schema = json.loads(self.json if isinstance(self.json, str) else json.dumps(self.json))
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"structured_outputs: json cannot be written as JSON: {error}") from None
+            raise _wrong("json", self.json, f"is not JSON: {error}") from None
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict):
+            raise _wrong("json", self.json, "is not a JSON schema, which is an object")
+        return schema
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is text that can be written down: JSON may have halves of characters."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _wrong(name: str, value: Any, why: str) -> RequestError:

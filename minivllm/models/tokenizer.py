@@ -161,14 +161,15 @@ class CheckpointTokenizer(Tokenizer):
         fast = getattr(self._inner, "backend_tokenizer", None)
         if fast is None:
             return super().for_grammars(vocab_size, ends)
-        size, whole = fast.get_vocab_size(), json.loads(fast.to_str())
+        size, whole = 1 + max(fast.get_vocab().values()), fast.to_str()
         ends = sorted(end for end in ends if end < size)
         if not ends:
+            whole = json.loads(whole)
             its = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             whole["added_tokens"].append({"id": size, "content": "<|end of grammar|>", "special": True} | its)
-            size, ends = size + 1, [size]
+            size, ends, whole = size + 1, [size], json.dumps(whole)
         try:
-            return LLTokenizer(json.dumps(whole), n_vocab=max(vocab_size, size), eos_token=ends)
+            return LLTokenizer(whole, n_vocab=max(vocab_size, size), eos_token=ends)
         except ValueError as error:
             raise RequestError(f"structured_outputs is not supported with this tokenizer: {error}") from error
 

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.errors import EngineDeadError, shown
+from minivllm.errors import EngineDeadError, RequestError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
@@ -122,9 +122,12 @@ class Server:
             prompt_logprobs=body.prompt_logprobs,
             **more,
         )
-        generation = await self.engine.generate(
-            names, prompts, params, cache_salt=body.cache_salt, priority=body.priority
-        )
+        try:
+            generation = await self.engine.generate(
+                names, prompts, params, cache_salt=body.cache_salt, priority=body.priority
+            )
+        except RequestError as error:
+            raise body.in_its_words(error) from None
         if body.stream:
             return EventStream(generation, reply)
         watcher = asyncio.create_task(_abort_when_gone(request, generation))

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
-from minivllm.errors import shown
+from minivllm.errors import RequestError, shown
 from minivllm.plugins.naming import did_you_mean
 from minivllm.serve.errors import ClientError
 
@@ -53,6 +53,7 @@ MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: ot
 MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
 MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some 50 MB, and half a second of all others
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
+MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 20 ms
 
 
 def _unicode(text: str) -> str:
@@ -91,7 +92,10 @@ class Body(BaseModel):
                 if type(value) is not int or value != (data.get("n") or 1):
                     raise ClientError(f"best_of={shown(value)} is not supported: only n itself is", param=name)
             else:
-                raise cls._wrong(f"there is no field {shown(name)}.{did_you_mean(name, cls.model_fields)}", name)
+                hint = did_you_mean(name, cls.model_fields)
+                if "structured_outputs" in cls.model_fields and name.startswith("guided_"):
+                    hint = f' It is "structured_outputs": {{"{name.removeprefix("guided_")}": …}} now.'  # vLLM's, too
+                raise cls._wrong(f"there is no field {shown(name)}.{hint}", name)
         return known
 
     @classmethod
@@ -168,11 +172,19 @@ class GenerationBody(Body):
             raise ClientError(f"n={self.n} is more than {MAX_COMPLETIONS}; send several requests", param="n")
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
             raise ClientError(f"stop: {len(self.stop)} strings are more than {MAX_STOPS}", param="stop")
+        if self.bad_words is not None and len(self.bad_words) > MAX_BAD_WORDS:
+            raise ClientError(f"bad_words: {len(self.bad_words)} are more than {MAX_BAD_WORDS}", param="bad_words")
         return self
 
     def sampling_params(self) -> SamplingParams:
         """Raises RequestError for what cannot be sampled."""
         return SamplingParams(**self._given())
+
+    def in_its_words(self, error: RequestError) -> RequestError:
+        """An error, with the field's name by which the client asked."""
+        if self.response_format is None:
+            return error
+        return RequestError(str(error).replace("structured_outputs", "response_format", 1))
 
     def _given(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys()}

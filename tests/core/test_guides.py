@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class One:
     guide: Guide
 
     def allowed(self) -> set[int]:
-        twin, free = copy(self.guide), Guide(None, [], frozenset())  # the masks of several are found side by side
+        twin, free = copy(self.guide), Guide(None, None, frozenset())  # the masks of several are found side by side
         twin.matcher = twin.matcher and twin.matcher.deep_copy()
         bits, all_ones, again = self.guides.bits([self.guide, free, twin])
         assert (all_ones == -1).all() and (again == bits).all() and bits.shape == (VOCAB // 32,)
@@ -123,6 +124,38 @@ def test_whatever_is_drawn_fits(
     assert ended >= 4, f"{ended} of 12 came to an end"
 
 
+def test_much_is_no_hindrance(tokenizer: CheckpointTokenizer) -> None:
+    many = [f"x{i}y" for i in range(10_000)]
+    wide = {"type": "object", "properties": {f"k{i}": {"type": "integer", "multipleOf": 500} for i in range(1000)}}
+    for asked, fits in (({"choice": many}, many.__contains__), ({"json": wide}, lambda text: set(json.loads(text)))):
+        text, ended = walk(one(tokenizer, structured_outputs=asked), tokenizer, random.Random(1), limit=60)
+        assert not ended or fits(text)
+        assert len(text) > 3
+
+
+def test_a_tokenizer_whose_ids_have_holes_is_refused(tmp_path: Path) -> None:
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    model, rest = whole["model"], sorted(whole["model"]["vocab"].items(), key=lambda item: item[1])[:290]
+    model["vocab"] = dict(rest) | {token["content"]: token["id"] for token in whole["added_tokens"]}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    its = CheckpointTokenizer(tmp_path)
+    assert its.eos_token_ids[0] >= its.vocab_size
+    with pytest.raises(RequestError, match=r"not supported with this tokenizer: .*305 is out of range"):
+        one(its, structured_outputs={"choice": ["yes"]})
+
+
+def test_an_end_that_is_part_of_a_grammar_cuts_an_answer(tokenizer: CheckpointTokenizer) -> None:
+    end = tokenizer.eos_token_ids[0]
+    guide = one(tokenizer, structured_outputs={"grammar": f'start: "xzv" <[{end}]> "y"'})
+    assert guide.guide.cut_by(end) and not guide.guide.cut_by(1)
+    whole = one(tokenizer, structured_outputs={"choice": ["x"]})
+    assert whole.guide.cut_by(end)
+    whole.take(*tokenizer.encode("x"))
+    assert not whole.guide.cut_by(end)
+
+
 def test_completions_of_one_request_go_their_own_ways(tokenizer: CheckpointTokenizer) -> None:
     guides = Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
     params = SamplingParams(n=2, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
@@ -161,6 +194,8 @@ def test_bad_words_hold_back_what_would_complete_them(tokenizer: CheckpointToken
     assert every - single.allowed() == {c}
     single.take(a)
     assert every - single.allowed() == {c}
+    led = one(tokenizer, bad_words=[" 7", "7", "\n7"])  # as vLLM: what stands in front does not count
+    assert every - led.allowed() == {c}
 
 
 def test_bad_words_are_bad_behind_a_space_too(tokenizer: CheckpointTokenizer) -> None:
@@ -182,18 +217,27 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
     [
         ({"regex": "(("}, "unclosed group"),
         ({"json": {"type": "objct"}}, "Invalid type: objct"),
-        ({"json": "{"}, "structured_outputs: "),
+        ({"json": "{"}, "json='{' is not JSON: Expecting property name"),
+        ({"json": 5}, "json=5 is not a JSON schema, which is an object"),
+        ({"json": "[1]"}, "is not a JSON schema, which is an object"),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf=999983 is too large"),
+        ({"json": {"allOf": [{"multipleOf": 1009}, {"not": {}, "a": [{"multipleOf": 1013}]}]}}, "is too large, or one"),
+        ({"json": {"$ref": "#"}}, "an answer cannot begin: "),
+        ({"regex": r"[^\s\S]"}, "an answer cannot begin: "),
+        ({"regex": "(a{1000}){1000}"}, "an answer cannot go on: "),
+        ({"regex": "(" * 100_000}, "structured_outputs: "),
         ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
-        ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
+        ({"json": {"a": {1, 2}}}, "is not JSON: Object of type set"),
         ({"grammar": "what is this"}, "structured_outputs: "),
         ({"grammar": 'root ::= "x'}, "structured_outputs: "),
+        ({"grammar": "hello"}, "grammar is neither Lark's nor GBNF"),
     ],
     ids=str,
 )
 def test_what_is_no_grammar_is_refused(tokenizer: CheckpointTokenizer, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
         one(tokenizer, structured_outputs=asked)
-    assert len(str(caught.value).splitlines()) <= 4
+    assert len(str(caught.value).splitlines()) <= 4 and len(str(caught.value)) < 1000
 
 
 def test_a_tokenizer_that_is_neither_is_refused() -> None:
@@ -216,17 +260,22 @@ def test_without_llguidance_it_says_what_to_type(
 # --------------------------------------------------------------------------- what may be asked for
 
 WRONG: list[tuple[Any, str]] = [
-    ({}, "structured_outputs takes one of json, regex, choice, grammar, json_object, not none of them"),
+    ({}, "structured_outputs: give one of json, regex, choice, grammar, json_object, not none of them"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
     ({"json_object": False}, "not none of them"),
+    ({"json_object": 1}, "json_object=1 is neither True nor False"),
     ({"regx": "a"}, "there is no 'regx'. Did you mean regex?"),
-    ({"regex": ""}, "regex='' is not a string of one character or more"),
-    ({"regex": 5}, "regex=5 is not a string"),
-    ({"json": 5}, "json=5 is not a JSON schema"),
-    ({"choice": []}, "choice=[] is not a list of strings"),
-    ({"choice": "abc"}, "choice='abc' is not a list of strings"),
-    ({"choice": ["a", ""]}, "is not a list of strings, each of one character or more"),
+    ({1: "a"}, "there is no 1."),
+    ({"regex": ""}, "regex='' is not text of one character or more"),
+    ({"regex": 0}, "regex=0 is not text"),
+    ({"regex": False}, "regex=False is not text"),
+    ({"regex": "\ud800"}, "regex='\\ud800' is not text"),
+    ({"choice": []}, "choice=[] is not a list of texts"),
+    ({"choice": "abc"}, "choice='abc' is not a list of texts"),
+    ({"choice": ["a", ""]}, "is not a list of texts, each of one character or more"),
+    ({"choice": np.array(["a", "b"])}, "is not a list of texts"),
     ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace belongs to json and json_object"),
+    ({"json": {}, "disable_any_whitespace": np.array([1, 2])}, "is neither True nor False"),
     ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json and json_object"),
     ({"json": {}, "disable_additional_properties": True}, "disable_additional_properties=True is not supported yet"),
     ({"structural_tag": "{}"}, "structural_tag='{}' is not supported yet"),
@@ -244,8 +293,8 @@ def test_what_would_leave_no_token_is_refused() -> None:
     for other in ({"min_tokens": 2}, {"allowed_token_ids": [1]}):
         with pytest.raises(RequestError, match=f"{next(iter(other))}=.* is not supported with structured_outputs"):
             SamplingParams(structured_outputs={"regex": "a"}, **other)
-    for words in ([""], [" "], [5]):
-        with pytest.raises(RequestError, match="each is a string with more than white space"):
+    for words in ([""], [" "], [5], ["\ud800"]):
+        with pytest.raises(RequestError, match="each is text with more than white space"):
             SamplingParams(bad_words=words)
     with pytest.raises(RequestError, match=r"bad_words='ab' is not a list; type \['ab'\]"):
         SamplingParams(bad_words="ab")
@@ -254,6 +303,8 @@ def test_what_would_leave_no_token_is_refused() -> None:
 def test_a_mapping_is_as_good_as_an_object() -> None:
     asked = SamplingParams(structured_outputs={"choice": ["a"]}).structured_outputs
     assert asked == StructuredOutputsParams(choice=["a"])
+    again = SamplingParams(structured_outputs=asked)
     asked.choice = []
-    with pytest.raises(RequestError, match="is not a list of strings"):
+    assert again.structured_outputs == StructuredOutputsParams(choice=["a"])
+    with pytest.raises(RequestError, match="is not a list of texts"):
         SamplingParams(structured_outputs=asked)

@@ -218,6 +218,22 @@ def test_where_a_grammar_fails_as_tokens_are_looked_for_it_ends_so_too(
     assert (one.text, one.finish_reason, one.stop_reason) == ("aaa", "length", None)
 
 
+def test_an_end_within_a_grammar_is_no_success(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    end = llm.engine.tokenizer.eos_token_ids[0]
+    one = run(llm, [5], guided(grammar=f'start: "xzv" <[{end}]> "y"'))[0].outputs[0]
+    assert (one.text, one.finish_reason, one.stop_reason) == ("xzv", "length", None)
+
+
+def test_what_was_changed_since_is_verified_again(engine: Engine) -> None:
+    llm, params = engine(**SMALL), guided(choice=["q"])
+    assert run(llm, [5], params)[0].outputs[0].text == "q"
+    assert params.structured_outputs is not None
+    params.structured_outputs.choice = []
+    with pytest.raises(RequestError, match="is not a list of texts"):
+        run(llm, [5], params)
+
+
 def test_who_cannot_do_it_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(**SMALL)
     with pytest.raises(RequestError, match="unclosed group"):
