@@ -31,6 +31,7 @@ _LINES, _WIDTH = 4, 200  # of what llguidance says of a grammar, at most
 # itself allows for a regular expression's repeats, 0.4 s of everybody's time.
 _ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
 _MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state for each: 0.2 s
+_MOST_PROPERTIES = 2000  # of an object: 0.4 s, which grow with their square
 
 
 class BadWords:
@@ -171,7 +172,9 @@ class Guides:
             self._make_ready()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL)
+        limits = LLParserLimits(
+            max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False
+        )
         matcher = LLMatcher(self._for_grammars, _grammar(asked), log_level=0, limits=limits)
         if matcher.is_error():
             raise RequestError(f"structured_outputs: {_few_lines(matcher.get_error())}")
@@ -209,7 +212,7 @@ def _grammar(asked: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if (schema := asked.schema()) is not None:
-        _check_multiples(schema)
+        _check_cost(schema)
         if asked.disable_any_whitespace:
             return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
         return LLMatcher.grammar_from_json_schema(
@@ -227,9 +230,9 @@ def _grammar(asked: StructuredOutputsParams) -> str:
         ) from None
 
 
-def _check_multiples(schema: Any) -> None:
-    """Raise RequestError where automata of ``multipleOf`` would be too large: they grow with the numbers' product,
-    but for factors of ten."""
+def _check_cost(schema: Any) -> None:
+    """Raise RequestError for what would take seconds: many properties, and automata of ``multipleOf``, which grow with
+    the numbers' product, but for factors of ten."""
     waiting, found = [schema], set()
     while waiting:
         part = waiting.pop()
@@ -237,6 +240,10 @@ def _check_multiples(schema: Any) -> None:
             number = part.get("multipleOf")
             if isinstance(number, int | float) and number > 0:
                 found.add(number)
+            properties = part.get("properties")
+            if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
+                said = f"{len(properties)} properties of one object are more than {_MOST_PROPERTIES}"
+                raise RequestError(f"structured_outputs: {said}")
         waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     product = 1
     for number in found:
@@ -254,5 +261,5 @@ def _log_failure(matcher: Any) -> None:
 
 
 def _few_lines(text: str) -> str:
-    lines = text.strip().splitlines()[:_LINES]
+    lines = text.removesuffix("<non-verbose/>").strip().splitlines()[:_LINES]
     return "\n".join(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}…" for line in lines)

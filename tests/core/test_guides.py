@@ -222,6 +222,7 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
         ({"json": "[1]"}, "is not a JSON schema, which is an object"),
         ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf=999983 is too large"),
         ({"json": {"allOf": [{"multipleOf": 1009}, {"not": {}, "a": [{"multipleOf": 1013}]}]}}, "is too large, or one"),
+        ({"json": {"properties": {str(i): {} for i in range(2001)}}}, "2001 properties of one object are more than"),
         ({"json": {"$ref": "#"}}, "an answer cannot begin: "),
         ({"regex": r"[^\s\S]"}, "an answer cannot begin: "),
         ({"regex": "(a{1000}){1000}"}, "an answer cannot go on: "),
@@ -232,7 +233,7 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
         ({"grammar": 'root ::= "x'}, "structured_outputs: "),
         ({"grammar": "hello"}, "grammar is neither Lark's nor GBNF"),
     ],
-    ids=str,
+    ids=lambda x: str(x)[:60],
 )
 def test_what_is_no_grammar_is_refused(tokenizer: CheckpointTokenizer, asked: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
