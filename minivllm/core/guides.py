@@ -1,22 +1,19 @@
 """What a request's next token may be, where that follows from what it has said: a grammar, words that must not come.
 
 The host finds it, as one bit a token, while the layers of a step that is to sample for such a request run: that step is
-launched before the newest token is known, as any other is, and samples when it is (``Executor.guide``). Grammars are
-llguidance's: an Earley parser over a lexer of derivatives of regular expressions, asked for all tokens at once along
-the trie of the vocabulary (https://github.com/guidance-ai/llguidance).
+launched before the newest token is known, as any other is, and samples when it is (``Executor.guide``).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.errors import RequestError, shown
+from minivllm.core.grammars import few_lines, matcher_of
+from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
@@ -25,13 +22,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BITS, _BYTES = 32, 4  # of a word
-_SPACES = r"[ \n\r\t]{1,20}"  # in JSON, between its tokens: small models go on and on
-_LINES, _WIDTH = 4, 200  # of what llguidance says of a grammar, at most
-# What a grammar may take: as many items as objects with thousands of properties have, and half of what llguidance
-# itself allows for a regular expression's repeats, 0.4 s of everybody's time.
-_ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
-_MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state for each: 0.2 s
-_MOST_PROPERTIES = 2000  # of an object: 0.4 s, which grow with their square
 
 
 class BadWords:
@@ -53,7 +43,7 @@ class BadWords:
 
     def hold_back(self, bits: np.ndarray, said: list[int]) -> None:
         """Clear the bits of tokens that would complete one of them. said: the last ``reach`` tokens, or all."""
-        np.bitwise_and(bits, self._others[: len(bits)], out=bits)
+        bits[: len(self._others)] &= self._others  # a row may be wider than the model's vocabulary
         ends = self._longer.get(said[-1], ()) if said else ()
         _clear(bits, (last for start, last in ends if said[-len(start) :] == start))
 
@@ -170,25 +160,7 @@ class Guides:
     def _matcher(self, asked: StructuredOutputsParams) -> Any:
         if self._for_grammars is None:
             self._make_ready()
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(
-            max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False
-        )
-        matcher = LLMatcher(self._for_grammars, _grammar(asked), log_level=0, limits=limits)
-        if matcher.is_error():
-            raise RequestError(f"structured_outputs: {_few_lines(matcher.get_error())}")
-        trial, ends = matcher.deep_copy(), set(self._for_grammars.eos_tokens)
-        for place in ("begin", "go on"):  # what takes too much mostly does so at once
-            found = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
-            may = set(np.nonzero(np.unpackbits(found, bitorder="little"))[0].tolist())
-            if trial.is_error() or (not trial.is_accepting() and may <= ends):
-                why = _few_lines(trial.get_error()) or "no token is possible"
-                raise RequestError(f"structured_outputs: an answer cannot {place}: {why}")
-            if not may - ends:
-                break
-            trial.consume_token(min(may - ends))
-        return matcher
+        return matcher_of(asked, self._for_grammars)
 
     def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """Each word's tokens, as vLLM finds them: as a text's first, and behind a space where these are as many and
@@ -207,59 +179,5 @@ def _clear(bits: np.ndarray, tokens: Iterable[int]) -> None:
             words[token // _BITS] &= ~np.uint32(1 << token % _BITS)
 
 
-def _grammar(asked: StructuredOutputsParams) -> str:
-    """In llguidance's own notation. Raises RequestError."""
-    from llguidance import LLMatcher, grammar_from
-
-    if (schema := asked.schema()) is not None:
-        _check_cost(schema)
-        if asked.disable_any_whitespace:
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": asked.whitespace_pattern or _SPACES}
-        )
-    if asked.regex is not None:
-        return LLMatcher.grammar_from_regex(asked.regex)
-    if asked.choice is not None:  # as one terminal: as many rules they would be too many
-        return LLMatcher.grammar_from_lark("start: ONE\nONE: " + " | ".join(map(json.dumps, asked.choice)))
-    try:
-        return grammar_from("grammar", asked.grammar or "")
-    except ValueError as error:
-        raise RequestError(
-            f"structured_outputs: grammar is neither Lark's nor GBNF: {_few_lines(str(error))}"
-        ) from None
-
-
-def _check_cost(schema: Any) -> None:
-    """Raise RequestError for what would take seconds: many properties, and automata of ``multipleOf``, which grow with
-    the numbers' product, but for factors of ten."""
-    waiting, found = [schema], set()
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            number = part.get("multipleOf")
-            if isinstance(number, int | float) and number > 0:
-                found.add(number)
-            properties = part.get("properties")
-            if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
-                said = f"{len(properties)} properties of one object are more than {_MOST_PROPERTIES}"
-                raise RequestError(f"structured_outputs: {said}")
-        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    product = 1
-    for number in found:
-        rest = Fraction(str(number)).numerator
-        for factor in (2, 5):
-            while rest % factor == 0:
-                rest //= factor
-        product *= rest
-        if product > _MOST_REMAINDERS:
-            raise RequestError(f"structured_outputs: multipleOf={shown(number)} is too large, or one of too many")
-
-
 def _log_failure(matcher: Any) -> None:
-    _LOG.warning("a grammar cannot be followed any further: %s", _few_lines(matcher.get_error()))
-
-
-def _few_lines(text: str) -> str:
-    lines = text.removesuffix("<non-verbose/>").strip().splitlines()[:_LINES]
-    return "\n".join(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}…" for line in lines)
+    _LOG.warning("a grammar cannot be followed any further: %s", few_lines(matcher.get_error()))

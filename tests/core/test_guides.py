@@ -133,6 +133,17 @@ def test_much_is_no_hindrance(tokenizer: CheckpointTokenizer) -> None:
         assert len(text) > 3
 
 
+def test_a_model_may_have_fewer_tokens_than_its_tokenizer(tokenizer: CheckpointTokenizer) -> None:
+    (guide,) = (guides := Guides(tokenizer, 256, ())).of(
+        SamplingParams(structured_outputs={"regex": "[a-c]{3}"}, bad_words=["a", "bc", "the"])
+    )
+    assert guide is not None
+    (bits,) = guides.bits([guide])
+    assert bits.shape == (8,)
+    (b,), (c,) = tokenizer.encode("b"), tokenizer.encode("c")
+    assert set(np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]) == {b, c}
+
+
 def test_a_tokenizer_whose_ids_have_holes_is_refused(tmp_path: Path) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
@@ -223,6 +234,7 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
         ({"json": {"type": "integer", "multipleOf": 999983}}, "multipleOf=999983 is too large"),
         ({"json": {"allOf": [{"multipleOf": 1009}, {"not": {}, "a": [{"multipleOf": 1013}]}]}}, "is too large, or one"),
         ({"json": {"properties": {str(i): {} for i in range(2001)}}}, "2001 properties of one object are more than"),
+        ({"json": '{"multipleOf": 1e999}'}, "structured_outputs: "),
         ({"json": {"$ref": "#"}}, "an answer cannot begin: "),
         ({"regex": r"[^\s\S]"}, "an answer cannot begin: "),
         ({"regex": "(a{1000}){1000}"}, "an answer cannot go on: "),

@@ -1,0 +1,100 @@
+"""What an answer has to be as llguidance's matcher, which says which tokens may come: an Earley parser over a lexer of
+derivatives of regular expressions, asked for all tokens at once along the trie of the vocabulary
+(https://github.com/guidance-ai/llguidance).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.errors import RequestError, shown
+
+if TYPE_CHECKING:
+    from minivllm.core.structured_outputs import StructuredOutputsParams
+
+_SPACES = r"[ \n\r\t]{1,20}"  # in JSON, between its tokens: small models go on and on
+_LINES, _WIDTH = 4, 200  # of what llguidance says of a grammar, at most
+# What a grammar may take: as many items as objects with thousands of properties have, and half of what llguidance
+# itself allows for a regular expression's repeats, 0.4 s of everybody's time.
+_ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
+_MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state for each: 0.2 s
+_MOST_PROPERTIES = 2000  # of an object: 0.4 s, which grow with their square
+
+
+def matcher_of(asked: StructuredOutputsParams, tokenizer: Any) -> Any:
+    """llguidance's matcher, of its own kind of ``tokenizer``. Raises RequestError: there is no such grammar, no answer
+    that it allows, or it takes more than one may."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, _grammar(asked), log_level=0, limits=limits)
+    if matcher.is_error():
+        raise RequestError(f"structured_outputs: {few_lines(matcher.get_error())}")
+    trial, ends = matcher.deep_copy(), set(tokenizer.eos_tokens)
+    for place in ("begin", "go on"):  # what takes too much mostly does so at once
+        found = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
+        may = set(np.nonzero(np.unpackbits(found, bitorder="little"))[0].tolist())
+        if trial.is_error() or (not trial.is_accepting() and may <= ends):
+            why = few_lines(trial.get_error()) or "no token is possible"
+            raise RequestError(f"structured_outputs: an answer cannot {place}: {why}")
+        if not may - ends:
+            break
+        trial.consume_token(min(may - ends))
+    return matcher
+
+
+def _grammar(asked: StructuredOutputsParams) -> str:
+    """In llguidance's own notation. Raises RequestError."""
+    from llguidance import LLMatcher, grammar_from
+
+    if (schema := asked.schema()) is not None:
+        _check_cost(schema)
+        if asked.disable_any_whitespace:
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        return LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": asked.whitespace_pattern or _SPACES}
+        )
+    if asked.regex is not None:
+        return LLMatcher.grammar_from_regex(asked.regex)
+    if asked.choice is not None:  # as one terminal: as many rules they would be too many
+        return LLMatcher.grammar_from_lark("start: ONE\nONE: " + " | ".join(map(json.dumps, asked.choice)))
+    try:
+        return grammar_from("grammar", asked.grammar or "")
+    except ValueError as error:
+        raise RequestError(f"structured_outputs: grammar is neither Lark's nor GBNF: {few_lines(str(error))}") from None
+
+
+def _check_cost(schema: Any) -> None:
+    """Raise RequestError for what would take seconds: many properties, and automata of ``multipleOf``, which grow with
+    the numbers' product, but for factors of ten."""
+    waiting, found = [schema], set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            number = part.get("multipleOf")
+            if isinstance(number, int | float) and 0 < number < math.inf:
+                found.add(number)
+            properties = part.get("properties")
+            if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
+                said = f"{len(properties)} properties of one object are more than {_MOST_PROPERTIES}"
+                raise RequestError(f"structured_outputs: {said}")
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    product = 1
+    for number in found:
+        rest = Fraction(str(number)).numerator
+        for factor in (2, 5):
+            while rest % factor == 0:
+                rest //= factor
+        product *= rest
+        if product > _MOST_REMAINDERS:
+            raise RequestError(f"structured_outputs: multipleOf={shown(number)} is too large, or one of too many")
+
+
+def few_lines(text: str) -> str:
+    lines = text.removesuffix("<non-verbose/>").strip().splitlines()[:_LINES]
+    return "\n".join(line if len(line) <= _WIDTH else f"{line[:_WIDTH]}…" for line in lines)
