@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from test_engine import GREEDY, PROMPTS, assert_close
+from test_engine import GREEDY, PROMPTS, assert_close, llguidance
 
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.parallel import TensorParallel
@@ -48,6 +48,8 @@ def test_graphs_change_no_token_in_float32() -> None:
             temperature=0.8 if i % 3 else 0, seed=i, max_tokens=3 + 7 * i % 50, ignore_eos=True,
             top_k=20 if i % 5 == 1 else 0, top_p=0.9 if i % 4 == 1 else 1, frequency_penalty=0.3 if i % 7 == 0 else 0,
             logit_bias={7: 2.5, 300: -4.0} if i % 6 == 2 else None, allowed_token_ids=[*range(99)] if i == 9 else None,
+            structured_outputs={"regex": "[a-z ,.]*"} if i % 8 == 7 and llguidance else None,
+            bad_words=["the", "a"] if i % 8 == 4 else None,
         )
         for i in range(len(prompts))
     ]  # fmt: skip
