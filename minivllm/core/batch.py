@@ -37,7 +37,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens a step may sample for sequences that have a guide."""
+    """Which tokens a step may sample for sequences that have a guide: of those slots where that is not as before."""
 
     slots: np.ndarray  # (m,) int32
     bits: np.ndarray  # (m, words) int32: bit t % 32 of word t // 32 is 1 where token t may come

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from minivllm.bytecode import kept_bytecode
-from minivllm.core.batch import TokenMasks
 from minivllm.core.guides import Guides
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
@@ -59,7 +58,7 @@ class _UnderWay:
     batch: Batch
     handle: StepHandle
     scored: list[Request]  # of ``Batch.scored``
-    guided: list[tuple[int, Guide]]  # of slots that it samples for when all that came before is known
+    guided: list[tuple[int, Guide]]  # of rows that it samples for when all that came before is known
 
 
 class LLMEngine:
@@ -322,9 +321,10 @@ class LLMEngine:
             scored = [self._by_sequence[seq.request_id][0] for seq in seqs if seq is not None]
         guided: list[tuple[int, Guide]] = []
         if self._guided:
-            slots = batch.slots[batch.samples].tolist()
-            pairs = [(slot, seq.guide) for slot in slots if (seq := self.scheduler.sequences[slot]) is not None]
-            guided = [(slot, guide) for slot, guide in pairs if guide is not None]
+            rows = np.nonzero(batch.samples)[0]
+            seqs = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
+            pairs = [(row, seq.guide) for row, seq in zip(rows.tolist(), seqs, strict=True) if seq is not None]
+            guided = [(row, guide) for row, guide in pairs if guide is not None]
             batch = replace(batch, guided=bool(guided))
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
@@ -340,9 +340,10 @@ class LLMEngine:
     def _guide_first(self) -> None:
         """Let the oldest step under way sample, if it waits for that: all that came before it is known now."""
         if self._under_way and (guided := self._under_way[0].guided):
-            slots, guides = np.array([slot for slot, _ in guided], dtype=np.int32), [guide for _, guide in guided]
+            rows, batch = [row for row, _ in guided], self._under_way[0].batch
             self._under_way[0].guided = []
-            self.executor.guide(TokenMasks(slots, self._guides.bits(guides)))
+            masks = self._guides.masks(batch.slots[rows], batch.generations[rows], [guide for _, guide in guided])
+            self.executor.guide(masks)
 
     def _take_scores(self, batch: Batch, scored: Scored, requests: list[Request], found: Logprobs | None) -> None:
         """Hand each row's to its request, which may be gone. Raises MinivllmError: there are none."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.batch import TokenMasks
 from minivllm.core.grammars import few_lines, matcher_of
 from minivllm.errors import RequestError
 
@@ -61,6 +62,7 @@ class Guide:
         self._bad_words = bad_words
         self._ends = ends
         self._said: list[int] = []  # as much as bad words need
+        self._told: tuple[tuple[int, int], bytes] | None = None  # the device: of which slot and generation what
 
     @property
     def ended(self) -> bool:
@@ -72,6 +74,11 @@ class Guide:
         """Whether its grammar cannot be followed any further: it takes more than llguidance allows. All that may come
         then is an end token."""
         return self.matcher is not None and self.matcher.is_error()
+
+    def is_new(self, place: tuple[int, int], bits: np.ndarray) -> bool:
+        """Whether the device was not told that, of this slot in this generation, just before."""
+        before, self._told = self._told, (place, bits.tobytes())
+        return before != self._told
 
     def cut_by(self, token: int) -> bool:
         """Whether an answer that ends with this token, which it was not told of, is not all that it was to be."""
@@ -120,6 +127,14 @@ class Guides:
         matcher = None if params.structured_outputs is None else self._matcher(params.structured_outputs)
         copies = (None if matcher is None else matcher.deep_copy() for _ in range(params.n))
         return [Guide(copy, words, self._ends, self._stand_ins) for copy in copies]
+
+    def masks(self, slots: np.ndarray, generations: np.ndarray, guides: Sequence[Guide]) -> TokenMasks:
+        """Which tokens may come next in these slots (m,), in those generations (m,), where that is not as before. They
+        stand until they are asked for again."""
+        bits = self.bits(guides)
+        places = zip(slots.tolist(), generations.tolist(), strict=True)
+        new = np.array([g.is_new(at, its) for at, g, its in zip(places, guides, bits, strict=True)], dtype=bool)
+        return TokenMasks(slots, bits) if new.all() else TokenMasks(slots[new], bits[new])
 
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
         """(m, words) int32: which tokens may come next, of each. They stand until they are asked for again."""

@@ -451,9 +451,9 @@ class Sampler(ABC):
         raise NotImplementedError
 
     def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
-        """Behind ``prepare``, before each time that sequences which have a guide are sampled for: which tokens may
-        come. On the device: slots (m,) int64, all of these; bits (m, words) int32, of ``TokenMasks``, to be copied.
-        ``needs_refine`` is true of them.
+        """Which tokens may come, from now on, for sequences that have a guide; behind ``prepare``, before they are
+        sampled for. On the device: slots (m,) int64; bits (m, words) int32, of ``TokenMasks``, to be copied.
+        ``needs_refine`` is true of these sequences.
         """
         raise NotImplementedError
 
@@ -617,7 +617,8 @@ class Executor(ABC):
         """Start a step and return at once."""
 
     def guide(self, masks: TokenMasks) -> None:
-        """Let the step that was launched last, of a ``guided`` batch, sample: for these slots of these tokens alone.
+        """Let the step that was launched last, of a ``guided`` batch, sample: for these slots of these tokens alone,
+        for other slots that have a guide as before.
 
         Called once, before the next step is launched. ``masks.bits`` are the engine's, to be copied.
         """

@@ -110,8 +110,9 @@ class ModelRunner:
     @torch.inference_mode()
     def guide(self, masks: TokenMasks) -> None:
         """See ``Executor.guide``."""
-        slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
-        self.sampler.take_masks(slots, bits.view(len(slots), -1))
+        if len(masks.slots):
+            slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
+            self.sampler.take_masks(slots, bits.view(len(slots), -1))
         assert self._waits is not None, "the step launched last has no guided sequence"
         self._waits.go_on()
         self._waits = None

@@ -120,6 +120,22 @@ def test_a_slot_that_changes_hands_holds_nothing_back(engine: Engine) -> None:
         assert said == plain[: len(said)]
 
 
+def test_only_what_changed_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, told = engine(**SMALL | {"scheduler.max_num_seqs": 2}), []
+    guide = llm.engine.executor.guide
+    monkeypatch.setattr(
+        llm.engine.executor, "guide", lambda masks: (told.append(masks.slots.tolist()), guide(masks))[1]
+    )
+    constant = GREEDY.clone(bad_words=["q"], max_tokens=5, ignore_eos=True)
+    first = run(llm, [5], constant)[0].outputs[0].token_ids
+    assert told == [[0], [], [], [], []]
+    told.clear()
+    changing = guided(regex="abab").clone(max_tokens=4)
+    outputs = run(llm, [[5], [5], [5]], [constant, changing, constant])  # the third in a slot of another's
+    assert [outputs[i].outputs[0].token_ids for i in (0, 2)] == [first, first] and outputs[1].outputs[0].text == "abab"
+    assert sum(0 in slots for slots in told) + sum(1 in slots for slots in told) == 1 + 4 + 1
+
+
 def test_with_biases_and_penalties_and_logprobs(engine: Engine) -> None:
     llm = engine(**SMALL)
     tokenizer = llm.engine.tokenizer
