@@ -7,6 +7,7 @@ launched before the newest token is known, as any other is, and samples when it 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BITS, _BYTES = 32, 4  # of a word
+_THREADS = 8  # that find masks; more of them stand in each other's way
 
 
 class BadWords:
@@ -168,7 +170,7 @@ class Guides:
         except ImportError as error:
             raise RequestError(f"structured_outputs needs llguidance ({error}); type: pip install llguidance") from None
         self._for_grammars = self._tokenizer.for_grammars(self._vocab, self._ends)
-        self._threads = LLExecutor()
+        self._threads = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) // 2)))
         self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
         self._width = -(-self._for_grammars.vocab_size // _BITS)
 
