@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,27 @@ def matcher_of(asked: StructuredOutputsParams, tokenizer: Any) -> Any:
     matcher = LLMatcher(tokenizer, _grammar(asked), log_level=0, limits=limits)
     if matcher.is_error():
         raise RequestError(f"structured_outputs: {few_lines(matcher.get_error())}")
-    trial, ends = matcher.deep_copy(), set(tokenizer.eos_tokens)
+    trial = matcher.deep_copy()
     for place in ("begin", "go on"):  # what takes too much mostly does so at once
-        found = np.frombuffer(trial.compute_bitmask(), dtype=np.uint8)
-        may = set(np.nonzero(np.unpackbits(found, bitorder="little"))[0].tolist())
-        if trial.is_error() or (not trial.is_accepting() and may <= ends):
+        bits = np.frombuffer(trial.compute_bitmask(), dtype=np.int32).copy()
+        clear_bits(bits, tokenizer.eos_tokens)
+        if trial.is_error() or not (trial.is_accepting() or bits.any()):
             why = few_lines(trial.get_error()) or "no token is possible"
             raise RequestError(f"structured_outputs: an answer cannot {place}: {why}")
-        if not may - ends:
+        if not bits.any():
             break
-        trial.consume_token(min(may - ends))
+        word = int(bits.argmax()) if bits.max() > 0 else int(bits.argmin())
+        lowest = int(bits[word]) & -int(bits[word])
+        trial.consume_token(word * 32 + (lowest & 0xFFFFFFFF).bit_length() - 1)
     return matcher
+
+
+def clear_bits(bits: np.ndarray, tokens: Iterable[int]) -> None:
+    """bits (words,) int32: those of these tokens, as far as there are any, become 0."""
+    words = bits.view(np.uint32)
+    for token in tokens:
+        if token // 32 < len(words):
+            words[token // 32] &= ~np.uint32(1 << token % 32)
 
 
 def _grammar(asked: StructuredOutputsParams) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.batch import TokenMasks
-from minivllm.core.grammars import few_lines, matcher_of
+from minivllm.core.grammars import clear_bits, few_lines, matcher_of
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BITS, _BYTES = 32, 4  # of a word
-_THREADS = 8  # that find masks; more of them stand in each other's way
+_THREADS = 12  # that find masks, at most: with 256 sequences 0.8 ms; 8 take 1.0, one 6
 
 
 class BadWords:
@@ -42,13 +42,13 @@ class BadWords:
         self.reach = max((len(start) for ends in longer.values() for start, _ in ends), default=0)
         self._longer = longer
         self._others = np.full(num_words, -1, dtype=np.int32)
-        _clear(self._others, single)
+        clear_bits(self._others, single)
 
     def hold_back(self, bits: np.ndarray, said: list[int]) -> None:
         """Clear the bits of tokens that would complete one of them. said: the last ``reach`` tokens, or all."""
         bits[: len(self._others)] &= self._others  # a row may be wider than the model's vocabulary
         ends = self._longer.get(said[-1], ()) if said else ()
-        _clear(bits, (last for start, last in ends if said[-len(start) :] == start))
+        clear_bits(bits, (last for start, last in ends if said[-len(start) :] == start))
 
 
 class Guide:
@@ -100,7 +100,7 @@ class Guide:
     def hold_back(self, bits: np.ndarray) -> None:
         """Of tokens that may come as far as the matcher goes, (words,) int32, those that may not for other reasons."""
         if self._stand_ins and self.matcher is not None:
-            _clear(bits, self._stand_ins)
+            clear_bits(bits, self._stand_ins)
         if self._bad_words is None:
             return
         before = None if self.matcher is None else bits.copy()
@@ -170,7 +170,7 @@ class Guides:
         except ImportError as error:
             raise RequestError(f"structured_outputs needs llguidance ({error}); type: pip install llguidance") from None
         self._for_grammars = self._tokenizer.for_grammars(self._vocab, self._ends)
-        self._threads = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) // 2)))
+        self._threads = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) * 3 // 4)))
         self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
         self._width = -(-self._for_grammars.vocab_size // _BITS)
 
@@ -187,13 +187,6 @@ class Guides:
         plain, spaced = found[: len(bare)], found[len(bare) :]
         alike = zip(plain, spaced, strict=True)
         return [ids for ids in plain if ids] + [b for a, b in alike if len(a) == len(b) and a[:1] != b[:1]]
-
-
-def _clear(bits: np.ndarray, tokens: Iterable[int]) -> None:
-    words = bits.view(np.uint32)
-    for token in tokens:
-        if token // _BITS < len(words):
-            words[token // _BITS] &= ~np.uint32(1 << token % _BITS)
 
 
 def _log_failure(matcher: Any) -> None:
