@@ -27,13 +27,13 @@ _MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state fo
 _MOST_PROPERTIES = 2000  # of an object: 0.4 s, which grow with their square
 
 
-def matcher_of(asked: StructuredOutputsParams, tokenizer: Any) -> Any:
-    """llguidance's matcher, of its own kind of ``tokenizer``. Raises RequestError: there is no such grammar, no answer
-    that it allows, or it takes more than one may."""
+def matcher_of(grammar: str, tokenizer: Any) -> Any:
+    """llguidance's matcher of a ``grammar_of``, with its own kind of ``tokenizer``. Raises RequestError: there is no
+    such grammar, no answer that it allows, or it takes more than one may."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False)
-    matcher = LLMatcher(tokenizer, _grammar(asked), log_level=0, limits=limits)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise RequestError(f"structured_outputs: {few_lines(matcher.get_error())}")
     trial = matcher.deep_copy()
@@ -59,7 +59,7 @@ def clear_bits(bits: np.ndarray, tokens: Iterable[int]) -> None:
             words[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _grammar(asked: StructuredOutputsParams) -> str:
+def grammar_of(asked: StructuredOutputsParams) -> str:
     """In llguidance's own notation. Raises RequestError."""
     from llguidance import LLMatcher, grammar_from
 

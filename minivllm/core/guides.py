@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.batch import TokenMasks
-from minivllm.core.grammars import clear_bits, few_lines, matcher_of
+from minivllm.core.grammars import clear_bits, few_lines, grammar_of, matcher_of
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _BITS, _BYTES = 32, 4  # of a word
+# To make a matcher takes a millisecond and more, with 150,000 tokens. Those that are copies of one share what they may
+# take, and are asked in turn.
+_KEPT, _COPIES = 64, 16
 _THREADS = 12  # that find masks, at most: with 256 sequences 0.8 ms; 8 take 1.0, one 6
 
 
@@ -120,13 +123,15 @@ class Guides:
         self._for_grammars: Any = None  # llguidance's tokenizer, and its threads, made when they are first needed
         self._threads: Any = None
         self._stand_ins: frozenset[int] = frozenset()
+        self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar, the last used ones, and how often they are copied
 
     def of(self, params: SamplingParams) -> list[Guide | None]:
         """For each completion. Raises RequestError: a grammar that is none, or more than llguidance can follow."""
         if not params.guided:
             return [None] * params.n
         words = BadWords(self._as_tokens(params.bad_words), self._words) if params.bad_words else None
-        matcher = None if params.structured_outputs is None else self._matcher(params.structured_outputs)
+        asked = params.structured_outputs
+        matcher = None if asked is None else self._matcher(asked, params.n)
         copies = (None if matcher is None else matcher.deep_copy() for _ in range(params.n))
         return [Guide(copy, words, self._ends, self._stand_ins) for copy in copies]
 
@@ -174,10 +179,18 @@ class Guides:
         self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
         self._width = -(-self._for_grammars.vocab_size // _BITS)
 
-    def _matcher(self, asked: StructuredOutputsParams) -> Any:
+    def _matcher(self, asked: StructuredOutputsParams, copies: int) -> Any:
+        """To be copied so often. What copies share they find once, and in turn."""
         if self._for_grammars is None:
             self._make_ready()
-        return matcher_of(asked, self._for_grammars)
+        grammar = grammar_of(asked)
+        matcher, copied = self._matchers.pop(grammar, (None, _COPIES))
+        if copied >= _COPIES:
+            matcher, copied = matcher_of(grammar, self._for_grammars), 0
+        self._matchers[grammar] = matcher, copied + copies
+        if len(self._matchers) > _KEPT:
+            del self._matchers[next(iter(self._matchers))]
+        return matcher
 
     def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """Each word's tokens, as vLLM finds them: as a text's first, and behind a space where these are as many and

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from helpers import byte_level_tokenizer
 
+from minivllm.core import guides as guides_module
 from minivllm.core.guides import Guide, Guides
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
@@ -122,6 +123,29 @@ def test_whatever_is_drawn_fits(
             assert fits(text), text
         ended += its_end
     assert ended >= 4, f"{ended} of 12 came to an end"
+
+
+def test_a_grammar_that_comes_again_is_made_again_now_and_then(
+    tokenizer: CheckpointTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    matcher_of = guides_module.matcher_of
+    monkeypatch.setattr(
+        guides_module, "matcher_of", lambda grammar, its: (made.append(grammar), matcher_of(grammar, its))[1]
+    )
+    guides, yes, no = Guides(tokenizer, VOCAB, tokenizer.eos_token_ids), {"choice": ["yes"]}, {"choice": ["no"]}
+    for number, asked in enumerate([yes, no] * 16):
+        (guide,) = guides.of(SamplingParams(structured_outputs=asked))
+        assert guide is not None
+        guide.take(tokenizer.encode("y" if asked is yes else "n")[0])  # each copy goes its own way
+        assert not guide.failed and len(made) == min(number + 1, 2)
+    guides.of(SamplingParams(structured_outputs=yes, n=40))
+    assert len(made) == 3
+    guides.of(SamplingParams(structured_outputs=yes))
+    assert len(made) == 4
+    for i in range(100):
+        guides.of(SamplingParams(structured_outputs={"choice": [f"a{i}"]}))
+    assert len(made) == 104 and len(guides._matchers) == 64
 
 
 def test_much_is_no_hindrance(tokenizer: CheckpointTokenizer) -> None:
