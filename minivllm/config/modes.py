@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from minivllm.config import schema
+from minivllm.core.model_config import FrozenDict
 from minivllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -38,10 +39,13 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    structured_outputs: FrozenDict = field(default_factory=FrozenDict)
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """The request's parameters. Raises ConfigError for a value out of range."""
-        return _sampling_params("", **{f.name: getattr(self, f.name) for f in fields(SamplingOptions)}, **more)
+        values = {f.name: getattr(self, f.name) for f in fields(SamplingOptions)}
+        return _sampling_params("", **values | {"structured_outputs": self.structured_outputs or None}, **more)
 
 
 @dataclass(frozen=True, slots=True)

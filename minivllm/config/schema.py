@@ -162,6 +162,11 @@ class SamplingSchema(EngineSchema):
     stop_token_ids: list[int] | None = key(None, "tokens that end a completion")
     ignore_eos: bool = key(False, "go on after the end-of-sequence token")
     min_tokens: int = key(0, "tokens before anything but max_tokens may end a completion")
+    bad_words: Any = key(None, "a string, or a list of them, that a completion does not say", text=True)
+    structured_outputs: dict[str, Any] = key(
+        dict,
+        "what a completion has to be: structured_outputs.choice=[big,small], or .json, .json_object, .regex, .grammar",
+    )
 
 
 @dataclass

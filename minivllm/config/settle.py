@@ -100,7 +100,7 @@ def settle_components(tree: Any, registry: Registry) -> None:
 def settle_mode(tree: Any) -> Any:
     """Bring what may be typed in two ways (one string or a list) into one."""
     if hasattr(tree, "stop"):
-        tree.stop = _strings("stop", tree.stop)
+        tree.stop, tree.bad_words = _strings("stop", tree.stop), _strings("bad_words", tree.bad_words)
         tree.stop_token_ids = tree.stop_token_ids or []
     for switch in ("profile", "trace", "timeline"):  # a word, or a file's name
         if getattr(tree, switch, "").lower() in ("true", "false"):

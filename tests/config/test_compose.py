@@ -20,6 +20,7 @@ from minivllm.config.schema import EngineSchema, keys_of
 from minivllm.config.vllm_names import NEUTRAL
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import ConfigError, MinivllmError, PluginError, RequestError
 from minivllm.plugins import Registry, load_plugins
 
@@ -328,6 +329,17 @@ def test_each_mode_has_its_keys_and_defaults(registry: Registry) -> None:
 
 
 def test_sampling_options_become_sampling_params(registry: Registry) -> None:
+    shape = "structured_outputs={json: {type: object, properties: {a: {enum: [x, 1]}}}, disable_any_whitespace: true}"
+    for typed, asked in (
+        (["structured_outputs.choice=[yes,no]"], StructuredOutputsParams(choice=("yes", "no"))),
+        ([shape], StructuredOutputsParams(
+            json={"type": "object", "properties": {"a": {"enum": ("x", 1)}}}, disable_any_whitespace=True)),
+        ([], None),
+    ):  # fmt: skip
+        assert compose(typed, registry).options.sampling_params().structured_outputs == asked
+    assert compose(["bad_words=a"], registry).options.sampling_params().bad_words == ["a"]
+    with pytest.raises(ConfigError, match="structured_outputs: there is no 'regx'. Did you mean regex?"):
+        compose(["structured_outputs.regx=a"], registry).options.sampling_params()
     options = compose(["temperature=0.5", "stop=x", "top_k=4", "stop_token_ids=[1,2]"], registry).options
     assert isinstance(options, GenerateOptions)
     params = options.sampling_params(logprobs=2)
