@@ -325,11 +325,11 @@ class LLMEngine:
             seqs = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
             pairs = [(row, seq.guide) for row, seq in zip(rows.tolist(), seqs, strict=True) if seq is not None]
             guided = [(row, guide) for row, guide in pairs if guide is not None]
-            batch = replace(batch, guided=bool(guided))
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
         launched = time.perf_counter()
-        self._under_way.append(_UnderWay(batch, self.executor.launch(batch), scored, guided))
+        handle = self.executor.launch(replace(batch, guided=True) if guided else batch)
+        self._under_way.append(_UnderWay(batch, handle, scored, guided))
         if len(self._under_way) == 1:
             self._guide_first()
         self.stats.launch_time += time.perf_counter() - launched

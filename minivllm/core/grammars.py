@@ -24,6 +24,7 @@ _LINES, _WIDTH = 4, 200  # of what llguidance says of a grammar, at most
 # itself allows for a regular expression's repeats, 0.4 s of everybody's time.
 _ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
 _MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state for each: 0.2 s
+_DATA = "const", "enum", "default", "examples"  # of a schema, what holds no schemas
 _MOST_PROPERTIES = 2000  # of an object: 0.4 s, which grow with their square
 
 
@@ -65,15 +66,19 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
 
     if (schema := asked.schema()) is not None:
         _check_cost(schema)
-        if asked.disable_any_whitespace:
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-        return LLMatcher.grammar_from_json_schema(
-            schema, overrides={"whitespace_pattern": asked.whitespace_pattern or _SPACES}
-        )
+        try:
+            if asked.disable_any_whitespace:
+                return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+            spaces = asked.whitespace_pattern or _SPACES
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": spaces})
+        except ValueError as error:  # a number of more than 64 bits, half of a character
+            raise RequestError(f"structured_outputs: json has what cannot be followed: {error}") from None
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:  # as one terminal: as many rules they would be too many
         return LLMatcher.grammar_from_lark("start: ONE\nONE: " + " | ".join(map(json.dumps, asked.choice)))
+    if "%json" in (asked.grammar or ""):
+        raise RequestError("structured_outputs: grammar has a %json in it, which is not supported; use json")
     try:
         return grammar_from("grammar", asked.grammar or "")
     except ValueError as error:
@@ -88,13 +93,16 @@ def _check_cost(schema: Any) -> None:
         part = waiting.pop()
         if isinstance(part, dict):
             number = part.get("multipleOf")
-            if isinstance(number, int | float) and 0 < number < math.inf:
+            if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf:
                 found.add(number)
             properties = part.get("properties")
             if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
                 said = f"{len(properties)} properties of one object are more than {_MOST_PROPERTIES}"
                 raise RequestError(f"structured_outputs: {said}")
-        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        if isinstance(part, dict):
+            waiting += [its for name, its in part.items() if name not in _DATA]
+        elif isinstance(part, list):
+            waiting += part
     product = 1
     for number in found:
         rest = Fraction(str(number)).numerator

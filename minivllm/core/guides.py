@@ -19,7 +19,6 @@ from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
-    from minivllm.core.structured_outputs import StructuredOutputsParams
     from minivllm.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class BadWords:
             else:
                 single.add(last)
         self.reach = max((len(start) for ends in longer.values() for start, _ in ends), default=0)
-        self._longer = longer
+        self._longer, self.num_words = longer, num_words
         self._others = np.full(num_words, -1, dtype=np.int32)
         clear_bits(self._others, single)
 
@@ -108,7 +107,7 @@ class Guide:
             return
         before = None if self.matcher is None else bits.copy()
         self._bad_words.hold_back(bits, self._said)
-        if before is not None and not bits.any():  # a grammar that has no other way
+        if before is not None and not bits[: self._bad_words.num_words].any():  # a grammar that has no other way
             bits[:] = before
 
 
@@ -122,6 +121,8 @@ class Guides:
         self._bits = np.empty((0, self._width), dtype=np.int32)  # to be written to
         self._for_grammars: Any = None  # llguidance's tokenizer, and its threads, made when they are first needed
         self._threads: Any = None
+        self._refused = ""  # why there is none
+        self._known_ends: frozenset[int] = frozenset()  # of the model's end tokens those that grammars know
         self._stand_ins: frozenset[int] = frozenset()
         self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar, the last used ones, and how often they are copied
 
@@ -130,10 +131,13 @@ class Guides:
         if not params.guided:
             return [None] * params.n
         words = BadWords(self._as_tokens(params.bad_words), self._words) if params.bad_words else None
-        asked = params.structured_outputs
-        matcher = None if asked is None else self._matcher(asked, params.n)
-        copies = (None if matcher is None else matcher.deep_copy() for _ in range(params.n))
-        return [Guide(copy, words, self._ends, self._stand_ins) for copy in copies]
+        asked, ends = params.structured_outputs, self._ends
+        if asked is None:
+            return [Guide(None, words, ends) for _ in range(params.n)]
+        if self._for_grammars is None:
+            self._make_ready()
+        grammar, stand_ins = grammar_of(asked), self._stand_ins
+        return [Guide(self._matcher(grammar), words, self._known_ends, stand_ins) for _ in range(params.n)]
 
     def masks(self, slots: np.ndarray, generations: np.ndarray, guides: Sequence[Guide]) -> TokenMasks:
         """Which tokens may come next in these slots (m,), in those generations (m,), where that is not as before. They
@@ -170,27 +174,31 @@ class Guides:
 
         Raises RequestError: the tokenizer cannot, or llguidance is not installed.
         """
+        if self._refused:
+            raise RequestError(self._refused)
         try:
             from llguidance import LLExecutor
         except ImportError as error:
             raise RequestError(f"structured_outputs needs llguidance ({error}); type: pip install llguidance") from None
-        self._for_grammars = self._tokenizer.for_grammars(self._vocab, self._ends)
+        try:
+            self._for_grammars = self._tokenizer.for_grammars(self._vocab, self._ends)
+        except RequestError as error:
+            self._refused = str(error)
+            raise
         self._threads = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) * 3 // 4)))
-        self._stand_ins = frozenset(self._for_grammars.eos_tokens) - self._ends
+        own = frozenset(self._for_grammars.eos_tokens)
+        self._known_ends, self._stand_ins = self._ends & own, own - self._ends
         self._width = -(-self._for_grammars.vocab_size // _BITS)
 
-    def _matcher(self, asked: StructuredOutputsParams, copies: int) -> Any:
-        """To be copied so often. What copies share they find once, and in turn."""
-        if self._for_grammars is None:
-            self._make_ready()
-        grammar = grammar_of(asked)
+    def _matcher(self, grammar: str) -> Any:
+        """A copy of the one that is kept. What copies share they find once, and in turn."""
         matcher, copied = self._matchers.pop(grammar, (None, _COPIES))
         if copied >= _COPIES:
             matcher, copied = matcher_of(grammar, self._for_grammars), 0
-        self._matchers[grammar] = matcher, copied + copies
+        self._matchers[grammar] = matcher, copied + 1
         if len(self._matchers) > _KEPT:
             del self._matchers[next(iter(self._matchers))]
-        return matcher
+        return matcher.deep_copy()
 
     def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """Each word's tokens, as vLLM finds them: as a text's first, and behind a space where these are as many and

@@ -165,11 +165,12 @@ class GuidedStep:
     """A step with ``Batch.guided``, of which all but sampling is launched."""
 
     def __init__(self, sample: Callable[[], StepHandle]) -> None:
-        self._sample = sample
+        self._sample: Callable[[], StepHandle] | None = sample
         self._step: StepHandle | None = None
 
     def go_on(self) -> None:
-        self._step = self._sample()
+        assert self._sample is not None
+        self._step, self._sample = self._sample(), None
 
     def result(self) -> StepResult:
         assert self._step is not None, "it was not told which tokens may come"

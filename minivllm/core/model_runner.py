@@ -76,7 +76,7 @@ class ModelRunner:
         self.staging = Staging(device)
         self._landing = PinnedRing()
         self._masks = Staging(device)
-        self._waits: GuidedStep | None = None
+        self._waiting: list[GuidedStep] = []
         self._scores = PromptScores(self)
         on_gpu = device.type == "cuda"
         # To make one takes 20 µs. Steps that land in two parts record two.
@@ -94,8 +94,7 @@ class ModelRunner:
             return self._launch_eager(batch)
         if self.mixed_graphs is not None and (key := self.mixed_graphs.key_for(batch)) is not None:
             return self.mixed_graphs.launch(key, batch)
-        apart = self.prompt_graphs is not None and not batch.guided and self.prompt_graphs.takes_apart(batch)
-        if graphs is not None and apart:
+        if graphs is not None and self.prompt_graphs is not None and self.prompt_graphs.takes_apart(batch):
             decodes, prompts = batch.apart()
             return StepApart(graphs.launch(decodes), self._launch_eager(prompts))
         return self._launch_eager(batch)
@@ -104,8 +103,8 @@ class ModelRunner:
         """What ends a step whose layers are launched: at once, or when it is known which tokens may come."""
         if not batch.guided:
             return sample()
-        self._waits = GuidedStep(sample)
-        return self._waits
+        self._waiting.append(GuidedStep(sample))
+        return self._waiting[-1]
 
     @torch.inference_mode()
     def guide(self, masks: TokenMasks) -> None:
@@ -113,9 +112,9 @@ class ModelRunner:
         if len(masks.slots):
             slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
             self.sampler.take_masks(slots, bits.view(len(slots), -1))
-        assert self._waits is not None, "the step launched last has no guided sequence"
-        self._waits.go_on()
-        self._waits = None
+        for step in self._waiting:  # two of them if decodes and prompts were launched apart
+            step.go_on()
+        self._waiting = []
 
     def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """What is new in the block table, for ``write_table``: (b,) int64, places, and (b,) int32."""

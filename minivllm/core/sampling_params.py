@@ -148,9 +148,12 @@ class SamplingParams:
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
         if any(not is_text(word) or not word.strip() for word in self.bad_words or ()):
             raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
-        for name, neutral in (("min_tokens", 0), ("allowed_token_ids", None)) if self.structured_outputs else ():
-            if (value := getattr(self, name)) not in (neutral, []):  # together they may leave no token at all
-                raise RequestError(f"{name}={shown(value)} is not supported with structured_outputs; leave it out")
+        guide = "bad_words" if self.structured_outputs is None else "structured_outputs"
+        if self.guided and self.allowed_token_ids:  # together they may leave no token at all
+            said = f"allowed_token_ids={shown(self.allowed_token_ids)} is not supported with {guide}"
+            raise RequestError(f"{said}; leave one of them out")
+        if self.structured_outputs is not None and self.min_tokens:  # neither may these
+            raise RequestError(f"min_tokens={self.min_tokens} is not supported with structured_outputs; leave it out")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
         for name in _SWITCHES:

@@ -115,7 +115,8 @@ class MultiprocExecutor(Executor):
         return min(r.num_blocks for r in ready)
 
     def _slot_bytes(self) -> tuple[int, int]:
-        """Room for all but a rare step in one slot: full batches, a few new blocks a sequence and a prompt's."""
+        """Room for all but a rare step in one slot: full batches, a few new blocks a sequence and a prompt's. Masks of
+        guided sequences go in pieces."""
         s, cache = self.config.scheduler, self.config.cache
         blocks = 4 * s.max_num_seqs + 2 * s.max_num_batched_tokens // cache.block_size
         step = 4096 + s.max_num_seqs * (32 + self._row_bytes) + 4 * s.max_num_batched_tokens + 12 * blocks

@@ -103,7 +103,7 @@ class RayExecutor(Executor):
 
     def guide(self, masks: TokenMasks) -> None:
         self.check_health()
-        self._launched |= self._tell(pack_masks(masks))
+        self._launched |= self._tell(pack_masks(masks))  # the step's own, which it waits for
 
     def _tell(self, message: Any) -> dict[Any, int]:
         if len(message) > _PUT:

@@ -30,6 +30,7 @@ class RankActor:
         self.store: Any = None
         self.progress: Progress | None = None
         self.doing = "in a step"
+        self.last: tuple[int, StepHandle]  # step's number and handle
         self.failed = b""  # last words
 
     @ray.method(concurrency_group="health")

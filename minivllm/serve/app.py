@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.errors import EngineDeadError, RequestError, shown
+from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
@@ -91,12 +91,13 @@ class Server:
         prompts: list[dict[str, Any]] = [
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]
-        echo = None
-        if body.echo:
-            for prompt in prompts:
-                self._check_tokens("prompt", prompt["prompt_token_ids"])  # which are read before the engine sees them
-            echo = await self._encode(Echo.of, body, prompts, self.tokenizer)
+        echo = await self._encode(self._echo, body, prompts) if body.echo else None
         return await self._answer(CompletionReply, body, prompts, request, echo=echo)
+
+    def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:
+        for prompt in prompts:
+            self._check_tokens("prompt", prompt["prompt_token_ids"])  # which are read before the engine sees them
+        return Echo.of(body, prompts, self.tokenizer)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
@@ -106,7 +107,8 @@ class Server:
     async def _answer(
         self, kind: type[Reply], body: GenerationBody, prompts: list[dict[str, Any]], request: Request, **more: Any
     ) -> Response:
-        params = body.sampling_params()
+        with body.in_its_words():
+            params = body.sampling_params()
         self._check_room(len(prompts) * params.n)
         _check_scores(prompts, params)
         reply_id = f"{kind.name}-{uuid.uuid4().hex}"
@@ -122,12 +124,10 @@ class Server:
             prompt_logprobs=body.prompt_logprobs,
             **more,
         )
-        try:
+        with body.in_its_words():
             generation = await self.engine.generate(
                 names, prompts, params, cache_salt=body.cache_salt, priority=body.priority
             )
-        except RequestError as error:
-            raise body.in_its_words(error) from None
         if body.stream:
             return EventStream(generation, reply)
         watcher = asyncio.create_task(_abort_when_gone(request, generation))

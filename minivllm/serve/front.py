@@ -62,7 +62,7 @@ class RemoteEngine(EngineClient):
         try:
             self._wire.send_object(message)
         except RecursionError:
-            raise RequestError("vllm_xargs: nested too deeply") from None  # nothing else can be
+            raise RequestError("structured_outputs or vllm_xargs are nested too deeply") from None  # no others can be
         if self._wire.unsent:
             self._loop.add_writer(self._wire.socket, self._write)
 

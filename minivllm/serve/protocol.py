@@ -4,6 +4,8 @@ refused by name; only what cannot change it is passed over.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -180,11 +182,15 @@ class GenerationBody(Body):
         """Raises RequestError for what cannot be sampled."""
         return SamplingParams(**self._given())
 
-    def in_its_words(self, error: RequestError) -> RequestError:
-        """An error, with the field's name by which the client asked."""
-        if self.response_format is None:
-            return error
-        return RequestError(str(error).replace("structured_outputs", "response_format", 1))
+    @contextmanager
+    def in_its_words(self) -> Iterator[None]:
+        """Within, a RequestError has the name of the field by which the client asked."""
+        try:
+            yield
+        except RequestError as error:
+            if self.structured_outputs is not None or self.response_format is None:
+                raise
+            raise RequestError(str(error).replace("structured_outputs", "response_format", 1)) from None
 
     def _given(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys()}

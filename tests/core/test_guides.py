@@ -140,12 +140,16 @@ def test_a_grammar_that_comes_again_is_made_again_now_and_then(
         guide.take(tokenizer.encode("y" if asked is yes else "n")[0])  # each copy goes its own way
         assert not guide.failed and len(made) == min(number + 1, 2)
     guides.of(SamplingParams(structured_outputs=yes, n=40))
-    assert len(made) == 3
-    guides.of(SamplingParams(structured_outputs=yes))
-    assert len(made) == 4
+    assert len(made) == 5
     for i in range(100):
         guides.of(SamplingParams(structured_outputs={"choice": [f"a{i}"]}))
-    assert len(made) == 104 and len(guides._matchers) == 64
+    assert len(made) == 105 and len(guides._matchers) == 64
+
+
+def test_what_is_no_schema_is_not_counted(tokenizer: CheckpointTokenizer) -> None:
+    number, many = {"multipleOf": 999983}, {"properties": dict.fromkeys(map(str, range(2001)))}
+    for asked in ({"enum": [number]}, {"const": many}):
+        one(tokenizer, structured_outputs={"json": asked})
 
 
 def test_much_is_no_hindrance(tokenizer: CheckpointTokenizer) -> None:
@@ -168,7 +172,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer(tokenizer: CheckpointT
     assert set(np.nonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]) == {b, c}
 
 
-def test_a_tokenizer_whose_ids_have_holes_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_whose_ids_have_holes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     whole = json.loads((tmp_path / "tokenizer.json").read_text())
     model, rest = whole["model"], sorted(whole["model"]["vocab"].items(), key=lambda item: item[1])[:290]
@@ -177,8 +181,11 @@ def test_a_tokenizer_whose_ids_have_holes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
     its = CheckpointTokenizer(tmp_path)
     assert its.eos_token_ids[0] >= its.vocab_size
-    with pytest.raises(RequestError, match=r"not supported with this tokenizer: .*305 is out of range"):
-        one(its, structured_outputs={"choice": ["yes"]})
+    guides, params = Guides(its, VOCAB, its.eos_token_ids), SamplingParams(structured_outputs={"choice": ["yes"]})
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(RequestError, match=r"not supported with this tokenizer: .*305 is out of range"):
+            guides.of(params)
+        monkeypatch.setattr(its, "for_grammars", None)
 
 
 def test_an_end_that_is_part_of_a_grammar_cuts_an_answer(tokenizer: CheckpointTokenizer) -> None:
@@ -259,6 +266,10 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
         ({"json": {"allOf": [{"multipleOf": 1009}, {"not": {}, "a": [{"multipleOf": 1013}]}]}}, "is too large, or one"),
         ({"json": {"properties": {str(i): {} for i in range(2001)}}}, "2001 properties of one object are more than"),
         ({"json": '{"multipleOf": 1e999}'}, "structured_outputs: "),
+        ({"json": {"maximum": 2**64}}, "has what cannot be followed"),
+        ({"json": {"const": "\ud800"}}, "has what cannot be followed"),
+        ({"json": {"multipleOf": True}}, "structured_outputs: "),
+        ({"grammar": 'start: %json {"multipleOf": 99999989}'}, "has a %json in it"),
         ({"json": {"$ref": "#"}}, "an answer cannot begin: "),
         ({"regex": r"[^\s\S]"}, "an answer cannot begin: "),
         ({"regex": "(a{1000}){1000}"}, "an answer cannot go on: "),
@@ -330,6 +341,8 @@ def test_what_would_leave_no_token_is_refused() -> None:
     for other in ({"min_tokens": 2}, {"allowed_token_ids": [1]}):
         with pytest.raises(RequestError, match=f"{next(iter(other))}=.* is not supported with structured_outputs"):
             SamplingParams(structured_outputs={"regex": "a"}, **other)
+    with pytest.raises(RequestError, match=r"allowed_token_ids=\[67\] is not supported with bad_words"):
+        SamplingParams(bad_words=["a"], allowed_token_ids=[67])
     for words in ([""], [" "], [5], ["\ud800"]):
         with pytest.raises(RequestError, match="each is text with more than white space"):
             SamplingParams(bad_words=words)

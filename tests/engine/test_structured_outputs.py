@@ -120,6 +120,26 @@ def test_a_slot_that_changes_hands_holds_nothing_back(engine: Engine) -> None:
         assert said == plain[: len(said)]
 
 
+def test_a_scheduler_gets_its_own_batches_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+    scheduler, given, back = llm.engine.scheduler, [], []
+    schedule, commit = scheduler.schedule, scheduler.commit
+    monkeypatch.setattr(scheduler, "schedule", lambda: (given.append(schedule()), given[-1])[1])
+    monkeypatch.setattr(scheduler, "commit", lambda batch, ids: (back.append(batch), commit(batch, ids))[1])
+    run(llm, [[5], [6]], [guided(choice=["q"]), GREEDY.clone(max_tokens=4)])
+    assert [id(batch) for batch in given if batch is not None][: len(back)] == [id(batch) for batch in back]
+
+
+def test_a_prompts_logprobs_come_with_a_guided_answer(engine: Engine) -> None:
+    llm, prompt = engine(**SMALL | {"scheduler.max_num_batched_tokens": 7}), [*range(30, 50)]
+    plain, both = run(
+        llm, [prompt] * 2, [GREEDY.clone(prompt_logprobs=2), guided(choice=["q"]).clone(prompt_logprobs=2)]
+    )
+    assert both.outputs[0].text == "q"
+    for a, b in zip(plain.prompt_logprobs[1:], both.prompt_logprobs[1:], strict=True):
+        assert a.keys() == b.keys() and all(a[t].logprob == pytest.approx(b[t].logprob, abs=1e-4) for t in a)
+
+
 def test_only_what_changed_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, told = engine(**SMALL | {"scheduler.max_num_seqs": 2}), []
     guide = llm.engine.executor.guide

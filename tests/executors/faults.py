@@ -32,6 +32,11 @@ FAULTY = """
             if self.fault == "hanging start":
                 time.sleep(600)
 
+        def take_masks(self, *args):
+            if self.fault == "masks":
+                raise ArithmeticError("no masks today")
+            super().take_masks(*args)
+
         def sample(self, *args):
             self.calls += 1
             if self.calls == 4:

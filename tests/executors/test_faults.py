@@ -156,6 +156,16 @@ def test_a_rank_killed_while_nothing_runs_is_noticed_by_the_next_call(
         assert gone(set(pids), 0.1)
 
 
+def test_a_rank_that_fails_between_a_step_and_its_sampling(
+    tiny_checkpoint: Checkpoints, forked_ranks: Zygote, faulty: None
+) -> None:
+    with make(tiny_checkpoint("qwen3"), *fault_on(1, "masks"), *TIMEOUT) as llm:
+        with pytest.raises(EngineDeadError, match=r"rank 1 failed in step \d+: ArithmeticError: no masks today"):
+            llm.generate([[1, 2]] * 3, SamplingParams(max_tokens=9, bad_words=["a"]), use_tqdm=False)
+        with pytest.raises(EngineDeadError):
+            llm.engine.step()
+
+
 @pytest.mark.parametrize("fault,rank,message", [
     ("raise", 1, r"rank 1 failed in step \d+: ArithmeticError: the numbers ran out"),
     ("raise late", 0, r"rank 0 failed in step \d+: ArithmeticError: the numbers were none"),

@@ -216,6 +216,7 @@ def test_many_decodes_and_the_prompts_beside_them_are_one_graph_or_two(
         SamplingParams(
             temperature=0.8 if i % 3 else 0, seed=i, max_tokens=5 + 7 * i % 40, ignore_eos=True,
             logprobs=i % 4 if i > 110 else None, top_k=20 if i % 5 == 1 else 0,
+            bad_words=["the", "a"] if i > 130 and i % 3 == 0 else None,  # their steps sample late
         )
         for i in range(len(prompts))
     ]  # fmt: skip
