@@ -115,12 +115,13 @@ class MultiprocExecutor(Executor):
         return min(r.num_blocks for r in ready)
 
     def _slot_bytes(self) -> tuple[int, int]:
-        """Room for all but a rare step in one slot: full batches, a few new blocks a sequence and a prompt's. Masks of
-        guided sequences go in pieces."""
+        """Room for all but a rare step in one slot: full batches, a few new blocks a sequence and a prompt's; and for
+        all masks of guided sequences. Memory is taken where it is first written to."""
         s, cache = self.config.scheduler, self.config.cache
         blocks = 4 * s.max_num_seqs + 2 * s.max_num_batched_tokens // cache.block_size
         step = 4096 + s.max_num_seqs * (32 + self._row_bytes) + 4 * s.max_num_batched_tokens + 12 * blocks
-        return step, 4096 + s.max_num_seqs * (20 + 8 * _LOGPROBS)
+        masks = 4096 + s.max_num_seqs * (4 + 4 * -(-self.model_config.vocab_size // 32))
+        return max(step, masks), 4096 + s.max_num_seqs * (20 + 8 * _LOGPROBS)
 
     # ------------------------------------------------------------------ steps
 
