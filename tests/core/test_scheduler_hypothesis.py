@@ -12,7 +12,7 @@ from minivllm.testing import SchedulerConformance
 class TestMixed(SchedulerConformance):
     scheduler = "mixed"
     world = World
-    examples = int(os.environ.get("MINIVLLM_EXAMPLES", "2000")) // 2
+    examples = int(os.environ.get("MINIVLLM_EXAMPLES", "1400")) // 2
 
 
 class TestPrefillFirst(TestMixed):

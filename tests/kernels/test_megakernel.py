@@ -346,8 +346,6 @@ def test_what_does_not_fit_whole_is_taken_in_pieces(emulated, in_pieces, agrees,
     torch.manual_seed(0)
     step = Step(in_pieces, 2, [300, 17, 100, 128, 1], "cpu")
     got = agrees(step)
-    emulated.seed = 2
-    assert torch.equal(step.run(), got)
     emulated.changes = (("all = adds ? all + sum : sum;", "all = sum;"),)
     step.take_new()
     with pytest.raises(AssertionError, match=r"error|element"):
