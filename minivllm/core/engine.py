@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from minivllm.bytecode import kept_bytecode
-from minivllm.core.guides import Guides
+from minivllm.core.guides import Guide, Guides
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Request, TextPrompt, TokensPrompt, TokenTexts
@@ -26,7 +26,6 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch, Scored
-    from minivllm.core.guides import Guide
     from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle, StepObserver
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
@@ -160,13 +159,13 @@ class LLMEngine:
                 f"scheduler={self.config.scheduler.name}; leave it out"
             )
         text, ids, tokens = self._tokens(prompt)
-        guides = self._guides.of(params)
         if isinstance(prompt, dict):
             cache_salt = prompt.get("cache_salt", cache_salt)
         _check_salt(cache_salt)
         request = Request(request_id, text, ids, params)
         stop_ids = self._stop_ids(params)
         max_len = self._max_len(len(ids), params)
+        guides = self._guides.of(params)  # a grammar may take long: behind what is refused at once
         number = self.num_requests_added if number is None else number
         added: list[Sequence] = []
         try:

@@ -36,7 +36,7 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        raise RequestError(f"structured_outputs: {few_lines(matcher.get_error())}")
+        raise RequestError(f"structured_outputs: change what cannot be followed: {few_lines(matcher.get_error())}")
     trial = matcher.deep_copy()
     for place in ("begin", "go on"):  # what takes too much mostly does so at once
         bits = np.frombuffer(trial.compute_bitmask(), dtype=np.int32).copy()
@@ -82,7 +82,8 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
     try:
         return grammar_from("grammar", asked.grammar or "")
     except ValueError as error:
-        raise RequestError(f"structured_outputs: grammar is neither Lark's nor GBNF: {few_lines(str(error))}") from None
+        said = 'grammar is neither Lark\'s nor GBNF, as start: "a" | "b" is, or root ::= "a"'
+        raise RequestError(f"structured_outputs: {said}: {few_lines(str(error))}") from None
 
 
 def _check_cost(schema: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, Cascade
+from minivllm.core.batch import AttentionBatch, Batch, Cascade, TokenMasks
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
 from minivllm.core.landing import IN_FLIGHT, NO_ROWS, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
@@ -24,7 +24,6 @@ from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 from minivllm.kernels.prompt_inputs import prompt_inputs
 
 if TYPE_CHECKING:
-    from minivllm.core.batch import TokenMasks
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs

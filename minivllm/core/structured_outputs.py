@@ -72,7 +72,7 @@ class StructuredOutputsParams:
                 raise RequestError(f"structured_outputs: {name} belongs to json and json_object, not to {given[0]}")
         choice = self.choice
         if choice is not None and not (isinstance(choice, list | tuple) and choice and all(map(is_text, choice))):
-            raise _wrong("choice", choice, "is not a list of texts, each of one character or more")
+            raise _wrong("choice", choice, "is not a list of texts, each of one character or more; quote numbers")
 
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema, if it is one that an answer has to fit. Raises RequestError if it is none."""
