@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bytecode import kept_bytecode
-from minivllm.core.engine import LLMEngine, Prompt
+from minivllm.core.engine import LLMEngine
 from minivllm.core.longest_first import longest_first
 from minivllm.core.outputs import RequestOutput
+from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
 from minivllm.models.tokenizer import check_variables

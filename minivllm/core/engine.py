@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
-from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from minivllm.bytecode import kept_bytecode
-from minivllm.core.guides import Guide, Guides
+from minivllm.core.admission import Admission
+from minivllm.core.guides import Guide
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
-from minivllm.core.requests import Completion, Request, TextPrompt, TokensPrompt, TokenTexts
+from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_of
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
 
-Prompt = str | list[int] | dict[str, Any] | TextPrompt | TokensPrompt
 _T = TypeVar("_T")
 _PATIENCE = 10.0  # seconds that a scheduler may have work and give no step
 
@@ -80,15 +78,16 @@ class LLMEngine:
     ) -> None:
         self.config, self.model_config, self.max_model_len = config, model_config, max_model_len
         self.tokenizer, self.scheduler, self.executor, self.num_blocks = tokenizer, scheduler, executor, num_blocks
-        self._token_texts = TokenTexts(tokenizer)
+        self._admission = Admission(
+            config, model_config, max_model_len, tokenizer=tokenizer, scheduler=scheduler, sampler_class=sampler_class,
+            executor=executor, num_blocks=num_blocks,
+        )  # fmt: skip
         self.stats = EngineStats()
         self.observer: StepObserver | None = None  # told of each step while somebody looks
         # While true, what requests that have begun and go on have to say may wait for the next step: a caller that is
         # busy with many outputs gets fewer and longer ones. Any thread may set it.
         self.hold_outputs = False
         self._touched: dict[str, Request] = {}  # those with something to say
-        self._params = SamplingParams()  # a copy of the newest request's
-        self._sampler_class = sampler_class
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
         self._unscored: set[Request] = set()  # they wait for their prompts' log-probabilities before they say anything
@@ -98,9 +97,6 @@ class LLMEngine:
         self._watched = np.zeros(config.scheduler.max_num_seqs, dtype=bool)  # slots whose tokens are read each step
         self.num_requests_added = 0
         self._prompt_tokens_since_step = 0
-        ends = dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids))
-        self._eos = tuple(token for token in ends if 0 <= token < model_config.vocab_size)  # of others none is sampled
-        self._guides = Guides(tokenizer, model_config.vocab_size, self._eos)
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
         self._uninterrupted = Uninterrupted()
@@ -141,63 +137,31 @@ class LLMEngine:
             EngineDeadError: as ``step``.
         """
         self.check_health()
-        params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
-        if not _alike(params, self._params):
-            self._params = params.clone()  # the caller may change theirs
-        params = self._params
-        self._check_for_sampler(params)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
-        self._check_priority(priority)
-        if params.prompt_logprobs is not None and not self.scheduler.scores_prompts:
-            raise RequestError(
-                f"prompt_logprobs={params.prompt_logprobs} is not supported by "
-                f"scheduler={self.config.scheduler.name}; leave it out"
-            )
-        text, ids, tokens = self._tokens(prompt)
-        if isinstance(prompt, dict):
-            cache_salt = prompt.get("cache_salt", cache_salt)
-        _check_salt(cache_salt)
-        request = Request(request_id, text, ids, params)
-        stop_ids = self._stop_ids(params)
-        max_len = self._max_len(len(ids), params)
-        guides = self._guides.of(params)  # a grammar may take long: behind what is refused at once
         number = self.num_requests_added if number is None else number
+        request = self._admission.request(request_id, prompt, params, cache_salt, priority, number)
         added: list[Sequence] = []
         try:
-            for index in range(params.n):
-                name = request_id if params.n == 1 else f"{index}_{request_id}"
-                seq = Sequence(
-                    name, tokens, params, max_len=max_len, stop_ids=stop_ids, cache_salt=cache_salt, priority=priority,
-                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                )  # fmt: skip
-                base = params.seed if params.seed is not None else self._seed_of(number)
-                seq.sampler_row = self._sampler_class.encode(seq, base + index)
-                seq.sampler_words = self._sampler_class.words(seq)
-                seq.guide = guides[index]
-                seq.tells_tokens = self._sampler_class.wants_tokens(seq)
-                self.scheduler.add(seq)
-                added.append(seq)
-                completion = Completion(index, seq, self.tokenizer, self._eos, self._token_texts)
-                request.completions.append(completion)
-                self._by_sequence[name] = request, completion
+            for completion in request.completions:
+                self.scheduler.add(completion.seq)
+                added.append(completion.seq)
         except BaseException:
             for seq in added:
                 self.scheduler.abort(seq.request_id)
-                self._by_sequence.pop(seq.request_id, None)
             raise
+        for completion in request.completions:
+            self._by_sequence[completion.seq.request_id] = request, completion
         self.num_requests_added += 1
         self._requests[request_id] = request
         if not request.scored:
             self._unscored.add(request)
-        if params.guided:
+        if request.params.guided:
             self._guided.add(request)
-        self.stats.prompt_tokens += len(ids)
-        self._prompt_tokens_since_step += len(ids)
+        self.stats.prompt_tokens += len(request.prompt_token_ids)
+        self._prompt_tokens_since_step += len(request.prompt_token_ids)
         full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
         if full and not self._under_way and self._depth > 1 and not self.scheduler.uses_priority:
             began = time.perf_counter()
@@ -314,16 +278,14 @@ class LLMEngine:
         if batch is None:
             return False
         self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
+        # whose rows these are, while it is known: slots may change hands until the step comes back
         scored: list[Request] = []
-        if batch.scored is not None:  # slots may change hands until these come back
-            seqs = [self.scheduler.sequences[slot] for slot in batch.slots[batch.scored.rows].tolist()]
-            scored = [self._by_sequence[seq.request_id][0] for seq in seqs if seq is not None]
+        if batch.scored is not None:
+            scored = [self._by_sequence[seq.request_id][0] for _, seq in self._sequences(batch, batch.scored.rows)]
         guided: list[tuple[int, Guide]] = []
         if self._guided:
-            rows = np.nonzero(batch.samples)[0]
-            seqs = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
-            pairs = [(row, seq.guide) for row, seq in zip(rows.tolist(), seqs, strict=True) if seq is not None]
-            guided = [(row, guide) for row, guide in pairs if guide is not None]
+            pairs = self._sequences(batch, np.nonzero(batch.samples)[0])
+            guided = [(row, seq.guide) for row, seq in pairs if seq.guide is not None]
         if self.observer is not None:
             self.observer.scheduled(batch, planned)
         launched = time.perf_counter()
@@ -336,12 +298,19 @@ class LLMEngine:
             self.observer.launched(batch)
         return True
 
+    def _sequences(self, batch: Batch, rows: np.ndarray) -> list[tuple[int, Sequence]]:
+        """Those that run in these rows of a step that was just scheduled, each with its row."""
+        found = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
+        return [(row, seq) for row, seq in zip(rows.tolist(), found, strict=True) if seq is not None]
+
     def _guide_first(self) -> None:
         """Let the oldest step under way sample, if it waits for that: all that came before it is known now."""
         if self._under_way and (guided := self._under_way[0].guided):
             rows, batch = [row for row, _ in guided], self._under_way[0].batch
             self._under_way[0].guided = []
-            masks = self._guides.masks(batch.slots[rows], batch.generations[rows], [guide for _, guide in guided])
+            masks = self._admission.guides.masks(
+                batch.slots[rows], batch.generations[rows], [guide for _, guide in guided]
+            )
             self.executor.guide(masks)
 
     def _take_scores(self, batch: Batch, scored: Scored, requests: list[Request], found: Logprobs | None) -> None:
@@ -430,105 +399,6 @@ class LLMEngine:
         self.stats.cached_tokens += completion.seq.num_cached_tokens
         self.stats.preemptions += completion.seq.num_preemptions
 
-    # ------------------------------------------------------------------ what a prompt is
-
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int], np.ndarray]:
-        """The text if there is one, the token ids, and these as an array (t,), of whatever kind of whole numbers."""
-        text: str | None = None
-        ids: Any = prompt
-        if isinstance(prompt, dict):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
-                raise RequestError(
-                    f"a prompt's mapping has prompt, prompt_token_ids and cache_salt, not {', '.join(sorted(unknown))}"
-                )
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            ids = text if ids is None else ids
-        if isinstance(ids, str):
-            text, ids = ids, self.tokenizer.encode(ids)
-        if not isinstance(text, str | None):
-            raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
-        if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
-            raise RequestError(f"a prompt is text or a list of token ids, not {type(ids).__name__}")
-        try:
-            tokens = _array_of(ids) if len(ids) else np.empty(0, dtype=np.int64)
-        except ValueError:  # lists of different lengths
-            tokens = np.empty((0, 0))
-        vocab = self.model_config.vocab_size
-        if tokens.dtype == object and (large := [t for t in ids if type(t) is int and not 0 <= t < vocab]):
-            raise RequestError(f"token id {large[0]} is outside the vocabulary: 0 to {vocab - 1}")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise RequestError("a prompt given as token ids is one flat list of whole numbers")
-        if not len(tokens):
-            raise RequestError("the prompt is empty; give at least one token")
-        wrong = np.nonzero((tokens < 0) | (tokens >= vocab))[0]
-        if len(wrong):
-            raise RequestError(
-                f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
-            )
-        return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
-
-    def _check_priority(self, priority: Any) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, Integral):
-            raise RequestError(f"priority={priority!r} is not a whole number")
-        if priority and not self.scheduler.uses_priority:
-            raise RequestError(
-                f"priority={priority} is not supported by scheduler={self.config.scheduler.name}; leave it 0, or use a "
-                "scheduler that has priorities"
-            )
-
-    def _check_for_sampler(self, params: SamplingParams) -> None:
-        named = {"logit_bias": params.logit_bias, "allowed_token_ids": params.allowed_token_ids}
-        for name, tokens in named.items():
-            if tokens and not self._sampler_class.takes_biases:
-                raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
-            self._check_vocabulary(name, tokens or ())
-        name = "bad_words" if params.structured_outputs is None else "structured_outputs"
-        if params.guided and not self._sampler_class.takes_masks:
-            raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
-        if params.guided and not self.executor.takes_masks:
-            raise RequestError(f"executor={self.config.executor.name} takes no {name}; leave it out")
-        taken = self._sampler_class.extra_args
-        if unknown := set(params.extra_args or ()) - taken:
-            raise RequestError(
-                f"extra_args has {', '.join(sorted(unknown))}, and sampler={self.config.sampler.name} takes "
-                f"{', '.join(sorted(taken)) or 'none'}"
-            )
-
-    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
-        if prompt_len >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt_len} tokens, and max_model_len={self.max_model_len} leaves no room for an "
-                "answer; shorten the prompt or raise max_model_len"
-            )
-        if params.max_tokens is not None:
-            return prompt_len + params.max_tokens
-        whole_cache = self.num_blocks * self.config.cache.block_size + 1
-        longest = max(min(self.max_model_len, whole_cache), prompt_len + 1)
-        if params.min_tokens > longest - prompt_len:
-            raise RequestError(
-                f"min_tokens={params.min_tokens} with a {prompt_len}-token prompt exceeds the {longest} tokens that "
-                "max_model_len and the cache leave for one request; lower min_tokens"
-            )
-        return longest
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
-        own = () if params.ignore_eos else self._eos
-        return tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
-
-    def _check_vocabulary(self, name: str, tokens: Iterable[int]) -> None:
-        vocab = self.model_config.vocab_size
-        for token in tokens:
-            if token >= vocab:
-                raise RequestError(f"{name}: {token} is outside the vocabulary: 0 to {vocab - 1}")
-
-    def _seed_of(self, number: int) -> int:
-        """A seed for a request that names none: the engine's seed and the request's number, mixed (splitmix64)."""
-        x = (self.config.seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        return (x ^ (x >> 31)) >> 1
-
     # ------------------------------------------------------------------ life and death
 
     def describe(self) -> dict[str, Any]:
@@ -588,33 +458,3 @@ def _ended_by(guide: Guide, completion: Completion, token: int) -> bool:
     completion.end(FinishReason.LENGTH if guide.failed else FinishReason.STOP)
     completion.stop_reason = None
     return True
-
-
-def _alike(one: SamplingParams, other: SamplingParams) -> bool:
-    """As many requests are. False where that cannot be told, as of arrays."""
-    try:
-        return one == other
-    except (ValueError, RuntimeError):
-        return False
-
-
-def _check_salt(salt: Any) -> None:
-    """It is hashed in a step, which must not fail."""
-    if salt is None:
-        return
-    if salt == "":
-        raise RequestError("cache_salt is empty; leave it out to share cached prefixes with those that have none")
-    try:
-        salt.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise RequestError(f"cache_salt={salt!r} is not Unicode text") from None
-
-
-def _array_of(ids: Any) -> np.ndarray:
-    """``np.asarray``, of a list of Python's own integers in a third of the time: 15 µs for 1,024."""
-    if type(ids) is list and type(ids[0]) is int:
-        try:
-            return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
-        except struct.error:  # something else is among them, or a number too large
-            pass
-    return np.asarray(ids)

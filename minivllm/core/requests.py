@@ -26,6 +26,9 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+Prompt = str | list[int] | dict[str, Any] | TextPrompt | TokensPrompt
+
+
 class TokenTexts(dict[int, str]):
     """Each token's text alone, found when it is first asked for."""
 

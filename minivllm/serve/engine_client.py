@@ -16,7 +16,8 @@ from minivllm.serve.messages import Abort, Add, Died, News, ToEngine, Told
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minivllm.core.engine import LLMEngine, Prompt
+    from minivllm.core.engine import LLMEngine
+    from minivllm.core.requests import Prompt
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.models.tokenizer import Tokenizer
 

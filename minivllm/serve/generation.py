@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from minivllm.core.sampling_params import RequestOutputKind
 
 if TYPE_CHECKING:
-    from minivllm.core.engine import Prompt
     from minivllm.core.outputs import RequestOutput
+    from minivllm.core.requests import Prompt
 
 
 class Aborted(Exception):

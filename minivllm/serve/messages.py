@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from minivllm.errors import EngineDeadError
 
 if TYPE_CHECKING:
-    from minivllm.core.engine import Prompt
     from minivllm.core.outputs import RequestOutput
+    from minivllm.core.requests import Prompt
     from minivllm.core.sampling_params import SamplingParams
 
 # --------------------------------------------------------------------------- to the engine

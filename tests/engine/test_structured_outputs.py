@@ -208,7 +208,7 @@ def test_ends_of_all_kinds(engine: Engine) -> None:
 
 def test_where_no_token_ends_an_answer_it_ends_when_nothing_can_follow(engine: Engine) -> None:
     llm = engine(**SMALL)
-    llm.engine._guides = Guides(llm.engine.tokenizer, 512, ())
+    llm.engine._admission.guides = Guides(llm.engine.tokenizer, 512, ())
     one = run(llm, [5], guided(choice=["yes"]))[0].outputs[0]
     assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
     assert llm.engine.tokenizer.decode(one.token_ids, skip_special_tokens=False) == "yes"

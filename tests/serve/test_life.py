@@ -118,7 +118,7 @@ def test_a_bug_that_one_request_comes_upon_is_its_own(server: Running, monkeypat
     def broken(*args: Any) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(server.engine._sampler_class, "encode", broken)
+    monkeypatch.setattr(server.engine._admission.sampler_class, "encode", broken)
     answer = server.post(COMPLETIONS, prompt="a")
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "the server failed: KeyError"
