@@ -37,6 +37,14 @@ def shown(value: object) -> str:
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 
+def is_text(value: object) -> bool:
+    """Whether it is text that can be written down: JSON may have halves of characters."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def place_of(error: BaseException) -> str:
     """Where an error comes from, below the libraries' own frames: module, line and function."""
     place, behind = "nowhere", error.__traceback__

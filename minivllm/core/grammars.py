@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.structural_tags import StructuralTag
 from minivllm.errors import RequestError, shown
 
 if TYPE_CHECKING:
@@ -64,13 +65,17 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
     """In llguidance's own notation. Raises RequestError."""
     from llguidance import LLMatcher, grammar_from
 
+    spaces: Any = {"whitespace_pattern": asked.whitespace_pattern or _SPACES}
+    if asked.disable_any_whitespace:
+        spaces = {"whitespace_flexible": False}
+    if asked.structural_tag is not None:
+        tags = StructuralTag.of(asked.structural_tag)
+        _check_cost([tag.schema for tag in tags.tags])
+        return LLMatcher.grammar_from_lark(tags.lark(spaces))
     if (schema := asked.schema()) is not None:
         _check_cost(schema)
         try:
-            if asked.disable_any_whitespace:
-                return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
-            spaces = asked.whitespace_pattern or _SPACES
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": spaces})
+            return LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
         except ValueError as error:  # a number of more than 64 bits, half of a character
             raise RequestError(f"structured_outputs: json has what cannot be followed: {error}") from None
     if asked.regex is not None:

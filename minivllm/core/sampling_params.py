@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from minivllm.core.structured_outputs import StructuredOutputsParams, is_text
-from minivllm.errors import RequestError, shown
+from minivllm.core.structured_outputs import StructuredOutputsParams
+from minivllm.errors import RequestError, is_text, shown
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {

@@ -6,17 +6,19 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from minivllm.errors import RequestError, shown
+from minivllm.core.structural_tags import StructuralTag
+from minivllm.errors import RequestError, is_text, shown
 from minivllm.plugins.naming import did_you_mean
 
-_KINDS = "json", "regex", "choice", "grammar", "json_object"
-_NOT_YET: dict[str, Any] = {"disable_additional_properties": False, "structural_tag": None}
+_KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
+_JSON = "json", "json_object", "structural_tag"
 
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """One of ``json``, a JSON schema; ``regex``, that the whole answer matches; ``choice``, strings of which it is one;
-    ``grammar``, in Lark's or llama.cpp's (GBNF) notation; and ``json_object=True``, any JSON object.
+    ``grammar``, in Lark's or llama.cpp's (GBNF) notation; ``json_object=True``, any JSON object; ``structural_tag``,
+    text with JSON between tags (``StructuralTag.of``).
 
     In JSON there may be white space between tokens, up to 20 characters, unless ``disable_any_whitespace`` says that
     there is none, or ``whitespace_pattern``, a regular expression, what there is.
@@ -33,7 +35,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    structural_tag: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
@@ -52,9 +54,8 @@ class StructuredOutputsParams:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name, only in _NOT_YET.items():
-            if getattr(self, name) is not only:
-                raise _wrong(name, getattr(self, name), f"is not supported yet; leave it at {only!r}")
+        if (value := self.disable_additional_properties) is not False:
+            raise _wrong("disable_additional_properties", value, "is not supported yet; leave it at False")
         given = [name for name in _KINDS if getattr(self, name) is not None]  # by identity: of arrays == is no answer
         if self.json_object is False:
             given.remove("json_object")
@@ -68,11 +69,14 @@ class StructuredOutputsParams:
             if (value := getattr(self, name)) is not None and not is_text(value):
                 raise _wrong(name, value, "is not text of one character or more")
         for name in ("disable_any_whitespace", "whitespace_pattern"):
-            if getattr(self, name) and given[0] not in ("json", "json_object"):
-                raise RequestError(f"structured_outputs: {name} belongs to json and json_object, not to {given[0]}")
+            if getattr(self, name) and given[0] not in _JSON:
+                raise RequestError(f"structured_outputs: {name} belongs to {', '.join(_JSON)}, not to {given[0]}")
         choice = self.choice
         if choice is not None and not (isinstance(choice, list | tuple) and choice and all(map(is_text, choice))):
             raise _wrong("choice", choice, "is not a list of texts, each of one character or more; quote numbers")
+
+        if self.structural_tag is not None:
+            StructuralTag.of(self.structural_tag)
 
     def schema(self) -> dict[str, Any] | None:
         """The JSON schema, if it is one that an answer has to fit. Raises RequestError if it is none."""
@@ -89,14 +93,6 @@ class StructuredOutputsParams:
         if not isinstance(schema, dict):
             raise _wrong("json", self.json, "is not a JSON schema, which is an object")
         return schema
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is text that can be written down: JSON may have halves of characters."""
-    try:
-        return isinstance(value, str) and bool(value.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def _wrong(name: str, value: Any, why: str) -> RequestError:

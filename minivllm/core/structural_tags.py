@@ -1,0 +1,138 @@
+"""Text of which parts are JSON between tags, as calls of tools are: XGrammar's and vLLM's ``structural_tag``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import RequestError, is_text, shown
+
+_FORMATS = "triggered_tags", "tags_with_separator"
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """``begin``, JSON that fits ``schema``, ``end``."""
+
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTag:
+    """Text, and behind each of ``triggers`` what is left of a tag that begins with it; or, with a ``separator``, tags
+    and nothing else. ``at_least_one``: it begins with a tag; ``stop_after_first``: nothing follows the first."""
+
+    tags: tuple[Tag, ...]
+    triggers: tuple[str, ...] = ()
+    separator: str | None = None
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+    @classmethod
+    def of(cls, given: Any) -> StructuralTag:
+        """Of JSON, or what it says: ``{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […],
+        "tags": [{"begin", "content": {"type": "json_schema", "json_schema": {…}}, "end"}]}}``, or the older
+        ``{"type": "structural_tag", "triggers": […], "structures": [{"begin", "schema", "end"}]}``. Raises
+        RequestError."""
+        try:
+            asked = json.loads(given if isinstance(given, str) else json.dumps(given))  # a copy
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _wrong(f"it is not JSON: {error}") from None
+        _check_fields("it", asked, {"type"}, {"format", "structures", "triggers"})
+        if asked["type"] != "structural_tag":
+            raise _wrong(f"its type is structural_tag, not {shown(asked['type'])}")
+        if "format" in asked:
+            _check_fields("it", asked, {"type", "format"})
+            return cls._of_format(asked["format"])
+        _check_fields("it", asked, {"type", "structures", "triggers"})
+        tags = _list_of("structures", asked["structures"])
+        for tag in tags:
+            _check_fields("a structure", tag, {"begin", "schema", "end"})
+        return cls._checked([(tag["begin"], tag["schema"], tag["end"]) for tag in tags], triggers=asked["triggers"])
+
+    @classmethod
+    def _of_format(cls, asked: Any) -> StructuralTag:
+        kind = asked.get("type") if isinstance(asked, dict) else None
+        if kind not in _FORMATS:
+            raise _wrong(f"format has a type, {' or '.join(_FORMATS)}, not {shown(kind)}")
+        how = "triggers" if kind == "triggered_tags" else "separator"
+        _check_fields("format", asked, {"type", "tags", how}, {"at_least_one", "stop_after_first"})
+        tags = []
+        for tag in _list_of("tags", asked["tags"]):
+            _check_fields("a tag", tag, {"begin", "content", "end"}, {"type"})
+            content = tag["content"]
+            if not isinstance(content, dict) or content.get("type") != "json_schema":
+                raise _wrong(f"a tag's content has the type json_schema; {shown(content)} is not supported")
+            _check_fields("a content", content, {"type", "json_schema"})
+            tags.append((tag["begin"], content["json_schema"], tag["end"]))
+        switches = {name: asked.get(name, False) for name in ("at_least_one", "stop_after_first")}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise _wrong(f"{name} is true or false, not {shown(value)}")
+        return cls._checked(tags, **{how: asked[how]}, **switches)
+
+    @classmethod
+    def _checked(cls, tags: list[tuple[Any, Any, Any]], **how: Any) -> StructuralTag:
+        for begin, schema, end in tags:
+            if not (is_text(begin) and (end == "" or is_text(end))):
+                raise _wrong("begin and end are texts, and begin has a character or more")
+            if not isinstance(schema, dict | bool) or schema is False:
+                raise _wrong(f"{shown(schema)} is not a JSON schema, which is an object")
+        made = tuple(Tag(begin, {} if schema is True else schema, end) for begin, schema, end in tags)
+        if "separator" in how:
+            if not (how["separator"] == "" or is_text(how["separator"])):
+                raise _wrong(f"separator is a text, not {shown(how['separator'])}")
+            return cls(made, **how)
+        triggers = _list_of("triggers", how.pop("triggers"))
+        if not all(map(is_text, triggers)):
+            raise _wrong("triggers are texts of one character or more")
+        for tag in made:
+            if sum(tag.begin.startswith(trigger) for trigger in triggers) != 1:
+                raise _wrong(f"begin={shown(tag.begin)} begins with none of the triggers, or with several")
+        for trigger in triggers:
+            if not any(tag.begin.startswith(trigger) for tag in made):
+                raise _wrong(f"no tag begins with the trigger {shown(trigger)}")
+        return cls(made, tuple(triggers), **how)
+
+    def lark(self, guidance: Mapping[str, Any]) -> str:
+        """As a grammar in llguidance's notation. ``guidance``: what it is told of each schema, as ``x-guidance``."""
+        rules, tags = ["%llguidance {}"], range(len(self.tags))
+        for i, tag in enumerate(self.tags):
+            schema = json.dumps({**tag.schema, "x-guidance": dict(guidance)})
+            rules.append(f"behind_{i}: %json {schema} {_text(tag.end)}")
+        rules.append("tag: " + " | ".join(f"{_text(tag.begin)} behind_{i}" for i, tag in enumerate(self.tags)))
+        if self.separator is not None:
+            tags_alone = "tag" if self.stop_after_first else f"tag ({_text(self.separator)} tag)*"
+            return "\n".join([*rules, f"start: {tags_alone}" if self.at_least_one else f"start: ({tags_alone})?"])
+        for t, trigger in enumerate(self.triggers):
+            begun = [i for i in tags if self.tags[i].begin.startswith(trigger)]
+            ways = [f"{_text(self.tags[i].begin[len(trigger) :])} behind_{i}" for i in begun]
+            rules += [f"text_{t}[lazy]: TEXT {_text(trigger)}", f"part_{t}: text_{t} ({' | '.join(ways)})"]
+        parts = " | ".join(f"part_{t}" for t in range(len(self.triggers)))
+        rules += ["TEXT: /(.|\\n)*/", "last: TEXT", f"part: {parts}"]
+        if self.at_least_one:
+            return "\n".join([*rules, "start: tag" if self.stop_after_first else "start: tag part* last"])
+        return "\n".join([*rules, "start: part | last" if self.stop_after_first else "start: part* last"])
+
+
+def _text(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _list_of(name: str, given: Any) -> list[Any]:
+    if not isinstance(given, list) or not given:
+        raise _wrong(f"{name} is a list of one or more, not {shown(given)}")
+    return given
+
+
+def _check_fields(what: str, given: Any, needed: set[str], may: set[str] | frozenset[str] = frozenset()) -> None:
+    if not isinstance(given, dict) or not needed <= given.keys() <= needed | may:
+        raise _wrong(f"{what} is an object with {', '.join(sorted(needed))}, not {shown(given)}")
+
+
+def _wrong(why: str) -> RequestError:
+    return RequestError(f"structured_outputs: structural_tag: {why}")
