@@ -16,6 +16,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
+from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ _ENCODED_AT_ONCE = 64  # prompts
 # vLLM's arguments that are not supported, each with the value that asks for what happens anyway.
 _GENERATE_NEUTRAL: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {}}
 _CHAT_NEUTRAL: dict[str, Any] = _GENERATE_NEUTRAL | {
-    "chat_template": None, "chat_template_content_format": "auto", "continue_final_message": False, "tools": [],
-    "mm_processor_kwargs": {},
+    "chat_template_content_format": "auto", "mm_processor_kwargs": {},
 }  # fmt: skip
 
 
@@ -167,24 +167,35 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of ``{"role", "content"}``), or each of a list of conversations.
 
-        ``content``: a string, or OpenAI's text parts, which are joined with line ends. Other arguments as in
-        ``generate``."""
+        ``content``: a string, or OpenAI's text parts; as a template wants them, or joined with line ends. ``tools``:
+        OpenAI's, which the template tells the model of; what it answers is text, with calls as the model writes them.
+        ``chat_template``: instead of the checkpoint's own; ``continue_final_message``, with
+        ``add_generation_prompt=False``: the answer goes on with the last message. Other arguments as in ``generate``.
+        """
         _refuse(others, _CHAT_NEUTRAL)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(messages[0], dict)
         many: list[Any] = [messages] if is_one else list(messages)
-        conversations = [[_message(message) for message in _checked(conversation)] for conversation in many]
-        variables = check_variables(chat_template_kwargs or {}, self.engine.tokenizer)
+        tokenizer = self.engine.tokenizer
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "chat_template": chat_template}
+        if tools:
+            options["tools"] = tools
+        if continue_final_message:
+            options["continue_final_message"] = True
+        options |= check_variables(chat_template_kwargs or {}, tokenizer)
         prompts: list[Prompt] = [
-            self.engine.tokenizer.render_chat(conversation, add_generation_prompt=add_generation_prompt, **variables)
-            for conversation in conversations
+            tokenizer.render_chat([_message(message) for message in _checked(conversation)], **options)
+            for conversation in many
         ]
         return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
@@ -310,17 +321,20 @@ def _checked(conversation: Any) -> Sequence[Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """One message with its content as text."""
-    if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+    if not isinstance(message, dict) or "role" not in message or not {"content", "tool_calls"} & message.keys():
         raise RequestError(f'a message is {{"role": …, "content": …}}, not {shown(message)}')
     if not isinstance(message["role"], str):
         raise RequestError(f"a message's role is a string, as 'user', not {shown(message['role'])}")
-    content = message["content"]
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        content = "\n".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    if calls := message.get("tool_calls"):
+        check_tool_calls(calls)
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    if not (content is None and calls) and not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
+        for part in parts
+    ):
         raise RequestError(f"a message's content is a string or a list of text parts, not {shown(content)}")
-    return {**message, "content": content}
+    return message
 
 
 def _refuse(given: dict[str, Any], neutral: dict[str, Any]) -> None:

@@ -15,9 +15,8 @@ from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError, RequestError, shown
 from minivllm.models.checkpoint import DEMO, download
+from minivllm.models.conversation import Message, for_template, takes_parts
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-
-Message = Mapping[str, Any]  # "role" and "content"
 
 
 class Tokenizer(ABC):
@@ -52,17 +51,25 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def render_chat(
-        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Iterable[Message],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
-        """A conversation as text, special tokens written out, for ``encode(…, add_special_tokens=False)``;
-        ``variables`` go to the template. Raises RequestError if there is none, or if it refuses the conversation."""
+        """A conversation as text, special tokens written out, for ``encode(…, add_special_tokens=False)``.
 
-    def apply_chat_template(
-        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        """A conversation as token ids: ``render_chat``, encoded."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False)
+        ``tools``: OpenAI's, told by the template; ``chat_template``: instead of the checkpoint's own; with
+        ``continue_final_message`` the text ends with the last message's; ``variables`` go to the template. Raises
+        RequestError if there is none, or if it refuses the conversation."""
+
+    def apply_chat_template(self, messages: Iterable[Message], /, **options: Any) -> list[int]:
+        """A conversation as token ids: ``render_chat``, with the same options, encoded."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     @abstractmethod
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
@@ -107,6 +114,7 @@ class CheckpointTokenizer(Tokenizer):
         # of which tokens are text: with special tokens, and without
         self._bytes = {skip: _TokenBytes(fast, skip) for skip in (True, False)} if bytewise else None
         self._encoder = fast if _is_plain(self._inner) else None
+        self._parts: dict[str, bool] = {}  # by chat template, whether it takes a content's parts
 
     @property
     def has_chat_template(self) -> bool:
@@ -137,22 +145,25 @@ class CheckpointTokenizer(Tokenizer):
             return ByteDetokenizer(self._bytes[skip_special_tokens], prompt_ids)
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_ids)
 
-    def render_chat(
-        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
-        if not self.has_chat_template:
-            raise RequestError(
-                f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
-                "or put a chat_template.jinja into its folder"
-            )
+    def render_chat(self, messages: Iterable[Message], /, *, chat_template: str | None = None, **options: Any) -> str:
         from jinja2 import TemplateError
 
-        conversation = [dict(message) for message in messages]
-        try:
-            return self._inner.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **variables
+        if chat_template is None and not self.has_chat_template:
+            raise RequestError(
+                f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
+                "give chat_template=, or put a chat_template.jinja into its folder"
             )
-        except (TemplateError, TypeError) as error:  # as templates raise themselves, or a role that they do not know
+        render = partial(self._inner.apply_chat_template, tokenize=False, chat_template=chat_template)
+        template = str(chat_template or self._inner.chat_template)
+        if template not in self._parts:
+            self._parts[template] = takes_parts(render)
+        if options.get("tools") and "tools" not in template:
+            raise RequestError("tools: the chat template does not tell a model of tools; leave them out")
+        conversation = [for_template(message, parts=self._parts[template]) for message in messages]
+        options.setdefault("add_generation_prompt", True)
+        try:
+            return render(conversation, **options)
+        except (TemplateError, TypeError, ValueError) as error:  # as templates raise themselves, or an unknown role
             raise RequestError(f"messages: the chat template refuses this: {error}") from error
 
     def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
@@ -260,10 +271,26 @@ class ByteTokenizer(Tokenizer):
         return ByteDetokenizer(_Bytes(special), prompt_ids)
 
     def render_chat(
-        self, messages: Iterable[Message], /, *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Iterable[Message],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+        if chat_template is not None:
+            raise RequestError("chat_template needs a checkpoint's tokenizer; leave it out")
+        told = [] if not tools else [{"role": "tools", "content": json.dumps(tools)}]
+        lines = [
+            f"{message['role']}: {for_template(message, parts=False)['content']}\n" for message in (*told, *messages)
+        ]
+        text = "".join(lines)
+        if continue_final_message:
+            return text.removesuffix("\n")
+        return text + ("assistant: " if add_generation_prompt else "")
 
     def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper

@@ -1,0 +1,64 @@
+"""OpenAI's messages as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from minivllm.errors import RequestError, shown
+
+Message = Mapping[str, Any]  # "role", and "content" or "tool_calls"
+
+_PROBE = "\ue000probe\ue000"  # no template writes it by itself
+
+
+def for_template(message: Message, *, parts: bool) -> dict[str, Any]:
+    """``content``, a string, text parts or None, as parts if the template goes through them, else as one string, parts
+    joined with line ends; each tool call's ``arguments``, which are JSON, as what they say."""
+    made, content = dict(message), message.get("content")
+    if content is None:
+        content = ""
+    if parts:
+        made["content"] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    else:
+        made["content"] = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    calls = made.pop("tool_calls", None)
+    if calls:
+        made["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
+    return made
+
+
+def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether a template goes through the parts of a content, and leaves out one that is a string."""
+    for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
+        try:
+            if _PROBE in render([{"role": "user", "content": content}]):
+                return not isinstance(content, str)
+        except Exception:  # whatever a template raises; it will again, where somebody reads it
+            continue
+    return False
+
+
+def check_tool_calls(calls: Any) -> None:
+    """Raises RequestError for what are not OpenAI's ``tool_calls`` of a message."""
+    if not isinstance(calls, list):
+        raise RequestError(f"messages: tool_calls is a list, not {shown(calls)}")
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            said = '{"id": …, "type": "function", "function": {"name": …, "arguments": …}}'
+            raise RequestError(f"messages: a tool call is {said}, not {shown(call)}")
+        _function(function)
+
+
+def _function(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise RequestError(f"messages: arguments of {shown(function['name'])} are not JSON: {error}") from None
+    if not isinstance(arguments, dict | None):
+        raise RequestError(f"messages: arguments of {shown(function['name'])} are not an object: {shown(arguments)}")
+    return {**function, "arguments": arguments or {}}
