@@ -73,6 +73,7 @@ class ServeOptions:
     api_key: str | None = None
     served_model_name: str | None = None
     max_waiting: int | None = None
+    tool_call_parser: str = "auto"
     shutdown_timeout: float = 30.0
     log_requests: bool = False
 

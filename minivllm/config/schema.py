@@ -32,6 +32,12 @@ class LoadFormat(Enum):
     dummy = "dummy"
 
 
+class ToolCallParser(Enum):
+    auto = "auto"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+
+
 class Endpoint(Enum):
     completions = "completions"
     chat = "chat"
@@ -205,6 +211,9 @@ class ServeSchema(EngineSchema):
     )
     max_waiting: int | None = key(
         None, "completions that may wait beyond scheduler.max_num_seqs; more are refused (503). null: no limit", ge=0
+    )
+    tool_call_parser: ToolCallParser = key(
+        ToolCallParser.auto, "how the model writes calls of tools; auto: as its chat template shows it"
     )
     shutdown_timeout: float = key(30.0, "seconds that running requests get to end after Ctrl-C or SIGTERM", ge=0)
     log_requests: bool = key(False, "one line a request on standard error")

@@ -30,8 +30,9 @@ class Tokenizer(ABC):
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     @property
-    def has_chat_template(self) -> bool:
-        return True
+    def chat_template(self) -> str | None:
+        """Jinja's, if there is one."""
+        return None
 
     @property
     def hf_tokenizer(self) -> Any:
@@ -117,8 +118,8 @@ class CheckpointTokenizer(Tokenizer):
         self._parts: dict[str, bool] = {}  # by chat template, whether it takes a content's parts
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._inner.chat_template)
+    def chat_template(self) -> str | None:
+        return str(self._inner.chat_template) if self._inner.chat_template else None
 
     @property
     def hf_tokenizer(self) -> Any:
@@ -148,13 +149,13 @@ class CheckpointTokenizer(Tokenizer):
     def render_chat(self, messages: Iterable[Message], /, *, chat_template: str | None = None, **options: Any) -> str:
         from jinja2 import TemplateError
 
-        if chat_template is None and not self.has_chat_template:
+        if chat_template is None and self.chat_template is None:
             raise RequestError(
                 f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
                 "give chat_template=, or put a chat_template.jinja into its folder"
             )
         render = partial(self._inner.apply_chat_template, tokenize=False, chat_template=chat_template)
-        template = str(chat_template or self._inner.chat_template)
+        template = chat_template or self.chat_template or ""
         if template not in self._parts:
             self._parts[template] = takes_parts(render)
         if options.get("tools") and "tools" not in template:

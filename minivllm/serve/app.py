@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
+from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
@@ -35,6 +36,7 @@ from minivllm.serve.protocol import (
     Tokenize,
 )
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
+from minivllm.serve.tool_calls import ToolUse, dialect_of
 from minivllm.version import __version__
 
 T = TypeVar("T")
@@ -74,6 +76,7 @@ class Server:
     def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
         self.tokenizer = engine.tokenizer
+        self.dialect = dialect_of(options.tool_call_parser, self.tokenizer.chat_template)
         self.started = int(time.time())
         # One thread: a long prompt holds up other prompts, not the tokens of those that run.
         self.tokenizing = ThreadPoolExecutor(1, "minivllm-tokenizer")
@@ -101,14 +104,28 @@ class Server:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
+        tools = ToolUse(body, self.dialect) if body.uses_tools else None
         prompt = {"prompt_token_ids": await self._conversation(body)}
-        return await self._answer(ChatReply, body, [prompt], request, top_logprobs=body.top_logprobs or 0)
+        tag = None if tools is None else tools.tag
+        return await self._answer(
+            ChatReply, body, [prompt], request, tag=tag, top_logprobs=body.top_logprobs or 0, tools=tools
+        )
 
     async def _answer(
-        self, kind: type[Reply], body: GenerationBody, prompts: list[dict[str, Any]], request: Request, **more: Any
+        self,
+        kind: type[Reply],
+        body: GenerationBody,
+        prompts: list[dict[str, Any]],
+        request: Request,
+        *,
+        tag: dict[str, Any] | None = None,
+        **more: Any,
     ) -> Response:
+        """``tag``: a structural tag that answers have to fit."""
         with body.in_its_words():
             params = body.sampling_params()
+            if tag is not None:
+                params = params.clone(structured_outputs=StructuredOutputsParams(structural_tag=tag))
         self._check_room(len(prompts) * params.n)
         _check_scores(prompts, params)
         reply_id = f"{kind.name}-{uuid.uuid4().hex}"
@@ -177,12 +194,9 @@ class Server:
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = check_variables(body.chat_template_kwargs or {}, self.tokenizer)
-        template = self.tokenizer.apply_chat_template
-        messages = [message.as_text() for message in body.messages]
+        messages = [message.told() for message in body.messages]
         try:
-            return await self._encode(
-                template, messages, add_generation_prompt=body.add_generation_prompt, **variables
-            )  # fmt: skip
+            return await self._encode(self.tokenizer.apply_chat_template, messages, **body.options(), **variables)
         except RecursionError:
             raise ClientError("chat_template_kwargs: nested too deeply", param="chat_template_kwargs") from None
 

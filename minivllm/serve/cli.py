@@ -80,7 +80,7 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     hello = f"minivllm serves {name} on {url} ({about['device']}, attention {about['attention']}). Try:"
     return Go(
-        ServerOptions(name, str(about["model"]), key, options.max_waiting),
+        ServerOptions(name, str(about["model"]), key, options.max_waiting, options.tool_call_parser),
         Limits.of(engine),
         f"{hello}\n{curl_line(url, name, key=key is not None)}",
         options.shutdown_timeout,

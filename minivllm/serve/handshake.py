@@ -25,6 +25,7 @@ class ServerOptions:
     root: str
     api_key: str | None = None
     max_waiting: int | None = None
+    tool_call_parser: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

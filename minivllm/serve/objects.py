@@ -52,11 +52,26 @@ class PromptLogprob(TypedDict):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id, the prompt's own first
 
 
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str  # JSON
+
+
+class Call(BaseModel):
+    """Of a tool. ``index``: in a stream, its place among the calls of its choice."""
+
+    index: int = 0
+    id: str
+    type: str
+    function: CalledFunction
+
+
 class Text(BaseModel):
     """A chat's message, or what is new of it."""
 
     role: str = "assistant"
     content: str | None = None
+    tool_calls: list[Call] | None = None
 
 
 class Choice(BaseModel):

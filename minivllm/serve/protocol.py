@@ -4,15 +4,18 @@ refused by name; only what cannot change it is passed over.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator, model_validator
 
 from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
+from minivllm.models.conversation import check_tool_calls
 from minivllm.plugins.naming import did_you_mean
 from minivllm.serve.errors import ClientError
 
@@ -26,7 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),  # of a conversation: the template writes them
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),  # of a conversation
     "function_call": ("none", "auto"),
@@ -35,26 +37,26 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),  # without tools there are no calls
     "prediction": (),
     "reasoning_effort": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),  # of a message
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ANY_TEXT = {"type": "text"}  # as ``response_format``
+
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
 MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
 MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some 50 MB, and half a second of all others
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
+MAX_TOOLS = 128  # as OpenAI has them
 MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 20 ms
 
 
@@ -188,9 +190,13 @@ class GenerationBody(Body):
         try:
             yield
         except RequestError as error:
-            if self.structured_outputs is not None or self.response_format is None:
-                raise
-            raise RequestError(str(error).replace("structured_outputs", "response_format", 1)) from None
+            raise RequestError(str(error).replace("structured_outputs", self._asks_by, 1)) from None
+
+    @property
+    def _asks_by(self) -> str:
+        """The field that says what an answer has to fit."""
+        own = self.structured_outputs is not None or self.response_format is None
+        return "structured_outputs" if own else "response_format"
 
     def _given(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in _SAMPLING & type(self).model_fields.keys()}
@@ -256,13 +262,14 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One of a conversation's. ``content`` as parts is joined with line ends; the rest is for the template."""
+    """One of a conversation's, for the template."""
 
     part_of = "messages"
 
     role: Unicode
-    content: Unicode | list[TextPart]
+    content: Unicode | list[TextPart] | None = None
     name: Unicode | None = None
+    tool_calls: list[Any] | None = None
     tool_call_id: Unicode | None = None
 
     @model_validator(mode="before")
@@ -274,23 +281,76 @@ class Message(Body):
                 raise cls._wrong(f"a part of a content is an object, not {shown(part)}", "content")
             if (kind := part.get("type")) != "text":
                 raise cls._wrong(f"content of type {shown(kind)} is not supported; only text is", "content")
-        if isinstance(data, dict) and data.get("content") is None:
+        if isinstance(data, dict) and data.get("content") is None and not data.get("tool_calls"):
             raise cls._wrong("each needs content, a string or text parts", "content")
         return data
 
-    def as_text(self) -> dict[str, str]:
-        parts = self.content
-        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {"role": self.role, "content": content} | {k: v for k, v in others.items() if v is not None}
+    @field_validator("tool_calls")
+    @classmethod
+    def _calls(cls, calls: list[Any] | None) -> list[Any] | None:
+        check_tool_calls(calls or [])
+        return calls or None
+
+    def told(self) -> dict[str, Any]:
+        """As the template is told it."""
+        return self.model_dump(exclude_none=True)
+
+
+class Function(Body):
+    part_of = "tools"
+
+    name: str
+    description: Unicode | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool = False
+
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            said = f"a function's name has letters, digits, _ and -, 64 at most, not {shown(name)}"
+            raise ClientError(f"tools: {said}", param="tools")
+        return name
+
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """They are an object, of whatever kind if nothing is said of them."""
+        return {"type": "object"} | (self.parameters or {})
+
+
+class Tool(Body):
+    part_of = "tools"
+
+    type: Literal["function"]
+    function: Function
 
 
 class Conversation(Body):
     """What becomes a prompt through the tokenizer's chat template."""
 
     messages: list[Message]
+    tools: list[Tool] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _within_their_limits(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in tools or ()]
+        if len(names) > MAX_TOOLS:
+            raise ClientError(f"tools: {len(names)} are more than {MAX_TOOLS}", param="tools")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise ClientError(f"tools: {len(names)} functions, of which several are named {twice[0]}", param="tools")
+        return tools or None
+
+    def options(self) -> dict[str, Any]:
+        """For the template, beside its own variables."""
+        told = {"add_generation_prompt": self.add_generation_prompt}
+        if self.continue_final_message:
+            told["continue_final_message"] = True
+        if self.tools:
+            return told | {"tools": [tool.model_dump(exclude_unset=True) for tool in self.tools]}
+        return told
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -299,6 +359,54 @@ class ChatBody(GenerationBody, Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | tuple[str]:
+        """``tool_choice``, or the one function that has to be called."""
+        if self.tool_choice is None:
+            return "auto" if self.tools else "none"
+        if isinstance(self.tool_choice, dict):
+            return (self.tool_choice["function"]["name"],)
+        return self.tool_choice  # one of the three: it was validated
+
+    @property
+    def uses_tools(self) -> bool:
+        return bool(self.tools) and self.choice != "none"
+
+    @property
+    def _asks_by(self) -> str:
+        return "tools" if self.uses_tools else super()._asks_by
+
+    def options(self) -> dict[str, Any]:
+        """Without tools that are not to be called."""
+        told = super().options()
+        if not self.uses_tools:
+            told.pop("tools", None)
+        return told
+
+    @model_validator(mode="after")
+    def _tools_to_choose(self) -> Self:
+        chosen, names = self.tool_choice, [tool.function.name for tool in self.tools or ()]
+        if isinstance(chosen, dict):
+            function = chosen.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if chosen != {"type": "function", "function": {"name": name}}:
+                said = '{"type": "function", "function": {"name": …}}'
+                raise ClientError(f"tool_choice: it is {said}, not {shown(chosen)}", param="tool_choice")
+            if name not in names:
+                of_these = ", ".join(names) or "none: there are no tools"
+                raise ClientError(f"tool_choice: {shown(name)} is none of {of_these}", param="tool_choice")
+        elif chosen not in (None, "none", "auto", "required"):
+            said = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
+            raise ClientError(f"tool_choice: it is {said}, not {shown(chosen)}", param="tool_choice")
+        elif chosen == "required" and not names:
+            raise ClientError("tool_choice: required needs tools", param="tool_choice")
+        if self.uses_tools and (self.structured_outputs is not None or self.response_format not in (None, _ANY_TEXT)):
+            said = f"{super()._asks_by} with tools is not supported; leave it out, or set tool_choice to none"
+            raise ClientError(said, param=super()._asks_by)
+        return self
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
@@ -331,7 +439,8 @@ class Tokenize(Conversation):
     def _text_or_messages(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise ClientError("give prompt, a string, or messages, and not both", param="prompt")
-        idle = ("add_special_tokens",) if self.messages else ("add_generation_prompt", "chat_template_kwargs")
+        of_messages = "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"
+        idle = ("add_special_tokens",) if self.messages else of_messages
         for name in idle:
             if name in self.model_fields_set:
                 what = "a text" if self.messages else "messages"
@@ -348,10 +457,12 @@ class Detokenize(Body):
 
 def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
     """OpenAI's ``response_format`` as ``StructuredOutputsParams`` has it."""
-    kinds = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
     kind, field = response_format.get("type"), "response_format"
+    if kind == "structural_tag":  # vLLM's
+        return {"structural_tag": response_format}
+    kinds = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
     if not isinstance(kind, str) or kind not in kinds:
-        raise ClientError(f"{field}: type {shown(kind)} is none of {', '.join(kinds)}", param=field)
+        raise ClientError(f"{field}: type {shown(kind)} is none of {', '.join(kinds)}, structural_tag", param=field)
     if more := response_format.keys() - kinds[kind]:
         raise ClientError(f"{field}: type {kind} has no {', '.join(sorted(more))}", param=field)
     if kind == "text":

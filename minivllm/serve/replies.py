@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic_core import to_json
@@ -15,6 +16,7 @@ from minivllm.serve.echo import Echo, emptied, own_and_best
 from minivllm.serve.objects import (
     Answer,
     CachedTokens,
+    Call,
     ChatLogprob,
     ChatLogprobs,
     Choice,
@@ -25,6 +27,7 @@ from minivllm.serve.objects import (
     TokenLogprob,
     Usage,
 )
+from minivllm.serve.tool_calls import CallReader, ToolUse
 
 _LEAST = -9999.0  # what stands for minus infinity, which JSON does not have, as in vLLM
 _MARK = "\ue000 text \ue000"  # in a chunk's JSON found only where its text goes
@@ -57,8 +60,8 @@ class Reply(ABC):
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     @abstractmethod
-    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
-        """The fields of a choice that hold ``text``."""
+    def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
+        """The fields of choice ``index`` that hold ``text``."""
 
     @abstractmethod
     def _logprobs(self, index: int, new: CompletionOutput) -> CompletionLogprobs | ChatLogprobs:
@@ -94,11 +97,15 @@ class Reply(ABC):
         if begins:
             yield from (chunk.json_bytes() for chunk in self._first_chunks())
         for index, new in self._news(output):
-            if new.finish_reason is None and new.logprobs is None and not self._continuous:  # nearly all of them
+            if self._is_text_alone(index, new):  # nearly all of them
                 before, after = self._frame(index)
                 yield before + to_json(new.text) + after
             else:
                 yield self._chunk([self._choice(index, new, whole=False)]).json_bytes()
+
+    def _is_text_alone(self, index: int, new: CompletionOutput) -> bool:
+        """Whether a chunk of ``new`` says nothing but text."""
+        return new.finish_reason is None and new.logprobs is None and not self._continuous
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
         """The JSON of a chunk of choice ``index`` that says nothing but text, before the text and behind it."""
@@ -143,11 +150,14 @@ class Reply(ABC):
             yield index, new
 
     def _choice(self, index: int, new: CompletionOutput, *, whole: bool) -> Choice:
-        fields = self._content(new.text, whole=whole)
+        fields = self._content(index, new.text, whole=whole)
         if new.finished():
             fields["stop_reason"] = new.stop_reason
         logprobs = self._logprobs(index, new) if new.logprobs is not None else None
-        return Choice(index=index, logprobs=logprobs, finish_reason=new.finish_reason, **fields)
+        return Choice(index=index, logprobs=logprobs, finish_reason=self._finish_reason(index, new), **fields)
+
+    def _finish_reason(self, index: int, new: CompletionOutput) -> str | None:
+        return new.finish_reason
 
     def _chunk(self, choices: list[Choice]) -> Answer:
         if not self.include_usage:
@@ -183,7 +193,7 @@ class CompletionReply(Reply):
         for choice in answer.choices[prompt * self.n : (prompt + 1) * self.n]:
             choice.prompt_logprobs = logprobs
 
-    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
+    def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
         return {"text": text}
 
     def _logprobs(self, index: int, new: CompletionOutput) -> CompletionLogprobs:
@@ -211,17 +221,53 @@ class ChatReply(Reply):
     name = "chatcmpl"
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args: Any, top_logprobs: int = 0, **more: Any) -> None:
+    def __init__(self, *args: Any, top_logprobs: int = 0, tools: ToolUse | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._top = top_logprobs
+        self._top, self._tools = top_logprobs, tools
+        self._readers: dict[int, CallReader] = {}  # by choice
+        self._calls: dict[int, list[Call]] = {}  # that are not told yet
+        self._num_calls: Counter[int] = Counter()
 
     def _first_chunks(self) -> Iterator[Answer]:
         for index in range(len(self._place) * self.n):
             start = Text(role="assistant", content="")
             yield self._chunk([Choice(index=index, delta=start, logprobs=None, finish_reason=None)])
 
-    def _content(self, text: str, *, whole: bool) -> dict[str, Any]:
-        return {"message": Text(role="assistant", content=text)} if whole else {"delta": Text(content=text)}
+    def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """With tools, text without calls; these are for ``_content``."""
+        for index, new in super()._news(output):
+            if self._tools is None:
+                yield index, new
+                continue
+            if index not in self._readers:
+                self._readers[index] = self._tools.reader()
+            text, calls = self._readers[index].read(new.text, last=new.finished())
+            if self._tools.one_alone:
+                calls = calls[: 1 - self._num_calls[index]]
+            self._num_calls[index] += len(calls)
+            if calls:
+                self._calls[index] = calls
+            if calls or text or new.finished() or new.logprobs:
+                yield index, replace(new, text=text)
+
+    def _is_text_alone(self, index: int, new: CompletionOutput) -> bool:
+        return index not in self._calls and super()._is_text_alone(index, new)
+
+    def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
+        calls = self._calls.pop(index, [])
+        if whole:
+            message = Text(role="assistant", content=text if text or not calls else None)
+        else:
+            message = Text(content=text) if text or not calls else Text()
+            first = self._num_calls[index] - len(calls)
+            calls = [call.model_copy(update={"index": first + i}) for i, call in enumerate(calls)]
+        if calls:
+            message.tool_calls = calls
+        return {"message": message} if whole else {"delta": message}
+
+    def _finish_reason(self, index: int, new: CompletionOutput) -> str | None:
+        called = self._tools is not None and self._num_calls[index] and not self._tools.named
+        return "tool_calls" if called and new.finish_reason == "stop" else new.finish_reason
 
     def _add_prompt(self, answer: Answer, prompt: int, logprobs: PromptLogprobs) -> None:
         answer.prompt_logprobs = logprobs

@@ -93,6 +93,18 @@ def fits_schema(text: str) -> bool:
     return len(value["tags"]) <= 3 and set(value["tags"]) <= {"a", "b"}
 
 
+def tagged(kind: str = "triggered_tags", *, schema: Any = True, end: str = "</f>", **more: Any) -> dict[str, Any]:
+    """A structural tag of one function's calls."""
+    tag = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": schema}, "end": end}
+    return {"type": "structural_tag", "format": {"type": kind, "tags": [tag]} | more}
+
+
+ONE_OR_TWO: dict[str, Any] = {
+    "schema": {"enum": [1, 2]},
+    "end": "</f>\n",
+    "at_least_one": True,
+    "stop_after_first": True,
+}
 KINDS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"json": SCHEMA}, fits_schema),
     ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, lambda text: not re.search(r"\s(?=[\"{}:,])", text)),
@@ -102,6 +114,14 @@ KINDS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"choice": ["yes", "no", 'a "b" é']}, lambda text: text in ("yes", "no", 'a "b" é')),
     ({"grammar": 'start: "x" | "y" start'}, lambda text: re.fullmatch("y*x", text)),  # Lark's
     ({"grammar": 'root ::= "x" | "y" root'}, lambda text: re.fullmatch("y*x", text)),  # llama.cpp's
+    (
+        {"structural_tag": tagged("tags_with_separator", separator=";", **ONE_OR_TWO)},
+        lambda text: re.fullmatch("<f>[12]</f>\n", text),
+    ),
+    (
+        {"structural_tag": json.dumps(tagged(triggers=["<"], **ONE_OR_TWO))},
+        lambda text: re.fullmatch("<f>[12]</f>\n", text),
+    ),
 ]
 
 
@@ -307,8 +327,29 @@ def test_without_llguidance_it_says_what_to_type(
 
 # --------------------------------------------------------------------------- what may be asked for
 
+
+def test_tags_in_text(tokenizer: CheckpointTokenizer) -> None:
+    """What stands between them is free; once one is begun it has to fit."""
+    old = {"type": "structural_tag", "triggers": ["<f"], "structures": [
+        {"begin": "<f>", "schema": {"enum": [1, 2]}, "end": "</f>"},
+        {"begin": "<f2>", "schema": {"const": "a"}, "end": "."},
+    ]}  # fmt: skip
+    new = tagged(triggers=["<f"], schema={"enum": [1, 2]})
+    once = tagged(
+        "tags_with_separator", separator="", schema={"enum": [1, 2]}, at_least_one=True, stop_after_first=True
+    )
+    for asked, text, fits in (
+        (old, "a <f>2</f> b < <f2>\"a\". c", True), (old, "a <f>3", False), (old, "a <g", True), (old, "<f3", False),
+        (new, "<f>1</f><f>2</f>", True), (new, "", True), (new | {"format": new["format"] | {"stop_after_first": True}},
+        "b <f>1</f>a", False), (once, "<f>1</f>", True), (once, "<f>1</f><", False), (once, "a", False),
+    ):  # fmt: skip
+        its = one(tokenizer, structured_outputs={"structural_tag": asked})
+        tokens = tokenizer.encode(text)
+        assert (its.guide.matcher.validate_tokens(tokens) == len(tokens)) == fits, (asked, text)
+
+
 WRONG: list[tuple[Any, str]] = [
-    ({}, "structured_outputs: give one of json, regex, choice, grammar, json_object, not none of them"),
+    ({}, "structured_outputs: give one of json, regex, choice, grammar, json_object, structural_tag, not none of them"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
     ({"json_object": False}, "not none of them"),
     ({"json_object": 1}, "json_object=1 is neither True nor False"),
@@ -322,11 +363,26 @@ WRONG: list[tuple[Any, str]] = [
     ({"choice": "abc"}, "choice='abc' is not a list of texts"),
     ({"choice": ["a", ""]}, "is not a list of texts, each of one character or more"),
     ({"choice": np.array(["a", "b"])}, "is not a list of texts"),
-    ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace belongs to json and json_object"),
+    (
+        {"regex": "a", "disable_any_whitespace": True},
+        "disable_any_whitespace belongs to json, json_object, structural_tag",
+    ),
     ({"json": {}, "disable_any_whitespace": np.array([1, 2])}, "is neither True nor False"),
-    ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json and json_object"),
+    ({"choice": ["a"], "whitespace_pattern": " "}, "whitespace_pattern belongs to json, json_object, structural_tag"),
     ({"json": {}, "disable_additional_properties": True}, "disable_additional_properties=True is not supported yet"),
-    ({"structural_tag": "{}"}, "structural_tag='{}' is not supported yet"),
+    ({"structural_tag": "{"}, "structural_tag: it is not JSON"),
+    ({"structural_tag": "{}"}, "structural_tag: it is an object with type, not {}"),
+    ({"structural_tag": {"type": "regex"}}, "structural_tag: its type is structural_tag, not 'regex'"),
+    ({"structural_tag": tagged("regex")}, "format has a type, triggered_tags or tags_with_separator, not 'regex'"),
+    ({"structural_tag": tagged(triggers=["<g>"])}, "begin='<f>' begins with none of the triggers, or with several"),
+    ({"structural_tag": tagged(triggers=["<", "<f"])}, "begins with none of the triggers, or with several"),
+    ({"structural_tag": tagged(triggers=["<f>", "g"])}, "no tag begins with the trigger 'g'"),
+    ({"structural_tag": tagged(triggers=[])}, "triggers is a list of one or more, not []"),
+    ({"structural_tag": tagged(triggers=["<f>"], at_least_one=1)}, "at_least_one is true or false, not 1"),
+    ({"structural_tag": tagged("tags_with_separator", separator=5)}, "separator is a text, not 5"),
+    ({"structural_tag": tagged("tags_with_separator", separator="", tags=[])}, "tags is a list of one or more"),
+    ({"structural_tag": tagged(triggers=["<f>"], schema=5)}, "5 is not a JSON schema"),
+    ({"structural_tag": tagged(triggers=["<f>"], end="\ud800")}, "begin and end are texts"),
     ("json", "structured_outputs='json' is no StructuredOutputsParams"),
 ]
 

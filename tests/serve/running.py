@@ -81,3 +81,14 @@ def serving(llm: LLM, name: str = "tiny", **options: Any) -> Iterator[Running]:
         threads[1].join(10)
         ours.close()
     assert not threads[1].is_alive()
+
+
+def told(response: httpx.Response, status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The error that a response holds."""
+    assert response.status_code == status, response.text
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert error["param"] == param
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error

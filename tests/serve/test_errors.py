@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from running import Running, serving, until
+from running import Running, serving, told, until
 from streams import streamed
 
 from minivllm import LLM
@@ -17,21 +17,11 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def told(response: httpx.Response, status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    (error,) = response.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
-    assert message in error["message"]
-    assert error["param"] == param
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    return error
-
-
 USER = {"role": "user", "content": "a"}
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
-    (CHAT, {"tools": [{"type": "function"}]}, "tools: ", "tools"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice: 'required' is not supported", "tool_choice"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions: [{'name': 'f'}] is not supported", "functions"),
+    (CHAT, {"function_call": {"name": "f"}}, "function_call: {'name': 'f'} is not supported", "function_call"),
     (CHAT, {"response_format": {"type": "xml"}}, "type 'xml' is none of text, json_object", "response_format"),
     (CHAT, {"response_format": {}}, "type None is none of", "response_format"),
     (CHAT, {"response_format": {"type": "json_object", "a": 1}}, "type json_object has no a", "response_format"),
@@ -66,7 +56,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "messages"),
     (CHAT, {"messages": [USER | {"nam": "b"}]}, "messages: there is no field 'nam'. Did you mean name?", "messages"),
     (CHAT, {"messages": [USER | {"content": ["a"]}]}, "a part of a content is an object, not 'a'", "messages"),
-    (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages: tool_calls: [1] is not supported", "messages"),
+    (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages: a tool call is {", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not", "messages"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "cannot be set there", "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"messages": 1}}, "messages cannot be set there", "chat_template_kwargs"),
@@ -147,7 +137,7 @@ def test_what_is_nested_or_long_is_quoted_in_part(server: Running) -> None:
         body = b'{"prompt": "a", "vllm_xargs": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
         assert server.client.post(COMPLETIONS, content=body, headers=headers).status_code == 400
     server.settled()
-    error = told(server.post(COMPLETIONS, prompt="a", tools=["x" * 5000]), 400, "tools: ['xxx", "tools")
+    error = told(server.post(COMPLETIONS, prompt="a", functions=["x" * 5000]), 400, "functions: ['xxx", "functions")
     assert len(error["message"]) < 400
     told(server.post(COMPLETIONS, prompt="a", stop=5), 400, "stop: it is a string, or a list of strings", "stop")
     told(server.post(COMPLETIONS, prompt="a", stop=["a", 5]), 400, "a list of strings", "stop")

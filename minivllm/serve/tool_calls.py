@@ -1,0 +1,206 @@
+"""Calls of tools: how a model is made to write them, and how they are found in what it writes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from minivllm.serve.errors import ClientError
+from minivllm.serve.objects import Call, CalledFunction
+
+if TYPE_CHECKING:
+    from minivllm.serve.protocol import ChatBody, Function
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class CallReader(ABC):
+    """Of one answer, as it comes."""
+
+    @abstractmethod
+    def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        """What of ``text``, and of what was held back, is no call, and the calls that are complete. ``last``: nothing
+        follows, and nothing is held back."""
+
+
+class TaggedCalls(CallReader):
+    """Text, and calls between ``<tool_call>`` and ``</tool_call>``. White space around calls is not text; between tags
+    what is no call is."""
+
+    def __init__(self) -> None:
+        self._held, self._called = "", False  # whether what came last was a call
+
+    def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        self._held += text
+        said = ""
+        calls: list[Call] = []
+        while (begin := self._held.find(_OPEN)) >= 0:
+            end, call = self._first_call(begin + len(_OPEN), last=last)
+            said += self._text(self._held[:begin], before_tag=True)
+            if end is None:
+                self._held = self._held[begin:]
+                return said, calls
+            if call is None:
+                said += self._held[begin:end]
+            else:
+                calls.append(call)
+                self._called = True
+            self._held = self._held[end:]
+        done = self._held if last else self._held[: len(self._held) - _tail(self._held)]
+        self._held = self._held[len(done) :]
+        return said + self._text(done, before_tag=False), calls
+
+    def _first_call(self, begin: int, *, last: bool) -> tuple[int | None, Call | None]:
+        """Where what begins there ends, None if that is not known yet, and the call that it is, if it is one."""
+        close = self._held.find(_CLOSE, begin)
+        while close >= 0:
+            try:
+                return close + len(_CLOSE), _call(json.loads(self._held[begin:close]))
+            except (ValueError, RecursionError) as error:
+                if not str(error).startswith("Unterminated string"):  # the tag is within one
+                    return close + len(_CLOSE), None
+            close = self._held.find(_CLOSE, close + len(_CLOSE))
+        if not last:
+            return None, None
+        try:  # some models leave the last tag out
+            return len(self._held), _call(json.loads(self._held[begin:]))
+        except (ValueError, RecursionError):
+            return len(self._held), None
+
+    def _text(self, text: str, *, before_tag: bool) -> str:
+        if before_tag:
+            text = text.rstrip()
+        if self._called and not text.strip():
+            return ""
+        self._called = False
+        return text
+
+
+class BareCalls(CallReader):
+    """An answer that is one call, or several with ``;`` between them, and nothing else; or else text."""
+
+    def __init__(self) -> None:
+        self._held: str | None = ""  # None: it is text
+
+    def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        if self._held is None:
+            return text, []
+        self._held += text
+        begins = self._held.lstrip()
+        if not last and (not begins or begins.startswith("{")):
+            return "", []
+        held, self._held = self._held, None
+        calls = _bare_calls(begins) if last else None
+        return (held, []) if not calls else ("", calls)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How models of a kind write calls. A call: ``begin % NAME`` with the name as JSON, the arguments as JSON, ``end``;
+    several with ``separator`` between them, or one alone where that is None. In text a call begins with ``trigger``."""
+
+    begin: str
+    end: str
+    trigger: str
+    separator: str | None
+    reader: type[CallReader]
+
+
+DIALECTS = {  # under vLLM's names
+    "hermes": Dialect(f'{_OPEN}\n{{"name": %s, "arguments": ', f"}}\n{_CLOSE}", _OPEN, "\n", TaggedCalls),
+    "llama3_json": Dialect('{"name": %s, "parameters": ', "}", '{"name": ', None, BareCalls),
+}
+
+
+def dialect_of(wanted: str, chat_template: str | None) -> Dialect | None:
+    """``tool_call_parser`` of a server; with ``auto`` what the template shows a model, None if it is none of these."""
+    if wanted != "auto":
+        return DIALECTS[wanted]
+    if _OPEN in (chat_template or ""):
+        return DIALECTS["hermes"]
+    if '"parameters": dictionary of argument name' in (chat_template or ""):
+        return DIALECTS["llama3_json"]
+    return None
+
+
+class ToolUse:
+    """What one chat's tools mean for its answers. Raises ClientError."""
+
+    def __init__(self, body: ChatBody, dialect: Dialect | None) -> None:
+        """``body`` has tools, and a choice other than none."""
+        functions = {tool.function.name: tool.function for tool in body.tools or ()}
+        if dialect is None and body.choice == "auto":
+            raise ClientError(
+                "tools: how this model writes calls is not known; ask with tool_choice=required, or start the server "
+                f"with tool_call_parser={' or '.join(DIALECTS)}",
+                param="tools",
+            )
+        self.dialect = dialect or DIALECTS["llama3_json"]
+        self.one_alone = not body.parallel_tool_calls
+        self.named = isinstance(body.choice, tuple)
+        self.tag: dict[str, Any] | None = None  # that answers have to fit, as ``structural_tag``
+        if self.named:
+            self.tag = self._tags_alone([functions[body.choice[0]]], one=True)
+        elif body.choice == "required":
+            self.tag = self._tags_alone(list(functions.values()), one=self.one_alone)
+        elif any(function.strict for function in functions.values()):
+            tags = self._tags(list(functions.values()))
+            kind = {"type": "triggered_tags", "triggers": [self.dialect.trigger], "stop_after_first": self.one_alone}
+            self.tag = {"type": "structural_tag", "format": kind | {"tags": tags}}
+
+    def _tags_alone(self, functions: Sequence[Function], *, one: bool) -> dict[str, Any]:
+        between = self.dialect.separator
+        kind = {"type": "tags_with_separator", "separator": between or "", "at_least_one": True}
+        alone = {"stop_after_first": one or between is None, "tags": self._tags(functions)}
+        return {"type": "structural_tag", "format": kind | alone}
+
+    def _tags(self, functions: Sequence[Function]) -> list[dict[str, Any]]:
+        return [
+            {
+                "begin": self.dialect.begin % json.dumps(function.name),
+                "content": {"type": "json_schema", "json_schema": function.schema_of_arguments()},
+                "end": self.dialect.end,
+            }
+            for function in functions
+        ]
+
+    def reader(self) -> CallReader:
+        return self.dialect.reader()
+
+
+def _tail(text: str) -> int:
+    """Of how many characters at its end it is not known yet whether they are text: white space, and what may become a
+    tag."""
+    begun = next((n for n in range(min(len(_OPEN), len(text)), 0, -1) if text.endswith(_OPEN[:n])), 0)
+    before = text[: len(text) - begun]
+    return begun + len(before) - len(before.rstrip())
+
+
+def _bare_calls(text: str) -> list[Call] | None:
+    calls: list[Call] = []
+    try:
+        while text:
+            said, end = json.JSONDecoder().raw_decode(text)
+            call = _call(said)
+            if call is None:
+                return None
+            calls.append(call)
+            text = text[end:].strip().removeprefix(";").lstrip()
+    except (ValueError, RecursionError):
+        return None
+    return calls
+
+
+def _call(said: Any) -> Call | None:
+    """What is written as JSON, if it is a call."""
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        return None
+    arguments = said.get("arguments", said.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = CalledFunction(name=said["name"], arguments=arguments)
+    return Call(id=f"call_{uuid.uuid4().hex}", type="function", function=function)

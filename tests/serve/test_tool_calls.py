@@ -1,0 +1,253 @@
+"""Tools: how a call is asked for, written, found in an answer, and told to a client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from running import OVERRIDES, SETTINGS, Running, serving, told
+
+from minivllm import LLM
+from minivllm.core.outputs import CompletionOutput, RequestOutput
+from minivllm.serve.protocol import ChatBody
+from minivllm.serve.replies import ChatReply
+from minivllm.serve.tool_calls import DIALECTS, BareCalls, CallReader, TaggedCalls, ToolUse, dialect_of
+
+CHAT = "/v1/chat/completions"
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
+CITY |= {"additionalProperties": False}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ASK = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 300}
+
+
+def tagged(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+PARIS = tagged("weather", '{"city": "Paris"}')
+# what a model writes, the text of it, its calls
+TAGGED = [
+    ("just text, 1 < 2", "just text, 1 < 2", []),
+    (" ends with <tool_c", " ends with <tool_c", []),
+    ("white space \n", "white space \n", []),
+    (PARIS, "", [("weather", {"city": "Paris"})]),
+    (f"I look.\n\n{PARIS}\n{tagged('clock', '{}')}\n", "I look.", [("weather", {"city": "Paris"}), ("clock", {})]),
+    (f"{PARIS} It rains. ", " It rains. ", [("weather", {"city": "Paris"})]),
+    (tagged("f", '{"a": "</tool_call>", "b": "<tool_call>"}'), "", [("f", {"a": "</tool_call>", "b": "<tool_call>"})]),
+    (PARIS.removesuffix("\n</tool_call>"), "", [("weather", {"city": "Paris"})]),
+    (
+        "<tool_call>\n{1: 2}\n</tool_call>" + PARIS,
+        "<tool_call>\n{1: 2}\n</tool_call>",
+        [("weather", {"city": "Paris"})],
+    ),
+    ('<tool_call>[1, "a"]</tool_call>', '<tool_call>[1, "a"]</tool_call>', []),
+    ('a <tool_call>\n{"name": "weather", "argum', 'a<tool_call>\n{"name": "weather", "argum', []),
+    ('<tool_call>{"name": "é", "parameters": {"ü": 1.50}}</tool_call>', "", [("é", {"ü": 1.5})]),
+]
+BARE = [
+    ("just text {", "just text {", []),
+    ("", "", []),
+    (' {"name": "f", "parameters": {"a": 1}}\n', "", [("f", {"a": 1})]),
+    ('{"name": "f", "arguments": {}}; {"name": "g", "parameters": {"s": "a;b"}}', "", [("f", {}), ("g", {"s": "a;b"})]),
+    ('{"name": "f", "parameters": {"a": 1}', '{"name": "f", "parameters": {"a": 1}', []),
+    ('{"city": "Paris"}', '{"city": "Paris"}', []),
+    ('{"name": "f", "parameters": {}} and text', '{"name": "f", "parameters": {}} and text', []),
+]
+CASES = [(TaggedCalls, *case) for case in TAGGED] + [(BareCalls, *case) for case in BARE]
+
+
+@given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 120), max_size=12))
+def test_what_is_found_does_not_depend_on_where_it_was_cut(
+    case: tuple[type[CallReader], str, str, list[Any]], cuts: list[int]
+) -> None:
+    kind, written, text, calls = case
+    reader, said, found = kind(), "", []
+    places = [0, *sorted(min(cut, len(written)) for cut in cuts), len(written)]
+    for begin, end in pairwise(places):
+        new, more = reader.read(written[begin:end], last=False)
+        said, found = said + new, found + more
+    new, more = reader.read("", last=True)
+    said, found = said + new, found + more
+    assert said == text
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls
+    assert len({call.id for call in found}) == len(found)
+
+
+def reply(written: str, *, pieces: int = 0, **asked: Any) -> list[dict[str, Any]]:
+    """The choices of an answer, whole, or in so many pieces."""
+    body = ChatBody.model_validate(ASK | {"tools": [WEATHER, CLOCK], "stream": bool(pieces)} | asked)
+    made = ChatReply("id", "m", ["r"], 1, False, tools=ToolUse(body, DIALECTS["hermes"]))
+    if not pieces:
+        output = RequestOutput("r", None, [1], [CompletionOutput(0, written, [5], finish_reason="stop")], True)
+        return [json.loads(made.whole([output]).json_bytes())["choices"][0]]
+    chunks: list[bytes] = []
+    size = -(-len(written) // pieces)
+    for begin in range(0, len(written), size):
+        last = begin + size >= len(written)
+        new = CompletionOutput(0, written[begin : begin + size], [5], finish_reason="stop" if last else None)
+        chunks += made.chunks(RequestOutput("r", None, [1], [new], last))
+    return [json.loads(chunk)["choices"][0] for chunk in chunks]
+
+
+def test_an_answer_with_calls() -> None:
+    (choice,) = reply(f"I look.\n{PARIS}\n{tagged('clock', '{}')}")
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+    first, second = choice["message"]["tool_calls"]
+    assert first == {
+        "id": first["id"],
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+    }
+    assert second["function"] == {"name": "clock", "arguments": "{}"}
+    (alone,) = reply(f"{PARIS}\n{PARIS}", parallel_tool_calls=False)
+    assert alone["message"]["content"] is None and len(alone["message"]["tool_calls"]) == 1
+    (text,) = reply("Nothing to look for.")
+    assert (
+        text["message"] == {"role": "assistant", "content": "Nothing to look for."} and text["finish_reason"] == "stop"
+    )
+    (named,) = reply(PARIS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert named["finish_reason"] == "stop" and len(named["message"]["tool_calls"]) == 1  # as with OpenAI
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 40, 200])
+def test_a_stream_with_calls(pieces: int) -> None:
+    choices = reply(f"I look.\n{PARIS}\n{tagged('clock', '{}')}", pieces=pieces)
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == "I look."
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "weather"), (1, "clock")]
+    assert all(call["type"] == "function" and call["id"] for call in calls)
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
+
+
+def test_how_a_model_writes_calls_is_read_from_its_template() -> None:
+    qwen = 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>'
+    llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    assert dialect_of("auto", qwen) is DIALECTS["hermes"] and dialect_of("auto", llama) is DIALECTS["llama3_json"]
+    assert dialect_of("auto", "{{ messages }}") is dialect_of("auto", None) is None
+    assert dialect_of("llama3_json", qwen) is DIALECTS["llama3_json"]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Running]:
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm, serving(llm, "demo") as running:
+        yield running
+
+
+@pytest.fixture
+def client(demo: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{demo.client.base_url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+    demo.settled()
+
+
+def test_what_has_to_be_called_is(client: openai.OpenAI) -> None:
+    """By a model that knows nothing of tools."""
+    ask = ASK | {"model": "demo", "tools": [WEATHER, CLOCK]}
+    weather = {"type": "function", "function": {"name": "weather"}}
+    for choice, reason in ((weather, "stop"), ("required", "tool_calls")):
+        said = client.chat.completions.create(**ask, tool_choice=choice, parallel_tool_calls=False).choices[0]
+        assert said.finish_reason == reason and said.message.content is None
+        (call,) = said.message.tool_calls
+        if choice == weather:
+            assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
+        pieces = list(client.chat.completions.create(**ask, tool_choice=choice, parallel_tool_calls=False, stream=True))
+        streamed = [one for piece in pieces for one in piece.choices[0].delta.tool_calls or []]
+        assert [(one.index, one.function) for one in streamed] == [(0, streamed[0].function)]
+        assert streamed[0].function.arguments == call.function.arguments
+        assert pieces[-1].choices[0].finish_reason == reason
+
+
+def test_a_conversation_goes_on_with_what_a_tool_said(client: openai.OpenAI, demo: Running) -> None:
+    ask = ASK | {"model": "demo", "tools": [WEATHER]}
+    weather = {"type": "function", "function": {"name": "weather"}}
+    message = client.chat.completions.create(**ask, tool_choice=weather).choices[0].message
+    more = [*ASK["messages"], message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}]
+    said = client.chat.completions.create(**ask | {"messages": more}, tool_choice="none").choices[0]
+    assert said.message.tool_calls is None and said.message.content
+    asked = [*more[:1], json.loads(message.model_dump_json(exclude_none=True)), more[2]]
+    ids = demo.post("/tokenize", messages=asked, tools=[WEATHER]).json()["tokens"]
+    text = demo.post("/detokenize", tokens=ids).json()["prompt"]
+    call = json.dumps({"name": "weather", "arguments": json.loads(message.tool_calls[0].function.arguments)})
+    assert f"assistant\n<tool_call>\n{call}\n</tool_call><|im_end|>\n<|im_start|>tool\nsunny" in text
+    assert text.startswith(f"<|im_start|>system\nThese tools can be called:\n<tools>\n{json.dumps(WEATHER)}\n</tools>")
+
+
+def test_strict_functions_and_text(demo: Running) -> None:
+    """Text stays what it is; only within a call it has to fit."""
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    plain, held = (demo.post(CHAT, **ASK, tools=[tool]).json()["choices"][0] for tool in (WEATHER, strict))
+    assert "Paris" in plain["message"]["content"] and plain["finish_reason"] == "stop"
+    # of the tools' text "strict" is a part, too
+    assert held["finish_reason"] == "stop" and "tool_calls" not in held["message"] and held["message"]["content"]
+    tag = ToolUse(ChatBody.model_validate(ASK | {"tools": [strict, CLOCK]}), DIALECTS["hermes"]).tag
+    assert tag is not None and tag["format"]["triggers"] == ["<tool_call>"] and len(tag["format"]["tags"]) == 2
+    assert ToolUse(ChatBody.model_validate(ASK | {"tools": [WEATHER]}), DIALECTS["hermes"]).tag is None
+
+
+NAMED = {"type": "function", "function": {"name": "x"}}
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function"}]}, "tools.0.function: Field required", "tools"),
+    (
+        {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
+        "tools.0.type: Input should be 'function'",
+        "tools",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools: a function's name has letters", "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strickt": True}}]}, "Did you mean strict?", "tools"),
+    ({"tools": [CLOCK, CLOCK]}, "of which several are named clock", "tools"),
+    ({"tools": [CLOCK] * 129}, "tools: 129 are more than 128", "tools"),
+    ({"tool_choice": "required"}, "tool_choice: required needs tools", "tool_choice"),
+    ({"tool_choice": "any", "tools": [CLOCK]}, "tool_choice: it is none, auto, required, or", "tool_choice"),
+    ({"tool_choice": NAMED, "tools": [CLOCK]}, "tool_choice: 'x' is none of clock", "tool_choice"),
+    ({"tool_choice": {"type": "function"}, "tools": [CLOCK]}, "tool_choice: it is {", "tool_choice"),
+    (
+        {"tools": [CLOCK], "response_format": {"type": "json_object"}},
+        "response_format with tools is not",
+        "response_format",
+    ),
+    ({"tools": [CLOCK], "structured_outputs": {"regex": "a"}}, "structured_outputs with tools", "structured_outputs"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}],
+            "tool_choice": "required",
+        },
+        "tools: ",
+        "tools",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages: a tool call is {", "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages", "messages"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages: arguments of 'f' are not JSON",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}]},
+        "messages: arguments of 'f' are not an object: 3",
+        "messages",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "said", "param"), BAD)
+def test_what_is_refused(demo: Running, asked: dict[str, Any], said: str, param: str) -> None:
+    error = told(demo.post(CHAT, **ASK | asked), 400, said, param)
+    assert "structural_tag" not in error["message"]
+
+
+def test_a_template_that_knows_no_tools(server: Running) -> None:
+    """And one whose calls nobody knows."""
+    assert server.engine.tokenizer.chat_template is not None
+    error = told(
+        server.post(CHAT, **ASK | {"tools": [CLOCK]}), 400, "tools: how this model writes calls is not known", "tools"
+    )
+    assert "tool_choice=required" in error["message"] and "tool_call_parser=hermes or llama3_json" in error["message"]
+    asked = ASK | {"tools": [CLOCK], "tool_choice": "required"}
+    told(server.post(CHAT, **asked), 400, "tools: the chat template does not tell a model of tools", "tools")
