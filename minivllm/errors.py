@@ -24,6 +24,10 @@ class RequestError(MinivllmError, ValueError):
     """One request that can never run; the engine goes on with the others."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt that is longer than ``max_model_len`` allows, alone or with what is to follow."""
+
+
 class EngineDeadError(MinivllmError, RuntimeError):
     """The engine stopped: a rank died or raised. Every waiting request ends with this error."""
 

@@ -215,6 +215,10 @@ class ServeSchema(EngineSchema):
     tool_call_parser: ToolCallParser = key(
         ToolCallParser.auto, "how the model writes calls of tools; auto: as its chat template shows it"
     )
+    allowed_origins: Any = key(
+        None, "a web site, as https://example.com, or a list of them, whose scripts may ask; '*': all. null: none",
+        text=True,
+    )  # fmt: skip
     shutdown_timeout: float = key(30.0, "seconds that running requests get to end after Ctrl-C or SIGTERM", ge=0)
     log_requests: bool = key(False, "one line a request on standard error")
 

@@ -102,6 +102,8 @@ def settle_mode(tree: Any) -> Any:
     if hasattr(tree, "stop"):
         tree.stop, tree.bad_words = _strings("stop", tree.stop), _strings("bad_words", tree.bad_words)
         tree.stop_token_ids = tree.stop_token_ids or []
+    if hasattr(tree, "allowed_origins"):
+        tree.allowed_origins = _strings("allowed_origins", tree.allowed_origins)
     for switch in ("profile", "trace", "timeline"):  # a word, or a file's name
         if getattr(tree, switch, "").lower() in ("true", "false"):
             setattr(tree, switch, getattr(tree, switch).lower())

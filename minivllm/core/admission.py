@@ -13,7 +13,7 @@ from minivllm.core.guides import Guides
 from minivllm.core.requests import Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import RequestError
+from minivllm.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -162,9 +162,10 @@ class Admission:
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         if prompt_len >= self.max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"the prompt has {prompt_len} tokens, and max_model_len={self.max_model_len} leaves no room for an "
-                "answer; shorten the prompt or raise max_model_len"
+                f"answer: this model's maximum context length is {self.max_model_len} tokens; shorten the prompt or "
+                "raise max_model_len"
             )
         if params.max_tokens is not None:
             return prompt_len + params.max_tokens

@@ -22,7 +22,7 @@ import numpy as np
 from minivllm.core.batch import Batch, Scored
 from minivllm.core.interfaces import Committed, Scheduler
 from minivllm.core.sequence import FinishReason, Sequence, Status
-from minivllm.errors import ConfigError, RequestError
+from minivllm.errors import ConfigError, ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
@@ -114,9 +114,10 @@ class SlotScheduler(Scheduler):
     def add(self, seq: Sequence) -> None:
         capacity = self.blocks.num_blocks * self.blocks.block_size
         if seq.max_len > self.max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 f"max_tokens={seq.max_len - seq.prompt_len} with a {seq.prompt_len}-token prompt exceeds "
-                f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+                f"max_model_len={self.max_model_len}: this model's maximum context length is {self.max_model_len} "
+                "tokens; shorten the prompt, lower max_tokens or raise max_model_len"
             )
         if seq.max_len - 1 > capacity:  # the last token is never written to the cache
             raise RequestError(

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -40,7 +41,7 @@ from minivllm.serve.tool_calls import ToolUse, dialect_of
 from minivllm.version import __version__
 
 T = TypeVar("T")
-_OPEN = ("/health", "/version", "/metrics")  # without a key: they tell nothing that anybody said
+_OPEN = ("/health", "/ping", "/version", "/metrics")  # without a key: they tell nothing that anybody said
 
 
 def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
@@ -62,11 +63,15 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app.post("/tokenize")(server.tokenize)
     app.post("/detokenize")(server.detokenize)
     app.get("/health")(server.health)
+    app.get("/ping")(server.health)
+    app.post("/ping")(server.health)
     app.get("/version")(server.version)
     app.get("/metrics")(server.metrics)
     install_error_handlers(app, tuple(ChatBody.model_fields | CompletionBody.model_fields))
     if options.api_key is not None:
         app.add_middleware(KeyCheck, api_key=options.api_key)
+    if options.allowed_origins:  # outermost: what a browser asks before it sends a key has none
+        app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods="*", allow_headers="*")
     return app
 
 
@@ -128,8 +133,10 @@ class Server:
                 params = params.clone(structured_outputs=StructuredOutputsParams(structural_tag=tag))
         self._check_room(len(prompts) * params.n)
         _check_scores(prompts, params)
-        reply_id = f"{kind.name}-{uuid.uuid4().hex}"
-        names = [f"{reply_id}-{i}" for i in range(len(prompts))]
+        unique = f"{kind.name}-{uuid.uuid4().hex}"
+        names = [f"{unique}-{i}" for i in range(len(prompts))]
+        theirs = body.request_id or request.headers.get("x-request-id")
+        reply_id = f"{kind.name}-{theirs}" if theirs else unique  # as vLLM has it
         usage = body.stream_options or StreamOptions()
         reply = kind(
             reply_id,
@@ -234,7 +241,7 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         ours = self.options.model_name
-        if name is not None and name != ours:
+        if name and name != ours:
             said = f"there is no model {shown(name)} here; this server has {ours!r}"
             raise ClientError(said, status=404, param="model", code="model_not_found")
 

@@ -79,8 +79,16 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     hello = f"minivllm serves {name} on {url} ({about['device']}, attention {about['attention']}). Try:"
+    server = ServerOptions(
+        name,
+        str(about["model"]),
+        key,
+        options.max_waiting,
+        tool_call_parser=options.tool_call_parser,
+        allowed_origins=options.allowed_origins,
+    )
     return Go(
-        ServerOptions(name, str(about["model"]), key, options.max_waiting, options.tool_call_parser),
+        server,
         Limits.of(engine),
         f"{hello}\n{curl_line(url, name, key=key is not None)}",
         options.shutdown_timeout,

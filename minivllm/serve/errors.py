@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import ContextLengthError, EngineDeadError, RequestError
 from minivllm.serve.generation import Aborted
 
 _GONE = 499  # nobody reads it: the client has hung up
@@ -53,6 +53,7 @@ def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse
     elif isinstance(error, RequestError):
         begins = _FIRST_WORD.match(message)
         status, param = 400, begins[1] if begins and begins[1] in fields else None
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     elif isinstance(error, EngineDeadError):
         status, code = 503, "engine_dead"
     elif isinstance(error, Aborted):

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, shown
 from minivllm.models.conversation import check_tool_calls
 from minivllm.plugins.naming import did_you_mean
@@ -21,7 +22,16 @@ from minivllm.serve.errors import ClientError
 
 # They say who asks, where to bill it or where to keep it.
 _PASSED_OVER = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_control",
+    }
 )
 # Fields that are known and not supported, each with the values that ask for what happens anyway.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -34,6 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_obfuscation": (False,),
+    "include_reasoning": (True,),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
@@ -46,8 +57,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
+_STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
+_ID = r"^[\x21-\x7e]{1,200}$"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANY_TEXT = {"type": "text"}  # as ``response_format``
 
@@ -70,6 +83,14 @@ def _unicode(text: str) -> str:
 
 
 Unicode = Annotated[str, AfterValidator(_unicode)]
+
+
+def _whole(value: Any) -> Any:
+    """Some languages write all numbers as floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class Body(BaseModel):
@@ -97,8 +118,9 @@ class Body(BaseModel):
                     raise ClientError(f"best_of={shown(value)} is not supported: only n itself is", param=name)
             else:
                 hint = did_you_mean(name, cls.model_fields)
-                if "structured_outputs" in cls.model_fields and name.startswith("guided_"):
-                    hint = f' It is "structured_outputs": {{"{name.removeprefix("guided_")}": …}} now.'  # vLLM's, too
+                kind = name.removeprefix("guided_")
+                if "structured_outputs" in cls.model_fields and kind != name and kind in _STRUCTURES:
+                    hint = f' It is "structured_outputs": {{"{kind}": …}} now.'  # vLLM's, too
                 raise cls._wrong(f"there is no field {shown(name)}.{hint}", name)
         return known
 
@@ -131,17 +153,17 @@ class GenerationBody(Body):
     """What both endpoints take. Fields of ``SamplingParams`` go there as they are: its defaults, its limits."""
 
     model: str | None = None
-    n: int | None = None
+    n: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -151,15 +173,16 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: Whole | None = None
+    truncate_prompt_tokens: Whole | None = None
     structured_outputs: Any = None
     response_format: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None  # vLLM's name for SamplingParams.extra_args
     stream: bool = False
     stream_options: StreamOptions | None = None
-    priority: int = 0
+    priority: Whole = 0
     cache_salt: Unicode | None = None
+    request_id: Annotated[str, Field(pattern=_ID)] | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Self:
@@ -190,7 +213,7 @@ class GenerationBody(Body):
         try:
             yield
         except RequestError as error:
-            raise RequestError(str(error).replace("structured_outputs", self._asks_by, 1)) from None
+            raise type(error)(str(error).replace("structured_outputs", self._asks_by, 1)) from None
 
     @property
     def _asks_by(self) -> str:
@@ -214,7 +237,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Any  # text, token ids, or a list of either
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
@@ -269,6 +292,8 @@ class Message(Body):
     role: Unicode
     content: Unicode | list[TextPart] | None = None
     name: Unicode | None = None
+    reasoning: Unicode | None = None
+    reasoning_content: Unicode | None = None
     tool_calls: list[Any] | None = None
     tool_call_id: Unicode | None = None
 
@@ -356,9 +381,9 @@ class Conversation(Body):
 class ChatBody(GenerationBody, Conversation):
     """POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
@@ -410,7 +435,7 @@ class ChatBody(GenerationBody, Conversation):
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) == 2:
             raise ClientError("max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise ClientError("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -442,7 +467,7 @@ class Tokenize(Conversation):
         of_messages = "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"
         idle = ("add_special_tokens",) if self.messages else of_messages
         for name in idle:
-            if name in self.model_fields_set:
+            if name in self.model_fields_set and not (name == "add_special_tokens" and not self.add_special_tokens):
                 what = "a text" if self.messages else "messages"
                 raise ClientError(f"{name} belongs to {what}; leave it out", param=name)
         return self

@@ -292,6 +292,27 @@ def test_text_parts_are_joined(server: Running) -> None:
     assert as_parts == server.post("/tokenize", messages=[{"role": "user", "content": "hello\nthere"}]).json()
 
 
+def test_a_request_has_the_name_that_it_brings(server: Running) -> None:
+    """Also one that another has, too."""
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    for _ in range(2):
+        assert server.post(COMPLETIONS, **body, request_id="a-1").json()["id"] == "cmpl-a-1"
+        headers = {"X-Request-Id": "b"}
+        assert server.client.post(COMPLETIONS, json=body, headers=headers).json()["id"] == "cmpl-b"
+    (event, *_) = streamed(server.client, COMPLETIONS, body | {"request_id": "a-1"})
+    assert event["id"] == "cmpl-a-1"
+    assert server.post(COMPLETIONS, **body, request_id="a b").status_code == 400
+    assert len({server.post(COMPLETIONS, **body).json()["id"] for _ in range(2)}) == 2
+
+
+def test_whole_numbers_may_be_written_as_floats(server: Running) -> None:
+    body = {"prompt": PROMPT, "seed": 3, "top_k": 5, "n": 2}
+    said = server.post(COMPLETIONS, **body, max_tokens=4).json()["choices"]
+    assert server.post(COMPLETIONS, **body | {"top_k": 5.0, "n": 2.0}, max_tokens=4.0).json()["choices"] == said
+    assert server.post(COMPLETIONS, **body, max_tokens=4.5).status_code == 400
+    assert server.post(COMPLETIONS, **body, max_tokens=True).status_code == 400
+
+
 def test_what_cannot_change_the_answer_is_passed_over(server: Running) -> None:
     asked = [{**message, "tool_calls": [], "annotations": []} for message in HELLO]
     assert server.post("/tokenize", messages=asked).json() == server.post("/tokenize", messages=HELLO).json()
@@ -300,7 +321,7 @@ def test_what_cannot_change_the_answer_is_passed_over(server: Running) -> None:
         "user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "tools": None,
         "tool_choice": "none",
         "response_format": {"type": "text"}, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0,
-        "best_of": 1, "parallel_tool_calls": True,
+        "best_of": 1, "parallel_tool_calls": True, "model": "", "include_reasoning": True, "max_completion_tokens": 6,
     }  # fmt: skip
     first, second = server.post(CHAT, **plain), server.post(CHAT, **plain, **more)
     assert second.status_code == 200, second.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -49,7 +50,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "0 to 20", "top_logprobs"),
-    (CHAT, {"max_tokens": 2, "max_completion_tokens": 2}, "one thing", "max_tokens"),
+    (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "one thing", "max_tokens"),
     (CHAT, {"max_completion_tokens": 0}, "max_tokens=0 is less than 1", "max_tokens"),
     (CHAT, {"messages": []}, "at least one", "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "needs content", "messages"),
@@ -145,6 +146,14 @@ def test_what_is_nested_or_long_is_quoted_in_part(server: Running) -> None:
         server.post(CHAT, messages=[{"role": "user", "content": 5}]), 400, "messages.0.content: it is a string, or a",
         "messages",
     )  # fmt: skip
+
+
+def test_what_is_too_long_has_a_code(server: Running) -> None:
+    """By which clients know that a shorter conversation may do."""
+    for body in ({"prompt": [1] * 1020, "max_tokens": 9}, {"prompt": [1] * 1024}):
+        error = told(server.post(COMPLETIONS, **body), 400, "this model's maximum context length is 1024 tokens", ANY)
+        assert error["code"] == "context_length_exceeded"
+    assert told(server.post(COMPLETIONS, prompt="a", max_tokens=0), 400, "max_tokens=0", "max_tokens")["code"] is None
 
 
 def test_unknown_models_and_paths(server: Running) -> None:

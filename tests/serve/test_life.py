@@ -309,3 +309,18 @@ def test_an_application_of_ones_own_runs_the_engine_in_a_thread(make_llm: Callab
         assert 'generation_tokens_total{model_name="tiny"} 10.0' in client.get("/metrics").text
         assert client.get("/health").status_code == 200
     assert not engine._thread.is_alive() and not llm.engine.has_unfinished_requests()
+
+
+def test_scripts_of_web_pages_are_let_in_where_they_are_named(make_llm: Callable[..., LLM]) -> None:
+    asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with serving(make_llm(), api_key="k", allowed_origins=("https://a.example",)) as server:
+        answer = server.client.options(COMPLETIONS, headers=asks | {"Access-Control-Request-Headers": "authorization"})
+        assert answer.status_code == 200  # it has no key yet
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+        models = server.client.get("/v1/models", headers=asks | {"Authorization": "Bearer k"})
+        assert models.headers["access-control-allow-origin"] == "https://a.example"
+        other = server.client.get("/v1/models", headers={"Origin": "https://b.example", "Authorization": "Bearer k"})
+        assert "access-control-allow-origin" not in other.headers
+    with serving(make_llm()) as server:
+        assert server.client.options(COMPLETIONS, headers=asks).status_code == 405
