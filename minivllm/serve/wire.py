@@ -6,8 +6,6 @@ hundreds of outputs a step, is msgpack.
 
 from __future__ import annotations
 
-import builtins
-import contextlib
 import pickle
 import queue
 import select
@@ -18,10 +16,9 @@ from typing import Any
 
 import msgspec
 
-from minivllm import errors
 from minivllm.core.frames import Frames, frame
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
-from minivllm.errors import MinivllmError
+from minivllm.errors import MinivllmError, by_name, printable
 from minivllm.serve.messages import Died, FromEngine, Metrics, News, ToEngine
 
 _PIECE = 1 << 18  # bytes
@@ -35,15 +32,11 @@ class _Failure(msgspec.Struct, array_like=True):
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         text = "" if isinstance(error, MinivllmError) else "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, _whole(str(error)), _whole(text))
+        return cls(type(error).__name__, printable(str(error)), printable(text))
 
     def as_error(self) -> Exception:
         """Of its class, if that is ours or Python's."""
-        kind = getattr(errors, self.error, None) or getattr(builtins, self.error, None)
-        error: Exception = RuntimeError(f"{self.error}: {self.message}")
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(TypeError):  # a class that is made of more than a message
-                error = kind(self.message)
+        error = by_name(self.error, self.message)
         if self.traceback:
             error.add_note(f"in the engine:\n{self.traceback}")
         return error
@@ -86,7 +79,7 @@ def encode_from_engine(message: FromEngine) -> bytes:
         return _encoder.encode(_News(taken, outputs))
     if isinstance(message, Metrics):
         return _encoder.encode(_Metrics(message.text))
-    return _encoder.encode(_Died(_whole(message.why)))
+    return _encoder.encode(_Died(printable(message.why)))
 
 
 def decode_from_engine(data: bytes) -> FromEngine:
@@ -102,11 +95,6 @@ def decode_from_engine(data: bytes) -> FromEngine:
     if isinstance(message, _Metrics):
         return Metrics(message.text)
     return Died(message.why)
-
-
-def _whole(text: str) -> str:
-    """Halves of characters, which a client can send, spelled out."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 class Wire:
