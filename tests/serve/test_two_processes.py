@@ -8,14 +8,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from minivllm.errors import EngineDeadError
+from minivllm.config.engine_config import ModelOptions
+from minivllm.core.model_config import ModelConfig
+from minivllm.errors import CheckpointError, EngineDeadError
 from minivllm.models.tokenizer import ByteTokenizer
+from minivllm.serve.cli import Front
 from minivllm.serve.encoding import decode_from_engine, encode_to_engine
 from minivllm.serve.engine_client import Limits
-from minivllm.serve.front import RemoteEngine
+from minivllm.serve.front import RemoteEngine, serve
+from minivllm.serve.handshake import Begin, Go, ServerOptions
 from minivllm.serve.messages import AskMetrics, Died, Metrics, Told
 from minivllm.serve.wire import EngineEnd, Wire
 
@@ -61,6 +66,18 @@ def test_a_reader_that_sleeps_holds_nobody_up_and_misses_nothing(ends: tuple[Eng
     engine.finish(20)
     reader.join(20)
     assert heard == said and not engine.wire.unsent
+
+
+def test_what_fails_at_the_start_of_one_is_raised_by_the_other(ends: tuple[EngineEnd, Wire], tmp_path: Path) -> None:
+    engine, front = ends
+    shape = {"architectures": ["A"], "vocab_size": 5, "hidden_size": 4, "intermediate_size": 3}
+    config = ModelConfig.from_hf(shape | {"num_hidden_layers": 2, "num_attention_heads": 1})
+    engine.wire.say(Begin(ModelOptions("checkpoint"), tmp_path, config, "auto"))
+    assert serve(front, front.socket) == 1
+    parent = object.__new__(Front)
+    parent.engine_end = engine
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        parent.go(Go(ServerOptions("m", "/"), Limits(1, 1, 1), "", 1.0, False))
 
 
 def test_who_asks_for_metrics_and_goes_leaves_no_answer_to_the_next(ends: tuple[EngineEnd, Wire]) -> None:
