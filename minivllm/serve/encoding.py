@@ -1,7 +1,7 @@
 """Messages between a server's two processes as bytes, and back. Nothing of them is a pickle.
 
-They are msgpack. What may hold any number or text that a client or a checkpoint can think of is JSON in it, as it came:
-that knows numbers of more than 64 bits and halves of characters.
+They are msgpack. A client or a checkpoint can think of more than that can hold: numbers of more than 64 bits, halves of
+characters. Such a part is JSON, as it came.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _LEVELS = 200  # of lists and mappings in each other: fewer than Python's parser
 # --------------------------------------------------------------------------- JSON
 
 _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_KEYS = frozenset((str,))
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 
 
@@ -49,7 +50,7 @@ def _check(name: str, value: Any, levels: int = _LEVELS) -> None:
         return
     if not levels:
         raise RequestError(f"{name}: this is nested too deeply")
-    if type(value) is not list and (type(value) is not dict or any(type(key) is not str for key in value)):
+    if type(value) is not list and (type(value) is not dict or not _KEYS.issuperset(map(type, value))):
         raise RequestError(f"{name}: {shown(value)} cannot be written as JSON")
     for one in value.values() if type(value) is dict else value:
         if type(one) not in _SCALARS:
@@ -88,7 +89,7 @@ class _Add(msgspec.Struct, array_like=True, tag="Add"):
     request_ids: tuple[str, ...]
     prompts: tuple[Any, ...]  # bytes of int64; text, JSON, where one is larger
     arrived: float
-    rest: bytes  # JSON
+    rest: Any  # or bytes, JSON, where msgpack cannot hold it
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,7 +97,7 @@ _to_engine = msgspec.msgpack.Decoder(_Add | Abort | Told | AskMetrics)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:
-    """Raises RequestError for parameters that JSON cannot hold: none that came as JSON, unless they are nested too
+    """Raises RequestError for parameters that neither can hold: none that came as JSON, unless they are nested too
     deeply."""
     if not isinstance(message, Add):
         return _encoder.encode(message)
@@ -104,13 +105,18 @@ def encode_to_engine(message: ToEngine) -> bytes:
     _check("vllm_xargs", p.extra_args)
     if (guide := p.structured_outputs) is not None:
         _check("structured_outputs", guide.json)
-    biases = None if p.logit_bias is None else list(p.logit_bias.items())  # keys would become text
+    biases = None if p.logit_bias is None else (list(p.logit_bias), list(p.logit_bias.values()))  # JSON's keys are text
     special = p.output_kind.value, biases, None if guide is None else _guide_of(guide), p.extra_args
+    rest = _plain_of(p), special, message.cache_salt, message.priority
+    add = _Add(message.request_ids, tuple(map(_tokens_of, message.prompts)), message.arrived, rest)
     try:
-        rest = _dumped((_plain_of(p), special, message.cache_salt, message.priority))
+        try:
+            return _encoder.encode(add)
+        except (OverflowError, UnicodeEncodeError):
+            add.rest = _dumped(rest)
+            return _encoder.encode(add)
     except (TypeError, ValueError) as error:
         raise RequestError(f"sampling parameters that cannot be written as JSON: {error}") from None
-    return _encoder.encode(_Add(message.request_ids, tuple(map(_tokens_of, message.prompts)), message.arrived, rest))
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
@@ -118,10 +124,11 @@ def decode_to_engine(data: bytes) -> ToEngine:
     message = _to_engine.decode(data)
     if not isinstance(message, _Add):
         return message
-    plain, (kind, biases, guide, extra), cache_salt, priority = _loaded(message.rest)
+    rest = _loaded(message.rest) if isinstance(message.rest, bytes) else message.rest
+    plain, (kind, biases, guide, extra), cache_salt, priority = rest
     params = _made(SamplingParams, _PLAIN, plain)
     params.output_kind, params.extra_args = RequestOutputKind(kind), extra
-    params.logit_bias = None if biases is None else dict(biases)
+    params.logit_bias = None if biases is None else dict(zip(*biases, strict=True))
     params.structured_outputs = None if guide is None else _made(StructuredOutputsParams, _GUIDE, guide)
     prompts = tuple({"prompt_token_ids": _tokens_in(tokens)} for tokens in message.prompts)
     return Add(message.request_ids, prompts, params, cache_salt, priority, message.arrived)

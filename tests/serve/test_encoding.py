@@ -77,6 +77,7 @@ def test_an_error_crosses_as_what_it_is() -> None:
 # --------------------------------------------------------------------------- to the engine
 
 HALF = "\ud83d\ude00 \udfff"  # whose first two would be a character if they met as escapes
+WAYS = 0, 2**80  # a priority for which all is msgpack if it can be, and one that makes it JSON
 ODD: list[tuple[str, Any]] = [
     ("n", 16384), ("n", 10**40), ("presence_penalty", -0.0), ("frequency_penalty", 2), ("repetition_penalty", 5e-324),
     ("temperature", 0.1 + 0.2), ("temperature", float("inf")), ("top_p", 1), ("top_k", 2**80), ("min_p", float("nan")),
@@ -118,7 +119,8 @@ def test_parameters_arrive_as_they_were_sent() -> None:
     for name, value in ODD:
         params = SamplingParams()
         setattr(params, name, value)  # some would be refused: what is refused is not this room's to say
-        assert same(added(params).params, params), name
+        for priority in WAYS:
+            assert same(added(params, priority=priority).params, params), name
     arrived = added(SamplingParams(structured_outputs={"regex": "a"}, logit_bias={"5": 1})).params
     assert arrived == SamplingParams(structured_outputs={"regex": "a"}, logit_bias={5: 1}) == arrived.clone()
 
@@ -139,7 +141,8 @@ def test_whatever_json_can_say_arrives(values: dict[str, Any], biases: dict[int,
     params.logit_bias = biases
     assert params.structured_outputs is not None
     params.structured_outputs.json = schema
-    assert same(added(params).params, params)
+    for priority in WAYS:
+        assert same(added(params, priority=priority).params, params)
 
 
 PROMPTS = st.lists(st.lists(st.integers(-3, 200_000)) | st.lists(st.integers(-(2**70), 2**70)))
