@@ -1,5 +1,8 @@
 """Every error that minivllm raises on purpose: each message says what was wrong, what was allowed, what to type."""
 
+import builtins
+import contextlib
+
 _QUOTED = 200  # characters
 _LIBRARIES = frozenset(("numpy", "torch", "triton"))  # what they raise is about what they were given
 
@@ -47,6 +50,20 @@ def is_text(value: object) -> bool:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:
         return False
+
+
+def printable(text: str) -> str:
+    """Halves of characters, which a client can send and no answer can hold, spelled out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def by_name(name: str, message: str) -> Exception:
+    """Another process's error: of its class, if that is ours or Python's, or a RuntimeError that names it."""
+    kind = globals().get(name) or getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # a class that is made of more than a message
+            return kind(message)
+    return RuntimeError(f"{name}: {message}")
 
 
 def place_of(error: BaseException) -> str:

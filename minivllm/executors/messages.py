@@ -16,11 +16,10 @@ from typing import Any
 
 import msgspec
 
-from minivllm import errors
 from minivllm.config.engine_config import EngineConfig
 from minivllm.core.frames import Frames, frame
 from minivllm.core.model_config import FrozenDict, ModelConfig, frozen
-from minivllm.errors import EngineDeadError, MinivllmError
+from minivllm.errors import EngineDeadError, MinivllmError, by_name
 from minivllm.plugins.ranks import ParentView
 
 _MOST_FDS = 253  # that Linux takes in one message: of 125 ranks
@@ -107,10 +106,8 @@ class Failed(msgspec.Struct, tag=True):
 
     def as_error(self, rank: int, starting: bool) -> MinivllmError:
         """What to raise in the parent: EngineDeadError; at the start, an error of ours as it was."""
-        kind = getattr(errors, self.error, None)
-        if starting and isinstance(kind, type) and issubclass(kind, MinivllmError):
-            error: MinivllmError = kind(self.message)
-        else:
+        error = by_name(self.error, self.message)
+        if not starting or not isinstance(error, MinivllmError):
             error = EngineDeadError(f"rank {rank} failed {self.doing}: {self.error}: {self.message}")
         error.add_note(f"on rank {rank}:\n{self.traceback}")
         return error

@@ -24,10 +24,10 @@ from minivllm.assemble import find_model
 from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
-from minivllm.errors import ConfigError, MinivllmError
+from minivllm.errors import ConfigError, MinivllmError, by_name
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
-from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, ServerOptions, Serving
+from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, ServerOptions, Serving
 from minivllm.serve.messages import Died
 from minivllm.serve.wire import EngineEnd, Wire
 
@@ -107,14 +107,14 @@ class Front:
         self.engine_end = EngineEnd(Wire(ours))
 
     def begin(self, begin: Begin) -> None:
-        self.engine_end.wire.send_object(begin)
+        self.engine_end.wire.say(begin)
 
     def go(self, go: Go) -> None:
         """Returns when requests are taken. Raises what it raised at its start."""
-        self.engine_end.wire.send_object(go)
+        self.engine_end.wire.say(go)
         answer = self.engine_end.wire.wait()
-        if isinstance(answer, MinivllmError):
-            raise answer
+        if isinstance(answer, Refused):
+            raise by_name(answer.error, answer.message)
         if not isinstance(answer, Serving):
             how = child_process.how_it_ended(self._process.wait())
             raise MinivllmError(f"the process that speaks HTTP {how} before it was ready")

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from minivllm.errors import ContextLengthError, EngineDeadError, RequestError
+from minivllm.errors import ContextLengthError, EngineDeadError, RequestError, printable
 from minivllm.serve.generation import Aborted
 
 _GONE = 499  # nobody reads it: the client has hung up
@@ -34,14 +34,9 @@ class ClientError(Exception):
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    message = _printable(message)
-    param = None if param is None else _printable(param)
+    message = printable(message)
+    param = None if param is None else printable(param)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _printable(text: str) -> str:
-    """Halves of characters, which a client can send and no answer can hold, spelled out."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse:

@@ -21,13 +21,14 @@ import uvicorn
 
 from minivllm.bytecode import kept_bytecode
 from minivllm.core.garbage import frozen
-from minivllm.errors import MinivllmError, RequestError
+from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.serve.app import create_app
+from minivllm.serve.encoding import decode_from_engine, encode_to_engine
 from minivllm.serve.engine_client import EngineClient, Limits
-from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Serving
+from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, Serving
 from minivllm.serve.messages import AskMetrics, Died, Metrics, News, ToEngine
-from minivllm.serve.wire import Wire, decode_from_engine
+from minivllm.serve.wire import Wire
 
 if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ _LAST_WORDS = 1.0  # seconds that clients have to take the error that ends their
 
 
 class RemoteEngine(EngineClient):
-    """An engine on the other end of a wire. Prompts are mappings with ``prompt_token_ids``."""
+    """An engine on the other end of a wire. Prompts are mappings with ``prompt_token_ids``, and only these cross."""
 
     def __init__(self, wire: Wire, tokenizer: Tokenizer, limits: Limits) -> None:
         super().__init__(tokenizer, limits)
@@ -59,10 +60,7 @@ class RemoteEngine(EngineClient):
         return await answer
 
     def _post(self, message: ToEngine) -> None:
-        try:
-            self._wire.send_object(message)
-        except RecursionError:
-            raise RequestError("structured_outputs or vllm_xargs are nested too deeply") from None  # no others can be
+        self._wire.send(encode_to_engine(message))
         if self._wire.unsent:
             self._loop.add_writer(self._wire.socket, self._write)
 
@@ -166,7 +164,7 @@ def serve(wire: Wire, listener: socket.socket) -> int:
     try:
         tokenizer = load_tokenizer(begin.model, begin.path, begin.model_config, begin.load_format)
     except MinivllmError as error:
-        wire.send_object(error)
+        wire.say(Refused(type(error).__name__, str(error)))
         return 1
     go = wire.wait()
     if not isinstance(go, Go):
@@ -174,7 +172,7 @@ def serve(wire: Wire, listener: socket.socket) -> int:
 
     def started() -> None:
         print(go.hello, flush=True)
-        wire.send_object(Serving())
+        wire.say(Serving())
 
     engine = RemoteEngine(wire, tokenizer, go.limits)
     log_requests(go.log_requests)

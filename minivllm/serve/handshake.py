@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from pathlib import Path
+import msgspec
 
-    from minivllm.config.engine_config import ModelOptions
-    from minivllm.core.model_config import ModelConfig
-    from minivllm.serve.engine_client import Limits
+from minivllm.config.engine_config import ModelOptions
+from minivllm.core.model_config import ModelConfig
+from minivllm.serve.engine_client import Limits
 
 CTRL_C = signal.SIGUSR1  # a terminal sends SIGINT to both; the engine's process takes it, and sends this on
 INTERRUPTED = 130  # the exit code after Ctrl-C
@@ -29,8 +28,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(msgspec.Struct, tag=True, frozen=True):
     """From the engine's process, as soon as the model is found: whose tokenizer to load meanwhile."""
 
     model: ModelOptions
@@ -39,8 +37,7 @@ class Begin:
     load_format: str
 
 
-@dataclass(frozen=True, slots=True)
-class Go:
+class Go(msgspec.Struct, tag=True, frozen=True):
     """From the engine's process: the engine is ready. ``hello`` is said once requests are taken."""
 
     server: ServerOptions
@@ -50,6 +47,15 @@ class Go:
     log_requests: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(msgspec.Struct, tag=True, frozen=True):
     """To the engine's process: requests and signals are taken."""
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """To the engine's process, instead: an error of ours at the start, its class's name and what it says."""
+
+    error: str
+    message: str
+
+
+Handshake = Begin | Go | Serving | Refused

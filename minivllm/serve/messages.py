@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minivllm.errors import EngineDeadError
+import msgspec
+
+from minivllm.errors import EngineDeadError, printable
 
 if TYPE_CHECKING:
     from minivllm.core.outputs import RequestOutput
@@ -27,18 +29,15 @@ class Add:
     arrived: float
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
     request_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Those whom one ``News`` was for have been told of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class AskMetrics:
+class AskMetrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """For what ``/metrics`` shows of a model of this name."""
 
     model_name: str
@@ -57,20 +56,18 @@ class News:
     outputs: list[RequestOutput]
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
+class Metrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
     text: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Died:
+class Died(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine's last words."""
 
     why: str
 
     @classmethod
     def of(cls, error: BaseException) -> Died:
-        return cls(str(error) or type(error).__name__)
+        return cls(printable(str(error)) or type(error).__name__)
 
     def as_error(self) -> EngineDeadError:
         return EngineDeadError(f"the engine has stopped: {self.why}")

@@ -1,112 +1,18 @@
-"""Messages between a server's two processes, as frames on a socket that neither waits for.
-
-What goes to the engine is pickled: a request may hold any number or text that a client can think of. What comes back,
-hundreds of outputs a step, is msgpack.
-"""
+"""A socket between a server's two processes, for messages (``encoding``) that neither waits for."""
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import pickle
 import queue
 import select
 import socket
 import time
-import traceback
-from typing import Any
 
-import msgspec
-
-from minivllm import errors
 from minivllm.core.frames import Frames, frame
-from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
-from minivllm.errors import MinivllmError
-from minivllm.serve.messages import Died, FromEngine, Metrics, News, ToEngine
+from minivllm.serve.encoding import decode_handshake, decode_to_engine, encode_from_engine, encode_handshake
+from minivllm.serve.handshake import Handshake
+from minivllm.serve.messages import FromEngine, ToEngine
 
 _PIECE = 1 << 18  # bytes
-
-
-class _Failure(msgspec.Struct, array_like=True):
-    error: str  # the class's name
-    message: str
-    traceback: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        text = "" if isinstance(error, MinivllmError) else "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, _whole(str(error)), _whole(text))
-
-    def as_error(self) -> Exception:
-        """Of its class, if that is ours or Python's."""
-        kind = getattr(errors, self.error, None) or getattr(builtins, self.error, None)
-        error: Exception = RuntimeError(f"{self.error}: {self.message}")
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(TypeError):  # a class that is made of more than a message
-                error = kind(self.message)
-        if self.traceback:
-            error.add_note(f"in the engine:\n{self.traceback}")
-        return error
-
-
-class _Output(msgspec.Struct, array_like=True, gc=False):
-    """A ``RequestOutput`` without its prompt, which the other side has."""
-
-    request_id: str
-    outputs: list[CompletionOutput]
-    finished: bool
-    num_cached_tokens: int
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-
-
-class _News(msgspec.Struct, array_like=True, tag=True):
-    taken: list[tuple[str, _Failure | None]]
-    outputs: list[_Output]
-
-
-class _Metrics(msgspec.Struct, array_like=True, tag=True):
-    text: bytes
-
-
-class _Died(msgspec.Struct, array_like=True, tag=True):
-    why: str
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_News | _Metrics | _Died)
-
-
-def encode_from_engine(message: FromEngine) -> bytes:
-    if isinstance(message, News):
-        taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
-        outputs = [
-            _Output(o.request_id, o.outputs, o.finished, o.num_cached_tokens, o.prompt_logprobs)
-            for o in message.outputs
-        ]
-        return _encoder.encode(_News(taken, outputs))
-    if isinstance(message, Metrics):
-        return _encoder.encode(_Metrics(message.text))
-    return _encoder.encode(_Died(_whole(message.why)))
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    """Outputs have no prompt."""
-    message = _decoder.decode(data)
-    if isinstance(message, _News):
-        taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]
-        outputs = [
-            RequestOutput(o.request_id, None, [], o.outputs, o.finished, o.num_cached_tokens, o.prompt_logprobs)
-            for o in message.outputs
-        ]
-        return News(taken, outputs)
-    if isinstance(message, _Metrics):
-        return Metrics(message.text)
-    return Died(message.why)
-
-
-def _whole(text: str) -> str:
-    """Halves of characters, which a client can send, spelled out."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 class Wire:
@@ -124,8 +30,8 @@ class Wire:
         self.unsent += frame(data)
         self.flush()
 
-    def send_object(self, value: Any) -> None:
-        self.send(pickle.dumps(value))
+    def say(self, message: Handshake) -> None:
+        self.send(encode_handshake(message))
 
     def flush(self) -> None:
         try:
@@ -144,13 +50,13 @@ class Wire:
             message = self._frames.next()
         return message
 
-    def wait(self) -> Any:
-        """The next message, an object, for as long as it takes. None: the other side is gone."""
+    def wait(self) -> Handshake | None:
+        """The next one's, for as long as it takes. None: the other side is gone."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         while (message := self.receive()) is None and not self.ended:
             poller.poll()
-        return None if message is None else pickle.loads(message)
+        return None if message is None else decode_handshake(message)
 
     def _read(self) -> None:
         try:
@@ -185,8 +91,7 @@ class EngineEnd:
         elif self.wire.unsent:
             self.wire.flush()
         if message is not None:
-            found: ToEngine = pickle.loads(message)
-            return found
+            return decode_to_engine(message)
         if self.wire.ended:
             return None
         raise queue.Empty

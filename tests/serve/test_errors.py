@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,10 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": ["a"] * 2049}, "2049 prompts are more than 2048", "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "100 prompts with n=100 are more than 8192", "prompt"),
     (COMPLETIONS, {"prompt": [10**30]}, f"token id {10**30} is outside the vocabulary: 0 to 511", None),
+    (COMPLETIONS, {"prompt": [[5], [6, -(10**30)]]}, f"prompt 1: token id {-(10**30)} is outside", None),
+    (COMPLETIONS, {"prompt": [2**63]}, f"token id {2**63} at place 0 is outside", None),
+    (COMPLETIONS, {"stop_token_ids": [10**30]}, f"{10**30} is outside the vocabulary", "stop_token_ids"),
+    (COMPLETIONS, {"vllm_xargs": {"mood": 10**30}}, "extra_args has mood", None),
     (COMPLETIONS, {"n": 1.5}, "n: ", "n"),
     (COMPLETIONS, {"max_tokens": True}, "max_tokens: ", "max_tokens"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
@@ -93,6 +98,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"vllm_xargs": {"mood": 1}}, "extra_args has mood, and sampler=default takes none", None),
     (COMPLETIONS, {"stop_token_ids": [99999]}, "99999 is outside the vocabulary", "stop_token_ids"),
     (COMPLETIONS, {"priority": 1}, "priority=1 is not supported by scheduler=mixed", "priority"),
+    (COMPLETIONS, {"priority": -(10**30)}, f"priority={-(10**30)} is not supported by", "priority"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "belongs to stream=true", "stream_options"),
     (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "needs include_usage=true", "stream_options"),
     (COMPLETIONS, {"prompt": []}, "prompt is a string", "prompt"),
@@ -137,6 +143,9 @@ def test_what_is_nested_or_long_is_quoted_in_part(server: Running) -> None:
     for depth in (3, 300, 500, 900):  # of which the deep ones do not come to the engine
         body = b'{"prompt": "a", "vllm_xargs": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
         assert server.client.post(COMPLETIONS, content=body, headers=headers).status_code == 400
+    for name in ("vllm_xargs", "structured_outputs"):
+        deep = json.loads('{"json":' * 300 + "{}" + "}" * 300)
+        told(server.post(COMPLETIONS, prompt="a", **{name: deep}), 400, f"{name}: this is nested too deeply", name)
     server.settled()
     error = told(server.post(COMPLETIONS, prompt="a", functions=["x" * 5000]), 400, "functions: ['xxx", "functions")
     assert len(error["message"]) < 400
@@ -178,6 +187,8 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     told(send('{"prompt": "a", "temperature": NaN}'), 400, "temperature=nan", "temperature")
     told(send('{"prompt": "a", "cache_salt": "\\ud800"}'), 400, "this is not Unicode text", "cache_salt")
     told(send('{"prompt": "a", "\\ud800": 1}'), 400, "there is no field", "\\ud800")
+    told(send('{"prompt": "a", "vllm_xargs": {"\\ud800": 1}}'), 400, "extra_args has \\ud800")
+    assert send('{"prompt": "a", "stop": ["\\ud800"], "seed": 1%s, "max_tokens": 1}' % ("0" * 40)).status_code == 200
     told(send('{"prompt": "a"}', "application/jsonx"), 415, "Content-Type: application/json")
     told(send("[1]"), 400, "the body is not a JSON object")
     told(send('{"prompt": "a"}', "application/x-www-form-urlencoded"), 415, "Content-Type: application/json")
