@@ -62,13 +62,14 @@ def _refusing_by_name(cls: Any) -> Any:
     def init(self: Any, *args: Any, **given: Any) -> None:
         try:
             plain(self, *args, **given)
+            return
         except TypeError:
             if not (others := {name: given.pop(name) for name in [*given] if name not in cls.__slots__}):
                 raise
-            n = given.get("n", args[0] if args else 1)
-            for name, value in others.items():
-                _check_other(name, value, n)
-            plain(self, *args, **given)
+        n = given.get("n", args[0] if args else 1)
+        for name, value in others.items():
+            _check_other(name, value, n)
+        plain(self, *args, **given)
 
     cls.__init__ = init
     return cls
