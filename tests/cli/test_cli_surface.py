@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,41 @@ def test_importing_minivllm_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     done = minivllm(cwd=tmp_path, code=code)
     assert done.stdout == "module 'minivllm' has no attribute 'nothing'\n", done.stderr
+
+
+def test_vllms_modules_are_as_light_as_what_is_in_them(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from minivllm.sampling_params import SamplingParams, RequestOutputKind, StructuredOutputsParams\n"
+        "from minivllm.outputs import RequestOutput, CompletionOutput\n"
+        "assert not {'torch', 'hydra', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "from minivllm.inputs import TextPrompt, TokensPrompt\n"
+        "from minivllm import PromptType, RequestOutputKind as kind\n"
+        "assert kind is RequestOutputKind and not {'torch', 'hydra', 'transformers'} & set(sys.modules)\n"
+    )
+    done = minivllm(cwd=tmp_path, code=code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "told"),
+    [
+        ("minivllm", "EngineArgs", "give LLM"),
+        ("minivllm", "AsyncEngineArgs", "minivllm serve"),
+        ("minivllm", "AsyncLLMEngine", "minivllm serve"),
+        ("minivllm", "LoRARequest", "merge the adapter"),
+        ("minivllm", "PoolingParams", "generate text"),
+        ("minivllm.sampling_params", "BeamSearchParams", "n="),
+        ("minivllm.sampling_params", "GuidedDecodingParams", "structured_outputs=StructuredOutputsParams"),
+        ("minivllm.outputs", "EmbeddingRequestOutput", "generate text"),
+    ],
+)
+def test_a_name_of_vllm_that_is_not_here_says_so_when_it_is_imported(module: str, name: str, told: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} of vLLM is not supported: .*{told}"):
+        exec(f"from {module} import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        exec(f"from {module} import Nothing")
+    assert not hasattr(import_module(module), "nothing")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
