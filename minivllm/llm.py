@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -262,7 +262,7 @@ class LLM:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | dict | bytes):
+    if isinstance(prompts, str | Mapping | bytes):
         return [prompts]  # type: ignore[list-item]  # the engine refuses bytes
     many = list(prompts) if isinstance(prompts, Iterable) else [prompts]
     if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have it, too
@@ -283,14 +283,14 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
             continue
         for (i, text), ids in zip(texts.items(), batch, strict=True):
             given = some[i]
-            some[i] = {**(given if isinstance(given, dict) else {}), "prompt": text, "prompt_token_ids": ids}
+            some[i] = {**(given if isinstance(given, Mapping) else {}), "prompt": text, "prompt_token_ids": ids}
         yield from some
 
 
 def _size(prompt: Prompt) -> int:
     """Its tokens, or its letters; 0 of what the engine will refuse."""
     given: Any = prompt
-    if isinstance(given, dict):
+    if isinstance(given, Mapping):
         given = given.get("prompt") if given.get("prompt_token_ids") is None else given["prompt_token_ids"]
     return len(given) if isinstance(given, str | list | tuple) or getattr(given, "ndim", 0) == 1 else 0
 
@@ -298,7 +298,7 @@ def _size(prompt: Prompt) -> int:
 def _text_of(prompt: Prompt) -> str | None:
     """What has to be encoded of it."""
     text: Any = prompt
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
     return text if isinstance(text, str) else None
 

@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from array import array
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,8 +153,26 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
         assert output.prompt_token_ids == ids
         has_text = isinstance(form, str | dict) or (isinstance(form, list) and isinstance(form[0], str))
         assert not has_text or output.prompt == text or "prompt_token_ids" in form
+    for more in ({"prompt": text, "multi_modal_data": None, "mm_processor_kwargs": {}}, UserDict(prompt=text),
+                 {"prompt_token_ids": torch.tensor(ids)}, [{"prompt_token_ids": array("i", ids)}]):  # fmt: skip
+        [output] = run(llm, more)
+        assert tokens([output]) == [want] and json.dumps(output.prompt_token_ids) == json.dumps(ids)
     mixed = run(llm, [text, ids, {"prompt": text}])
     assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
+
+
+def test_what_a_tokenizer_returns_is_no_prompt_and_its_ids_are(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    tokenizer = llm.get_tokenizer()
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the fox"}], add_generation_prompt=True)
+    for encoding in (chat, tokenizer("the fox")):
+        assert isinstance(encoding, Mapping) and not isinstance(encoding, dict)
+        for form in (encoding, [encoding], {"prompt_token_ids": encoding}):
+            with pytest.raises(RequestError, match=r'BatchEncoding.*; pass its token ids, \["input_ids"\]'):
+                run(llm, form)
+        [output] = run(llm, encoding["input_ids"])
+        assert output.prompt_token_ids == encoding["input_ids"]
+    usable(llm)
 
 
 def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
