@@ -16,6 +16,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
+from minivllm.missing import missing_method, refuse
 from minivllm.models.tokenizer import check_variables
 
 if TYPE_CHECKING:
@@ -24,11 +25,18 @@ if TYPE_CHECKING:
 
 _ENCODED_AT_ONCE = 64  # prompts
 # vLLM's arguments that are not supported, each with the value that asks for what happens anyway.
-_GENERATE_NEUTRAL: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {}}
-_CHAT_NEUTRAL: dict[str, Any] = _GENERATE_NEUTRAL | {
-    "chat_template": None, "chat_template_content_format": "auto", "continue_final_message": False, "tools": [],
-    "mm_processor_kwargs": {},
+_BOTH_NEUTRAL: dict[str, Any] = {
+    "guided_options_request": None, "lora_request": None, "mm_processor_kwargs": {}, "prompt_adapter_request": None,
+    "tokenization_kwargs": {},
 }  # fmt: skip
+_GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
+_CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {
+    "chat_template": None, "chat_template_content_format": "auto", "continue_final_message": False, "tools": [],
+}  # fmt: skip
+_INSTEAD = {
+    "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+    "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
+}
 
 
 class LLM:
@@ -80,7 +88,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
@@ -99,7 +107,9 @@ class LLM:
         Raises:
             RequestError: a prompt that can never run; the others are dropped, and the engine goes on.
         """
-        _refuse(others, _GENERATE_NEUTRAL)
+        refuse(others, _GENERATE_NEUTRAL, _INSTEAD)
+        if prompts is None:
+            raise RequestError("there are no prompts; give a text, a list of token ids, or a list of these")
         return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def _generate(
@@ -175,7 +185,7 @@ class LLM:
 
         ``content``: a string, or OpenAI's text parts, which are joined with line ends. Other arguments as in
         ``generate``."""
-        _refuse(others, _CHAT_NEUTRAL)
+        refuse(others, _CHAT_NEUTRAL, _INSTEAD)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(messages[0], dict)
@@ -208,6 +218,11 @@ class LLM:
     def shutdown(self) -> None:
         """Give back processes and memory; safe to call twice."""
         self.engine.shutdown()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_method(self, name)
 
     def __enter__(self) -> LLM:
         return self
@@ -321,15 +336,6 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(content, str):
         raise RequestError(f"a message's content is a string or a list of text parts, not {shown(content)}")
     return {**message, "content": content}
-
-
-def _refuse(given: dict[str, Any], neutral: dict[str, Any]) -> None:
-    """Raises RequestError for an argument that asks for something, TypeError for one that vLLM has not either."""
-    for name, value in given.items():
-        if name not in neutral:
-            raise TypeError(f"there is no argument {name!r}")
-        if value is not None and value != neutral[name]:
-            raise RequestError(f"{name}={value!r} is not supported; leave it out")
 
 
 def _progress(total: int, show: bool | Callable[..., Any]) -> Any:

@@ -649,6 +649,43 @@ def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
         llm.generate([5], GREEDY, lora_request=5)
     with pytest.raises(TypeError, match="there is no argument 'nonsense'"):
         llm.generate([5], GREEDY, nonsense=None)
+    nothing: dict[str, Any] = {"guided_options_request": None, "prompt_adapter_request": None}
+    nothing |= {"lora_request": [None, None], "tokenization_kwargs": {}, "mm_processor_kwargs": {}}
+    assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False, prompt_token_ids=None, **nothing)) == 2
+    assert len(llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, **nothing)) == 1
+    with pytest.raises(
+        RequestError, match=r"prompt_token_ids=.* token ids are prompts: generate\(\[\[1, 2\], \[3\]\]\)"
+    ):
+        llm.generate(prompt_token_ids=[[1, 2]], sampling_params=GREEDY)
+    with pytest.raises(RequestError, match=r"give SamplingParams\(structured_outputs="):
+        llm.generate("a", guided_options_request={"json": {}})
+    usable(llm)
+
+
+def test_vllms_other_methods_say_that_they_are_not_supported(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    for name, instead in (
+        ("beam_search", "n="), ("encode", "generate"), ("embed", "generate"), ("classify", "generate"),
+        ("score", "generate"), ("sleep", "shutdown"), ("wake_up", "new LLM"), ("collective_rpc", "plugin"),
+        ("apply_model", "plugin"), ("start_profile", "bench"), ("stop_profile", "bench"),
+        ("get_metrics", "engine.stats"), ("set_tokenizer", "tokenizer="),
+    ):  # fmt: skip
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError, match=f"LLM.{name} of vLLM is not supported: .*{instead}"):
+            getattr(llm, name)
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nonsense'"):
+        llm.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_engine_has_vllms_names(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    nothing: dict[str, Any] = dict.fromkeys(["arrival_time", "lora_request", "trace_headers", "tokenization_kwargs"])
+    llm.llm_engine.add_request("a", [5, 6], GREEDY, **nothing)
+    for name in nothing:
+        with pytest.raises(RequestError, match=f"{name}=1.5 is not supported"):
+            llm.llm_engine.add_request("b", [5, 6], GREEDY, **{name: 1.5})
+    assert llm.llm_engine.get_num_unfinished_requests() == 1
+    llm.llm_engine.abort_request(["a"])
     usable(llm)
 
 
@@ -695,7 +732,9 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ([[[1, 2], [3]]], {}, ["flat list of whole numbers"]),
     ([None], {}, ["text or a list of token ids", "NoneType"]),
     ({"prompt": "a", "max_tokens": 3}, {}, ["prompt_token_ids and cache_salt", "not max_tokens"]),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, ["multi_modal_data is not supported", "leave it out"]),
     ({}, {}, ["text or a list of token ids"]),
+    (None, {}, ["there are no prompts", "a list of token ids"]),
     (["fine", "a\ud800"], {}, ["prompt 1:", "half of a character, '\\ud800'", "at place 1", "errors='replace'"]),
     ({"prompt": "\ud800"}, {}, ["half of a character", "at place 0"]),
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
