@@ -127,7 +127,7 @@ def compose_engine_config(
         raise ConfigError(f"overrides={overrides!r} is one string; it takes a list: overrides=[{overrides!r}]")
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r} is not an option's name, a folder or a Hub repository")
-    asked = {**_model_keys(os.fspath(model), registry)}
+    asked = {**model_keys(os.fspath(model), registry)}
     dtype = str(dtype).removeprefix("torch.")
     for key, value, default in (
         ("attention", attention, "auto"),
@@ -190,7 +190,8 @@ def _literal(value: Any, key: str) -> str:
     return quote(str(value)) if str(value) else ""
 
 
-def _model_keys(model: str, registry: Registry) -> dict[str, Any]:
+def model_keys(model: str, registry: Registry) -> dict[str, Any]:
+    """The key that takes it: an option's name, a folder or a Hub repository. Raises ConfigError: none of them."""
     if model in group_options("model", registry):
         return {"model": model}
     if os.path.isdir(os.path.expanduser(model)):
