@@ -14,19 +14,22 @@ if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
     from minivllm.core.outputs import CompletionOutput, RequestOutput
     from minivllm.core.requests import TextPrompt, TokensPrompt
-    from minivllm.core.sampling_params import SamplingParams
+    from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
     from minivllm.core.structured_outputs import StructuredOutputsParams
+    from minivllm.inputs import PromptType
     from minivllm.llm import LLM
 
 _LAZY = {
     "LLM": "minivllm.llm",
     "LLMEngine": "minivllm.core.engine",
     "SamplingParams": "minivllm.core.sampling_params",
+    "RequestOutputKind": "minivllm.core.sampling_params",
     "StructuredOutputsParams": "minivllm.core.structured_outputs",
     "RequestOutput": "minivllm.core.outputs",
     "CompletionOutput": "minivllm.core.outputs",
     "TextPrompt": "minivllm.core.requests",
     "TokensPrompt": "minivllm.core.requests",
+    "PromptType": "minivllm.inputs",
 }
 
 __all__ = [
@@ -34,7 +37,9 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "LLMEngine",
+    "PromptType",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -46,7 +51,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'minivllm' has no attribute {name!r}")
+    from minivllm.missing import missing_name
+
+    raise missing_name(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -92,17 +92,19 @@ def parse(argv: Sequence[str]) -> Arguments:
         elif args.word is None:
             if token not in _WORDS:
                 raise ConfigError(
-                    f"{token!r} is neither a mode nor key=value.{did_you_mean(token, _WORDS)} "
+                    f"{token!r} is neither a mode nor key=value.{did_you_mean(token, _WORDS) or _model(token)} "
                     f"Modes: {', '.join(_WORDS)}. A prompt is typed as prompts='...'"
                 )
             args.word = token
         else:
             args.rest.append(token)
     if args.rest and args.word != "plugins" and not (args.word == "bench" and args.rest[0] == "compare"):
-        compare = did_you_mean(args.rest[0], ["compare"]) if args.word == "bench" else ""
-        raise ConfigError(
-            f"{args.rest[0]!r} after {args.word}: one mode at a time; settings are typed as key=value.{compare}"
-        )
+        word = args.rest[0]
+        hint = did_you_mean(word, ["compare"]) if args.word == "bench" else ""
+        if not hint and word not in _WORDS:
+            hint = _model(word) or " A model is typed as model=NAME, model.path=FOLDER or model.repo=ORG/NAME."
+            hint += " A prompt is typed as prompts='...'" if args.word == "generate" else ""
+        raise ConfigError(f"{word!r} after {args.word}: one mode at a time; settings are typed as key=value.{hint}")
     return args
 
 
@@ -116,6 +118,22 @@ def _meant(flag: str, value: str) -> str:
     if any(name in (key, key.partition(".")[0]) for mode in MODES.values() for key in keys_of(mode.schema)):
         return f" Did you mean {name}={value or '...'}?"
     return did_you_mean(flag, _FLAGS)
+
+
+def _model(word: str) -> str:
+    """What to type for a model whose name stands alone, as other programs have it; nothing if it is none."""
+    from minivllm.config.compose import model_keys
+    from minivllm.config.overrides import group_options
+    from minivllm.plugins import load_plugins
+
+    registry = load_plugins()
+    try:
+        [(key, value)] = model_keys(word, registry).items()
+    except ConfigError:  # it looks like a folder, and there is none
+        return ""
+    if key == "model" and value not in group_options("model", registry):
+        return ""
+    return f" For the model type {key}={value}."
 
 
 def _run(args: Arguments) -> int:

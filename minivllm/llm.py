@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
+from minivllm.missing import missing_method, refuse
 from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
 
@@ -25,10 +26,18 @@ if TYPE_CHECKING:
 
 _ENCODED_AT_ONCE = 64  # prompts
 # vLLM's arguments that are not supported, each with the value that asks for what happens anyway.
-_GENERATE_NEUTRAL: dict[str, Any] = {"lora_request": None, "tokenization_kwargs": {}}
-_CHAT_NEUTRAL: dict[str, Any] = _GENERATE_NEUTRAL | {
-    "chat_template_content_format": "auto", "mm_processor_kwargs": {},
+_BOTH_NEUTRAL: dict[str, Any] = {
+    "guided_options_request": None, "lora_request": None, "mm_processor_kwargs": {}, "prompt_adapter_request": None,
+    "tokenization_kwargs": {},
 }  # fmt: skip
+_GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
+_CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {
+    "chat_template_content_format": "auto",
+}  # fmt: skip
+_INSTEAD = {
+    "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+    "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
+}
 
 
 class LLM:
@@ -80,7 +89,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
@@ -99,7 +108,9 @@ class LLM:
         Raises:
             RequestError: a prompt that can never run; the others are dropped, and the engine goes on.
         """
-        _refuse(others, _GENERATE_NEUTRAL)
+        refuse(others, _GENERATE_NEUTRAL, _INSTEAD)
+        if prompts is None:
+            raise RequestError("there are no prompts; give a text, a list of token ids, or a list of these")
         return self._generate(_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def _generate(
@@ -181,7 +192,7 @@ class LLM:
         ``chat_template``: instead of the checkpoint's own; ``continue_final_message``, with
         ``add_generation_prompt=False``: the answer goes on with the last message. Other arguments as in ``generate``.
         """
-        _refuse(others, _CHAT_NEUTRAL)
+        refuse(others, _CHAT_NEUTRAL, _INSTEAD)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(messages[0], dict)
@@ -219,6 +230,11 @@ class LLM:
     def shutdown(self) -> None:
         """Give back processes and memory; safe to call twice."""
         self.engine.shutdown()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_method(self, name)
 
     def __enter__(self) -> LLM:
         return self
@@ -273,7 +289,7 @@ class LLM:
 
 
 def _prompts(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | dict | bytes):
+    if isinstance(prompts, str | Mapping | bytes):
         return [prompts]  # type: ignore[list-item]  # the engine refuses bytes
     many = list(prompts) if isinstance(prompts, Iterable) else [prompts]
     if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have it, too
@@ -294,14 +310,14 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
             continue
         for (i, text), ids in zip(texts.items(), batch, strict=True):
             given = some[i]
-            some[i] = {**(given if isinstance(given, dict) else {}), "prompt": text, "prompt_token_ids": ids}
+            some[i] = {**(given if isinstance(given, Mapping) else {}), "prompt": text, "prompt_token_ids": ids}
         yield from some
 
 
 def _size(prompt: Prompt) -> int:
     """Its tokens, or its letters; 0 of what the engine will refuse."""
     given: Any = prompt
-    if isinstance(given, dict):
+    if isinstance(given, Mapping):
         given = given.get("prompt") if given.get("prompt_token_ids") is None else given["prompt_token_ids"]
     return len(given) if isinstance(given, str | list | tuple) or getattr(given, "ndim", 0) == 1 else 0
 
@@ -309,7 +325,7 @@ def _size(prompt: Prompt) -> int:
 def _text_of(prompt: Prompt) -> str | None:
     """What has to be encoded of it."""
     text: Any = prompt
-    if isinstance(prompt, dict):
+    if isinstance(prompt, Mapping):
         text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
     return text if isinstance(text, str) else None
 
@@ -335,15 +351,6 @@ def _message(message: Any) -> dict[str, Any]:
     ):
         raise RequestError(f"a message's content is a string or a list of text parts, not {shown(content)}")
     return message
-
-
-def _refuse(given: dict[str, Any], neutral: dict[str, Any]) -> None:
-    """Raises RequestError for an argument that asks for something, TypeError for one that vLLM has not either."""
-    for name, value in given.items():
-        if name not in neutral:
-            raise TypeError(f"there is no argument {name!r}")
-        if value is not None and value != neutral[name]:
-            raise RequestError(f"{name}={value!r} is not supported; leave it out")
 
 
 def _progress(total: int, show: bool | Callable[..., Any]) -> Any:

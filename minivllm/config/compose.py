@@ -23,8 +23,8 @@ from minivllm.config.overrides import (
 )
 from minivllm.config.schema import EngineSchema, keys_of
 from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
-from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, NEUTRAL, SAME_NAMES, VLLM_NAMES
-from minivllm.errors import ConfigError
+from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, SAME_NAMES, VLLM_NAMES, check_neutral
+from minivllm.errors import ConfigError, shown
 from minivllm.plugins.naming import did_you_mean
 from minivllm.plugins.registry import Registry
 from minivllm.plugins.types import CONFIG_GROUPS
@@ -127,7 +127,8 @@ def compose_engine_config(
         raise ConfigError(f"overrides={overrides!r} is one string; it takes a list: overrides=[{overrides!r}]")
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r} is not an option's name, a folder or a Hub repository")
-    asked = {**_model_keys(os.fspath(model), registry)}
+    asked = {**model_keys(os.fspath(model), registry)}
+    device, dtype = (value if value is not None else "auto" for value in (device, dtype))
     dtype = str(dtype).removeprefix("torch.")
     for key, value, default in (
         ("attention", attention, "auto"),
@@ -138,18 +139,13 @@ def compose_engine_config(
         if value != default:
             asked[key] = value
     for name, value in kwargs.items():
-        if name in NEUTRAL:
-            neutral, why = NEUTRAL[name]
-            if value is not None and value not in neutral:
-                allowed = ", ".join(map(repr, neutral or (None,)))
-                raise ConfigError(f"{name}={value!r}: {why}. Allowed: {allowed}")
+        if check_neutral(name, value):
             continue
         target = (VLLM_NAMES | NEGATED).get(name, name if name in SAME_NAMES else None)
         if target is None:
             raise ConfigError(_unknown_keyword(name, value))
-        if value is None:
+        if value is None or (value := _value_here(name, value)) is None:
             continue
-        value = _value_here(name, value)
         if asked.get(target, value) != value:
             raise ConfigError(f"{name}={value!r} contradicts {target}={asked[target]!r}; leave one out")
         asked[target] = value
@@ -161,6 +157,8 @@ def _value_here(name: str, value: Any) -> Any:
     """What a value of a keyword of ``vllm.LLM`` is called here."""
     if name == "load_format":
         return LOAD_FORMATS.get(value, value)
+    if name == "max_model_len" and value in (-1, "auto"):  # the model's limit
+        return None
     if name in NEGATED:
         return not value
     if name == "distributed_executor_backend":
@@ -178,7 +176,8 @@ def _unknown_keyword(name: str, value: Any) -> str:
     if typed is not None:
         return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{f'{typed}={value}'!r}]"
     return (
-        f"LLM({name}={value!r}): there is no such keyword.{did_you_mean(name, known)} Allowed: {sorted_listing(known)}"
+        f"LLM({name}={shown(value)}): there is no such keyword.{did_you_mean(name, known)} overrides=['KEY=VALUE'] "
+        "sets any key; `minivllm --help` lists them"
     )
 
 
@@ -190,7 +189,8 @@ def _literal(value: Any, key: str) -> str:
     return quote(str(value)) if str(value) else ""
 
 
-def _model_keys(model: str, registry: Registry) -> dict[str, Any]:
+def model_keys(model: str, registry: Registry) -> dict[str, Any]:
+    """The key that takes it: an option's name, a folder or a Hub repository. Raises ConfigError: none of them."""
     if model in group_options("model", registry):
         return {"model": model}
     if os.path.isdir(os.path.expanduser(model)):

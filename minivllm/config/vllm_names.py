@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+
+from minivllm.core.sampling_params import MAX_LOGPROBS
+from minivllm.errors import ConfigError, shown
 
 # vllm.LLM's keyword -> the key here.
 VLLM_NAMES: dict[str, str] = {
@@ -28,52 +32,152 @@ SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "s
 
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
+_MULTIMODAL = "there are no multimodal models"
+_LORA = "it belongs to enable_lora, which is not supported yet"
+_GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
+_GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
+
 # vllm.LLM's keywords that ask for nothing at these values (and at None), and for something that is not here at others.
+# A type stands for all its values.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "compilation_config": (({},), "nothing is compiled by torch"),
+    "additional_config": (({},), "a plugin's own keys are .options of its group"),
+    "allowed_local_media_path": (("",), _MULTIMODAL),
+    "calculate_kv_scales": ((False,), "not supported yet"),
+    "compilation_config": (({}, int), f"nothing is compiled by torch; of CUDA graphs {_GRAPHS}"),  # a number is a level
     "config_format": (("auto", "hf"), "a checkpoint has config.json"),
+    "convert": (("auto", "none"), "models generate"),
     "cpu_offload_gb": ((0,), "not supported"),
+    "cuda_graph_sizes": (([],), _GRAPHS),
+    "cudagraph_capture_sizes": (([],), _GRAPHS),
+    "data_parallel_backend": (("mp",), "not supported; start several servers"),
     "data_parallel_size": ((1,), "not supported; start several servers"),
     "disable_async_output_proc": ((False,), "type scheduler.async_scheduling=false"),
     "disable_custom_all_reduce": ((False,), "type executor=multiproc executor.options.all_reduce=nccl"),
     "disable_log_requests": ((True,), "no requests are logged"),
-    "disable_log_stats": ((True,), "no statistics are logged"),
+    "disable_log_stats": ((bool,), "it is True or False"),  # no statistics are logged; llm.engine.stats has them
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are always chunked; scheduler.max_num_batched_tokens sets how"),
     "enable_expert_parallel": ((False,), "not supported"),
     "enable_lora": ((False,), "not supported yet"),
     "enable_prompt_embeds": ((False,), "not supported"),
     "enable_sleep_mode": ((False,), "not supported"),
+    "fully_sharded_loras": ((bool,), _LORA),
     # "auto" is vLLM's default, "vllm" asks for what happens here.
     "generation_config": (
         ("auto", "vllm"),
         "of generation_config.json only the end tokens are taken; give SamplingParams",
     ),
+    "guided_decoding_backend": (("auto", "guidance"), _GRAMMARS),
+    "guided_decoding_disable_any_whitespace": ((False,), _GRAMMARS),
+    "guided_decoding_disable_fallback": ((bool,), "it is True or False"),  # there is one backend
     "hf_overrides": (({},), "type overrides=['model.hf_config.KEY=VALUE'] with load_format=dummy"),
     "hf_token": ((), "set HF_TOKEN"),
     "kv_cache_dtype": (("auto",), "not supported yet"),
     "kv_cache_memory_bytes": ((), "type cache.num_blocks or cache.gpu_memory_utilization"),
     "kv_transfer_config": ((), "not supported"),
-    "limit_mm_per_prompt": (({},), "there are no multimodal models"),
+    "limit_mm_per_prompt": (({},), _MULTIMODAL),
     "logits_processors": (([],), "write a sampler plugin"),
     "logprobs_mode": (("raw_logprobs",), "not supported"),
-    "max_logprobs": ((20,), "20 are the most"),
-    "mm_processor_kwargs": (({},), "there are no multimodal models"),
-    "model_impl": (("auto",), "models are minivllm's own, and plugins'"),
+    "lora_dtype": (("auto",), _LORA),
+    "lora_extra_vocab_size": ((int,), _LORA),
+    "master_addr": ((str,), "not supported; type executor=torchrun"),  # with one node it is nobody's
+    "master_port": ((int,), "not supported; type executor=torchrun"),
+    "max_context_len_to_capture": ((int,), "it is a whole number"),
+    "max_cpu_loras": ((int,), _LORA),
+    "max_logprobs": ((range(MAX_LOGPROBS + 1),), f"{MAX_LOGPROBS} are the most"),
+    "max_lora_rank": ((int,), _LORA),
+    "max_loras": ((int,), _LORA),
+    "max_seq_len_to_capture": ((int,), "it is a whole number"),  # CUDA graphs are for all lengths
+    "mm_processor_cache_gb": ((int, float), _MULTIMODAL),
+    "mm_processor_kwargs": (({},), _MULTIMODAL),
+    "model_impl": (("auto", "vllm"), "models are minivllm's own, and plugins'"),
+    "multi_step_stream_outputs": ((bool,), "it is True or False"),
+    "nnodes": ((1,), "not supported; type executor=ray or executor=torchrun"),
+    "node_rank": ((0,), "not supported; type executor=ray or executor=torchrun"),
+    "num_scheduler_steps": ((1,), "two steps are under way, unless scheduler.async_scheduling=false"),
+    "optimization_level": ((int,), "nothing is compiled by torch"),
     "override_generation_config": (({},), "give SamplingParams"),
+    "performance_mode": (("balanced",), "not supported"),
     "pipeline_parallel_size": ((1,), "not supported; use tp"),
+    "preemption_mode": (("recompute",), "preempted requests are computed again, not swapped"),
+    "prefix_caching_hash_algo": (
+        ("builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"),
+        "it is xxhash, 128 bits of it",
+    ),
     "quantization": ((), "not supported yet"),
+    "rope_scaling": ((), "it is in the checkpoint's config.json"),
+    "rope_theta": ((), "it is in the checkpoint's config.json"),
     "runner": (("auto", "generate"), "models generate"),
+    "scheduler_cls": ((), "type scheduler=NAME of a plugin"),
     "scheduling_policy": (("fcfs",), "type scheduler=NAME of a plugin that has priorities"),
+    "served_model_name": ((), "it is a key of mode serve: `minivllm serve served_model_name=NAME`"),
     "skip_tokenizer_init": ((False,), "not supported yet"),
     "speculative_config": ((), "not supported yet"),
-    "swap_space": ((0, 4), "preempted requests are computed again, not swapped"),
+    "stream_interval": ((1,), "an answer is told step by step"),
+    "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
+    "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
     "task": (("auto", "generate"), "models generate"),
-    "tokenizer_mode": (("auto",), "there is one tokenizer"),
+    "tokenizer_mode": (("auto", "hf"), "there is one tokenizer"),
     "tokenizer_revision": ((), "one revision is for model and tokenizer"),
     # A permission, which is not used: an architecture that nobody registered is refused.
-    "trust_remote_code": ((False, True), "it is True or False"),
+    "trust_remote_code": ((bool,), "it is True or False"),
+    "use_tqdm_on_load": ((bool,), "it is True or False"),
+    "use_v2_block_manager": ((bool,), "it is True or False"),
+    "worker_cls": (("auto",), "write an executor plugin"),
+    "worker_use_ray": ((False,), "type distributed_executor_backend='ray'"),
 }
+
+# Others of its keywords, now or earlier, which ask for nothing where they are None, False, 0 or empty.
+_NOTHING_HERE = """
+    aggregate_engine_logging all2all_backend allowed_media_domains attention_config code_revision
+    collect_detailed_traces cp_kv_cache_interleave_size cpu_offload_params cudagraph_metrics
+    data_parallel_address data_parallel_external_lb data_parallel_hybrid_lb data_parallel_rank
+    data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank dbo_decode_token_threshold
+    dbo_prefill_token_threshold decode_context_parallel_size default_mm_loras disable_chunked_mm_input
+    disable_hybrid_kv_cache_manager disable_mm_preprocessor_cache disable_nccl_for_dp_synchronization
+    disable_sliding_window ec_transfer_config enable_dbo enable_eplb enable_layerwise_nvtx_tracing
+    enable_lora_bias enable_mfu_metrics enable_mm_embeds enable_prompt_adapter enable_reasoning
+    enable_return_routed_experts eplb_config expert_placement_strategy
+    guided_decoding_disable_additional_properties hf_config_path ignore_patterns interleave_mm_strings
+    io_processor_plugin kernel_config kv_cache_dtype_skip_layers kv_cache_metrics kv_events_config
+    kv_offloading_backend kv_offloading_size kv_sharing_fast_prefill logits_processor_pattern mamba_block_size
+    mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_parallel_loading_workers max_prompt_adapters
+    media_io_kwargs mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode mm_processor_cache_type
+    model_loader_extra_config moe_backend num_lookahead_slots num_redundant_experts num_speculative_tokens
+    otlp_traces_endpoint override_attention_dtype override_pooler_config pooler_config
+    prefill_context_parallel_size profiler_config pt_load_map_location qlora_adapter_name_or_path
+    ray_workers_use_nsight reasoning_parser reasoning_parser_plugin safetensors_load_strategy
+    scheduler_delay_factor show_hidden_metrics_for_version skip_mm_profiling speculative_model
+    tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type ubatch_size video_pruning_rate
+    weight_transfer_config worker_extension_cls
+"""
+NOT_HERE = frozenset(_NOTHING_HERE.split())
+
+_CALLED = {int: "a whole number", float: "a number", bool: "True, False", str: "text"}
+
+
+def check_neutral(name: str, value: Any) -> bool:
+    """Whether ``vllm.LLM`` has this keyword, and nothing here is called by it. Raises ConfigError if it asks for
+    something nevertheless."""
+    neutral, why = NEUTRAL.get(name, ((), "not supported; leave it out"))
+    if name not in NEUTRAL and name not in NOT_HERE:
+        return False
+    if not (value is None or any(map(partial(_is_of, value), neutral)) or (name in NOT_HERE and not value)):
+        raise ConfigError(f"{name}={shown(value)}: {why}. Allowed: {', '.join(map(_shown, neutral)) or None}")
+    return True
+
+
+def _is_of(value: Any, neutral: Any) -> bool:
+    if isinstance(neutral, type):
+        return isinstance(value, neutral)
+    return value in neutral if isinstance(neutral, range) else bool(value == neutral)
+
+
+def _shown(neutral: Any) -> str:
+    if isinstance(neutral, type):
+        return _CALLED[neutral]
+    return f"{neutral.start} to {neutral.stop - 1}" if isinstance(neutral, range) else repr(neutral)
+
 
 DTYPES = {"half": "float16", "float": "float32"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import Executor, Sampler, Scheduler
     from minivllm.core.model_config import ModelConfig
     from minivllm.models.tokenizer import Tokenizer
+
+_KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
+# Keys that vLLM's prompts have, too; empty ones ask for nothing.
+_NOT_HERE = frozenset(("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids", "prompt_embeds"))
 
 
 class Admission:
@@ -70,7 +74,7 @@ class Admission:
                 f"scheduler={self.config.scheduler.name}; leave it out"
             )
         text, ids, tokens = self._tokens(prompt)
-        if isinstance(prompt, dict):
+        if isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt", cache_salt)
         _check_salt(cache_salt)
         request = Request(request_id, text, ids, params)
@@ -102,15 +106,16 @@ class Admission:
         """The text if there is one, the token ids, and these as an array (t,), of whatever kind of whole numbers."""
         text: str | None = None
         ids: Any = prompt
-        if isinstance(prompt, dict):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
-                raise RequestError(
-                    f"a prompt's mapping has prompt, prompt_token_ids and cache_salt, not {', '.join(sorted(unknown))}"
-                )
+        if isinstance(prompt, Mapping):
+            _check_keys(prompt)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             ids = text if ids is None else ids
         if isinstance(ids, str):
             text, ids = ids, self.tokenizer.encode(ids)
+        elif isinstance(ids, Mapping):
+            raise RequestError(f"prompt_token_ids is a {type(ids).__name__}, not a list; {_its_ids(ids)}")
+        elif hasattr(ids, "tolist") and not isinstance(ids, np.ndarray) and getattr(ids, "ndim", None) != 0:
+            ids = ids.tolist()  # of tensors
         if not isinstance(text, str | None):
             raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
         if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
@@ -202,6 +207,22 @@ def _alike(one: SamplingParams, other: SamplingParams) -> bool:
         return one == other
     except (ValueError, RuntimeError):
         return False
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Of a prompt that is a mapping."""
+    if "input_ids" in prompt and prompt.keys().isdisjoint(_KEYS):
+        raise RequestError(f"a prompt is not a tokenizer's {type(prompt).__name__}; {_its_ids(prompt)}")
+    for name in prompt.keys() - _KEYS:
+        if name not in _NOT_HERE:
+            raise RequestError(f"a prompt's mapping has prompt, prompt_token_ids and cache_salt, not {name}")
+        value = prompt[name]
+        if value is not None and not (isinstance(value, Mapping | list | tuple) and not value):
+            raise RequestError(f"{name} is not supported: a prompt is text or token ids; leave it out")
+
+
+def _its_ids(encoding: Mapping[str, Any]) -> str:
+    return 'pass its token ids, ["input_ids"]' if "input_ids" in encoding else "pass token ids"
 
 
 def _check_salt(salt: Any) -> None:

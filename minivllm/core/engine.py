@@ -21,6 +21,7 @@ from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_of
+from minivllm.missing import refuse
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
+# vLLM's arguments of ``add_request`` that are not supported; None asks for what happens anyway.
+_NEUTRAL = dict.fromkeys(("arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"))
 _PATIENCE = 10.0  # seconds that a scheduler may have work and give no step
 
 
@@ -121,13 +124,15 @@ class LLMEngine:
         cache_salt: str | None = None,
         priority: int = 0,
         number: int | None = None,
+        **others: Any,
     ) -> None:
         """Queue a request.
 
         ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
         Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier, by
         schedulers that have priorities; with others only 0 is allowed. ``number``: its place among all
-        requests, from which it draws if it names no seed; ``num_requests_added`` unless it is given.
+        requests, from which it draws if it names no seed; ``num_requests_added`` unless it is given. vLLM's other
+        arguments are taken where they ask for nothing.
 
         Where nothing is under way and the requests since the last ``step`` fill one, it is launched here: the device
         need not wait for the requests behind.
@@ -137,6 +142,8 @@ class LLMEngine:
             EngineDeadError: as ``step``.
         """
         self.check_health()
+        if others:
+            refuse(others, _NEUTRAL)
         if not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is not a string")
         if request_id in self._requests:
@@ -182,6 +189,8 @@ class LLMEngine:
                     self.scheduler.abort(completion.seq.request_id)
                     self._by_sequence.pop(completion.seq.request_id, None)
 
+    abort_request = abort  # vLLM's name
+
     def has_request(self, request_id: str) -> bool:
         """Whether a request of that name waits or runs."""
         return request_id in self._requests
@@ -192,6 +201,10 @@ class LLMEngine:
     @property
     def num_unfinished_requests(self) -> int:
         return len(self._requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        """vLLM's name for ``num_unfinished_requests``."""
+        return self.num_unfinished_requests
 
     @property
     def num_steps_under_way(self) -> int:

@@ -7,10 +7,13 @@ import numbers
 import operator
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import wraps
+from types import NoneType
 from typing import Any
 
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, is_text, shown
+from minivllm.plugins.naming import did_you_mean
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {
@@ -18,9 +21,25 @@ _NOT_YET: dict[str, Any] = {
     "truncate_prompt_tokens": None,
     "flat_logprobs": False,
 }
+# Keywords of vLLM, now or earlier, that are no fields here, each with the values that ask for what happens anyway,
+# beside None, and what to do otherwise.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "early_stopping": ((False,), "there is no beam search"),
+    "guided_decoding": ((), "type structured_outputs=StructuredOutputsParams(...)"),
+    "length_penalty": ((1.0,), "there is no beam search"),
+    "logprob_token_ids": ((), "logprobs is how many of the best are told"),
+    "repetition_detection": ((), "repetition_penalty and frequency_penalty make repetitions rarer"),
+    "skip_clone": ((False, True), "it is True or False"),  # a permission, which is not used
+    "skip_reading_prefix_cache": ((False,), "give the prompt a cache_salt of its own"),
+    "stream_interval": ((), "an answer is told step by step"),
+    "thinking_token_budget": ((), "max_tokens limits the whole answer"),
+    "use_beam_search": ((False,), "there is no beam search; n draws several answers"),
+}
+_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "num_return_sequences": "n"}
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 _LOGPROBS = "logprobs", "prompt_logprobs"
+_INTEGERS = "n", "top_k", "max_tokens", "min_tokens", *_LOGPROBS, "seed"
 _LARGEST = 3.4e38  # float32, as samplers have temperatures
 _MOST_BIAS = 1e30  # what float32 can still divide by a temperature
 _DIGITS = 20  # of a token id, fewer
@@ -35,6 +54,28 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+def _refusing_by_name(cls: Any) -> Any:
+    """With a constructor that says what is wrong with a keyword that is no field."""
+    plain = cls.__init__
+
+    @wraps(plain)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        try:
+            plain(self, *args, **given)
+            return
+        except TypeError:
+            if not (others := {name: given.pop(name) for name in [*given] if name not in cls.__slots__}):
+                raise
+        n = given.get("n", args[0] if args else 1)
+        for name, value in others.items():
+            _check_other(name, value, n)
+        plain(self, *args, **given)
+
+    cls.__init__ = init
+    return cls
+
+
+@_refusing_by_name
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters, as in vLLM.
@@ -97,12 +138,20 @@ class SamplingParams:
         for name in _LOGPROBS:
             if getattr(self, name) is True:  # as in vLLM, both
                 setattr(self, name, 1)
-        for name in ("n", "top_k", "max_tokens", "min_tokens", *_LOGPROBS, "seed"):  # numpy's numbers become Python's
-            if hasattr(value := getattr(self, name), "__index__") and not isinstance(value, bool):
+        for name in _INTEGERS:  # numpy's numbers become Python's
+            value = getattr(self, name)
+            if type(value) in (int, NoneType, bool):
+                continue  # nearly all of them
+            if hasattr(value, "__index__"):
                 setattr(self, name, operator.index(value))
         if self.seed == -1:
             self.seed = None
         self.verify()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """As vLLM's: None is the default, but of ``max_tokens``, where it means no limit."""
+        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
     @property
     def greedy(self) -> bool:
@@ -144,9 +193,9 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
             _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
-        if any(not isinstance(s, str) or not s for s in self.stop or ()):
+        if self.stop and any(not isinstance(s, str) or not s for s in self.stop):
             raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
-        if any(not is_text(word) or not word.strip() for word in self.bad_words or ()):
+        if self.bad_words and any(not is_text(word) or not word.strip() for word in self.bad_words):
             raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
         guide = "bad_words" if self.structured_outputs is None else "structured_outputs"
         if self.guided and self.allowed_token_ids:  # together they may leave no token at all
@@ -162,7 +211,7 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind={self.output_kind!r} is no RequestOutputKind")
         extra = self.extra_args
-        if not isinstance(extra, dict | None) or any(not isinstance(key, str) for key in extra or ()):
+        if extra is not None and (not isinstance(extra, dict) or any(not isinstance(key, str) for key in extra)):
             raise RequestError(f"extra_args={extra!r} is not a mapping of names")
         if not self.spaces_between_special_tokens:
             raise RequestError("spaces_between_special_tokens=False is not supported yet; leave it True")
@@ -177,6 +226,20 @@ class SamplingParams:
 
 
 _FIELDS = [f.name for f in fields(SamplingParams)]
+
+
+def _check_other(name: str, value: Any, n: Any) -> None:
+    """Of a keyword that is no field: raises RequestError unless it asks for nothing."""
+    if name == "best_of":
+        if value is not None and value != n:
+            raise RequestError(f"best_of={shown(value)} is not supported; leave it out, all n={shown(n)} are returned")
+    elif name in _NEUTRAL:
+        neutral, why = _NEUTRAL[name]
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name}={shown(value)} is not supported: {why}")
+    else:
+        meant = f" Did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, _FIELDS)
+        raise RequestError(f"SamplingParams({name}={shown(value)}): there is no such keyword.{meant}")
 
 
 def _as_list(name: str, values: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_overrides_and_flags_come_in_any_order() -> None:
         (["genrate"], "neither a mode nor key=value. Did you mean generate?"),
         (["hello"], "A prompt is typed as prompts="),
         (["chat", "bench"], "'bench' after chat"),
+        (["serve", "Qwen/Qwen3-0.6B"], "settings are typed as key=value. For the model type model=qwen3."),
+        (["serve", "someone/Some-Model"], "For the model type model.repo=someone/Some-Model."),
+        (["bench", "qwen3-4b"], "For the model type model=qwen3-4b."),
+        (["chat", "/"], "For the model type model.path=/."),
+        (["generate", "./nowhere"], "A model is typed as model=NAME, model.path=FOLDER or model.repo"),
+        (["generate", "Hello, world"], "A prompt is typed as prompts='...'"),
+        (["Qwen/Qwen3-4B"], "neither a mode nor key=value. For the model type model=qwen3-4b. Modes:"),
         (["--helpp"], "Did you mean --help?"),
         (["--max-tokens", "3"], "Did you mean max_tokens=...? Settings are typed as key=value"),
         (["--model=qwen3"], "Did you mean model=qwen3?"),
@@ -168,6 +176,41 @@ def test_importing_minivllm_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     done = minivllm(cwd=tmp_path, code=code)
     assert done.stdout == "module 'minivllm' has no attribute 'nothing'\n", done.stderr
+
+
+def test_vllms_modules_are_as_light_as_what_is_in_them(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from minivllm.sampling_params import SamplingParams, RequestOutputKind, StructuredOutputsParams\n"
+        "from minivllm.outputs import RequestOutput, CompletionOutput\n"
+        "assert not {'torch', 'hydra', 'numpy', 'transformers'} & set(sys.modules)\n"
+        "from minivllm.inputs import TextPrompt, TokensPrompt\n"
+        "from minivllm import PromptType, RequestOutputKind as kind\n"
+        "assert kind is RequestOutputKind and not {'torch', 'hydra', 'transformers'} & set(sys.modules)\n"
+    )
+    done = minivllm(cwd=tmp_path, code=code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "told"),
+    [
+        ("minivllm", "EngineArgs", "give LLM"),
+        ("minivllm", "AsyncEngineArgs", "minivllm serve"),
+        ("minivllm", "AsyncLLMEngine", "minivllm serve"),
+        ("minivllm", "LoRARequest", "merge the adapter"),
+        ("minivllm", "PoolingParams", "generate text"),
+        ("minivllm.sampling_params", "BeamSearchParams", "n="),
+        ("minivllm.sampling_params", "GuidedDecodingParams", "structured_outputs=StructuredOutputsParams"),
+        ("minivllm.outputs", "EmbeddingRequestOutput", "generate text"),
+    ],
+)
+def test_a_name_of_vllm_that_is_not_here_says_so_when_it_is_imported(module: str, name: str, told: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} of vLLM is not supported: .*{told}"):
+        exec(f"from {module} import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        exec(f"from {module} import Nothing")
+    assert not hasattr(import_module(module), "nothing")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

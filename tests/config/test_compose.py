@@ -17,7 +17,7 @@ from minivllm.config.engine_config import EngineConfig
 from minivllm.config.modes import MODES, ChatOptions, GenerateOptions, SamplingOptions
 from minivllm.config.overrides import group_options, quote
 from minivllm.config.schema import EngineSchema, keys_of
-from minivllm.config.vllm_names import NEUTRAL
+from minivllm.config.vllm_names import NEGATED, NEUTRAL, NOT_HERE, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
@@ -506,9 +506,21 @@ def test_vllms_keywords_are_understood(registry: Registry) -> None:
 
 def test_vllms_keywords_may_ask_for_nothing(registry: Registry) -> None:
     plain = compose_engine_config("demo", registry=registry)
-    for name, (allowed, _) in NEUTRAL.items():
-        for value in (None, *allowed):
-            assert compose_engine_config("demo", registry=registry, **{name: value}) == plain
+
+    def values(allowed: Any) -> list[Any]:
+        if isinstance(allowed, type):
+            return [allowed(4), allowed(0)]
+        return [*allowed] if isinstance(allowed, range) else [allowed]
+
+    given = [(name, value) for name, (neutral, _) in NEUTRAL.items() for one in neutral for value in values(one)]
+    given += [(name, value) for name in NOT_HERE for value in (False, 0, "", {}, [])]
+    for name, value in given:
+        assert check_neutral(name, value)
+    nones = dict.fromkeys(["device", "dtype", *NEUTRAL, *NOT_HERE, *VLLM_NAMES, *NEGATED, *SAME_NAMES])
+    assert compose_engine_config("demo", registry=registry, **nones) == plain
+    assert compose_engine_config("demo", registry=registry, **dict(given)) == plain
+    assert compose_engine_config("demo", registry=registry, max_model_len=-1) == plain
+    assert not NOT_HERE & NEUTRAL.keys()
 
 
 def test_vllms_executors_and_switches(registry: Registry) -> None:
@@ -534,7 +546,14 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"hf_token": "x"}, "set HF_TOKEN. Allowed: None"),
         ({"distributed_executor_backend": "mpi"}, "no such executor. Allowed: external_launcher, mp, ray, uni"),
         ({"quantization": "awq"}, "quantization='awq': not supported yet"),
-        ({"max_model_length": 5}, "Did you mean max_model_len?"),
+        ({"max_model_length": 5}, r"Did you mean max_model_len\? overrides=\['KEY=VALUE'\] sets any key; .*--help"),
+        ({"max_logprobs": 21}, "max_logprobs=21: 20 are the most. Allowed: 0 to 20"),
+        ({"served_model_name": "x"}, "it is a key of mode serve"),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, r"type enforce_eager or .*Allowed: \{\}, a whole number"),
+        ({"guided_decoding_backend": "outlines"}, "give StructuredOutputsParams. Allowed: 'auto', 'guidance'"),
+        ({"swap_space": "4"}, "computed again, not swapped. Allowed: a whole number, a number"),
+        ({"worker_extension_cls": "a.B"}, "worker_extension_cls='a.B': not supported; leave it out. Allowed: None"),
+        ({"max_model_len": -2}, "max_model_len=-2 is too small"),
         ({"num_blocks": 5}, r"type overrides=\['cache.num_blocks=5'\]"),
         ({"swap_spaces": 4}, "there is no such keyword"),
         ({"max_num_seqs": 0}, "scheduler.max_num_seqs=0 is too small"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import fields
+import pickle
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +94,49 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"logits_processors": [print]}, ["logits_processors=", "not supported yet"]),
     ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens=5", "not supported yet"]),
     ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens=False", "leave it True"]),
+    ({"max_token": 3}, ["SamplingParams(max_token=3): there is no such keyword", "Did you mean max_tokens?"]),
+    ({"max_new_tokens": 3}, ["max_new_tokens=3", "Did you mean max_tokens?"]),
+    ({"num_return_sequences": 3}, ["Did you mean n?"]),
+    ({"best_of": 3, "n": 2}, ["best_of=3", "all n=2 are returned"]),
+    ({"guided_decoding": {"json": {}}}, ["not supported", "type structured_outputs=StructuredOutputsParams(...)"]),
+    ({"use_beam_search": True}, ["use_beam_search=True is not supported", "n draws several"]),
+    ({"length_penalty": 0.5}, ["length_penalty=0.5 is not supported"]),
+    ({"thinking_token_budget": 9, "zzz": None}, ["thinking_token_budget=9 is not supported", "max_tokens limits"]),
 ]
+
+
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1), "guided_decoding": (None,), "use_beam_search": (None, False), "length_penalty": (1, 1.0),
+    "early_stopping": (False,), "thinking_token_budget": (None,), "repetition_detection": (None,),
+    "logprob_token_ids": (None,), "skip_reading_prefix_cache": (None, False), "stream_interval": (None,),
+    "skip_clone": (False, True),
+}  # fmt: skip
+
+
+def test_vllms_other_keywords_may_ask_for_nothing() -> None:
+    for name, values in NOTHING.items():
+        for value in values:
+            assert SamplingParams(**{name: value}, top_k=3) == SamplingParams(top_k=3)
+    assert SamplingParams(3, best_of=3) == SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
+    assert SamplingParams(**{name: values[0] for name, values in NOTHING.items()}) == SamplingParams()
+
+
+def test_none_is_the_default_for_from_optional() -> None:
+    nones = dict.fromkeys([f.name for f in fields(SamplingParams)])
+    assert SamplingParams.from_optional(**nones) == SamplingParams(max_tokens=None), "there it is a value"
+    assert SamplingParams.from_optional(n=2, top_p=None, guided_decoding=None) == SamplingParams(n=2)
+    with pytest.raises(RequestError, match="Did you mean top_p"):
+        SamplingParams.from_optional(topp=0.5)
+
+
+def test_it_is_a_plain_dataclass() -> None:
+    params = SamplingParams(n=2, seed=3, stop=["a"])
+    assert pickle.loads(pickle.dumps(params)) == replace(params) == SamplingParams(**asdict(params)) == params
+    assert not hasattr(params, "__dict__")
+    assert list(inspect.signature(SamplingParams).parameters) == [f.name for f in fields(params)]
+    for wrong in (range(99), [params] * 2):
+        with pytest.raises(TypeError, match=r"positional arguments|multiple values"):
+            SamplingParams(*wrong, n=3)  # type: ignore[arg-type, misc]
 
 
 @pytest.mark.parametrize("values,words", REFUSED, ids=lambda v: str(v)[:40] if isinstance(v, dict) else "")

@@ -9,7 +9,9 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from array import array
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,8 +153,26 @@ def test_a_prompt_is_text_or_ids_or_a_mapping_alone_or_in_a_list(engine: Engine)
         assert output.prompt_token_ids == ids
         has_text = isinstance(form, str | dict) or (isinstance(form, list) and isinstance(form[0], str))
         assert not has_text or output.prompt == text or "prompt_token_ids" in form
+    for more in ({"prompt": text, "multi_modal_data": None, "mm_processor_kwargs": {}}, UserDict(prompt=text),
+                 {"prompt_token_ids": torch.tensor(ids)}, [{"prompt_token_ids": array("i", ids)}]):  # fmt: skip
+        [output] = run(llm, more)
+        assert tokens([output]) == [want] and json.dumps(output.prompt_token_ids) == json.dumps(ids)
     mixed = run(llm, [text, ids, {"prompt": text}])
     assert tokens(mixed) == [want] * 3 and [o.prompt for o in mixed] == [text, None, text]
+
+
+def test_what_a_tokenizer_returns_is_no_prompt_and_its_ids_are(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    tokenizer = llm.get_tokenizer()
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the fox"}], add_generation_prompt=True)
+    for encoding in (chat, tokenizer("the fox")):
+        assert isinstance(encoding, Mapping) and not isinstance(encoding, dict)
+        for form in (encoding, [encoding], {"prompt_token_ids": encoding}):
+            with pytest.raises(RequestError, match=r'BatchEncoding.*; pass its token ids, \["input_ids"\]'):
+                run(llm, form)
+        [output] = run(llm, encoding["input_ids"])
+        assert output.prompt_token_ids == encoding["input_ids"]
+    usable(llm)
 
 
 def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
@@ -629,6 +649,43 @@ def test_vllms_other_arguments_may_ask_for_nothing(engine: Engine) -> None:
         llm.generate([5], GREEDY, lora_request=5)
     with pytest.raises(TypeError, match="there is no argument 'nonsense'"):
         llm.generate([5], GREEDY, nonsense=None)
+    nothing: dict[str, Any] = {"guided_options_request": None, "prompt_adapter_request": None}
+    nothing |= {"lora_request": [None, None], "tokenization_kwargs": {}, "mm_processor_kwargs": {}}
+    assert len(llm.generate([[5], [6]], GREEDY, use_tqdm=False, prompt_token_ids=None, **nothing)) == 2
+    assert len(llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, **nothing)) == 1
+    with pytest.raises(
+        RequestError, match=r"prompt_token_ids=.* token ids are prompts: generate\(\[\[1, 2\], \[3\]\]\)"
+    ):
+        llm.generate(prompt_token_ids=[[1, 2]], sampling_params=GREEDY)
+    with pytest.raises(RequestError, match=r"give SamplingParams\(structured_outputs="):
+        llm.generate("a", guided_options_request={"json": {}})
+    usable(llm)
+
+
+def test_vllms_other_methods_say_that_they_are_not_supported(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    for name, instead in (
+        ("beam_search", "n="), ("encode", "generate"), ("embed", "generate"), ("classify", "generate"),
+        ("score", "generate"), ("sleep", "shutdown"), ("wake_up", "new LLM"), ("collective_rpc", "plugin"),
+        ("apply_model", "plugin"), ("start_profile", "bench"), ("stop_profile", "bench"),
+        ("get_metrics", "engine.stats"), ("set_tokenizer", "tokenizer="),
+    ):  # fmt: skip
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError, match=f"LLM.{name} of vLLM is not supported: .*{instead}"):
+            getattr(llm, name)
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'nonsense'"):
+        llm.nonsense  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_engine_has_vllms_names(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    nothing: dict[str, Any] = dict.fromkeys(["arrival_time", "lora_request", "trace_headers", "tokenization_kwargs"])
+    llm.llm_engine.add_request("a", [5, 6], GREEDY, **nothing)
+    for name in nothing:
+        with pytest.raises(RequestError, match=f"{name}=1.5 is not supported"):
+            llm.llm_engine.add_request("b", [5, 6], GREEDY, **{name: 1.5})
+    assert llm.llm_engine.get_num_unfinished_requests() == 1
+    llm.llm_engine.abort_request(["a"])
     usable(llm)
 
 
@@ -675,7 +732,9 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ([[[1, 2], [3]]], {}, ["flat list of whole numbers"]),
     ([None], {}, ["text or a list of token ids", "NoneType"]),
     ({"prompt": "a", "max_tokens": 3}, {}, ["prompt_token_ids and cache_salt", "not max_tokens"]),
+    ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, ["multi_modal_data is not supported", "leave it out"]),
     ({}, {}, ["text or a list of token ids"]),
+    (None, {}, ["there are no prompts", "a list of token ids"]),
     (["fine", "a\ud800"], {}, ["prompt 1:", "half of a character, '\\ud800'", "at place 1", "errors='replace'"]),
     ({"prompt": "\ud800"}, {}, ["half of a character", "at place 0"]),
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),

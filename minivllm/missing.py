@@ -1,0 +1,74 @@
+"""What vLLM has and minivllm has not: each name with what to do instead. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minivllm.errors import RequestError, shown
+
+_GENERATES = "models here generate text"
+_SERVES = "`minivllm serve` starts a server, and in a program of your own LLMEngine takes requests while others run"
+
+# Names that vllm, vllm.sampling_params, vllm.inputs and vllm.outputs have.
+_NAMES: dict[str, str] = {
+    "AsyncEngineArgs": _SERVES,
+    "AsyncLLMEngine": _SERVES,
+    "BeamSearchParams": "SamplingParams(n=...) draws several answers",
+    "EngineArgs": "give LLM(...) the same keywords; its llm_engine is the engine",
+    "GuidedDecodingParams": "use SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+    "LoRARequest": "merge the adapter into its checkpoint",
+    "ModelRegistry": "a model is a plugin: `minivllm plugins new NAME --kind model` writes one",
+    "initialize_ray_cluster": "LLM(..., distributed_executor_backend='ray') does it",
+} | dict.fromkeys(
+    (
+        "ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
+        "PoolingOutput", "PoolingParams", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput",
+    ),
+    _GENERATES,
+)  # fmt: skip
+
+# Methods of vllm.LLM.
+_METHODS: dict[str, str] = {
+    "apply_model": "a model of your own is a plugin: `minivllm plugins new NAME --kind model` writes one",
+    "beam_search": "generate with SamplingParams(n=...) draws several answers",
+    "collective_rpc": "an executor of your own is a plugin: `minivllm plugins new NAME --kind executor` writes one",
+    "get_metrics": "llm.engine.stats counts tokens and steps",
+    "reset_mm_cache": "there are no multimodal models",
+    "set_tokenizer": "give LLM(..., tokenizer=...) a folder or a repository",
+    "sleep": "shutdown() gives the memory back",
+    "start_profile": "`minivllm bench profile=true` profiles",
+    "stop_profile": "`minivllm bench profile=true` profiles",
+    "wake_up": "make a new LLM",
+} | dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _GENERATES)
+
+
+def missing_name(module: str, name: str) -> Exception:
+    """What a module's ``__getattr__`` raises: of a name of vLLM an ImportError, as ``from … import`` drops what an
+    AttributeError says."""
+    if name in _NAMES:
+        return ImportError(f"{name} of vLLM is not supported: {_NAMES[name]}", name=module)
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def missing_method(owner: object, name: str) -> AttributeError:
+    kind = type(owner).__name__
+    if name in _METHODS:
+        return AttributeError(f"{kind}.{name} of vLLM is not supported: {_METHODS[name]}")
+    return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+
+
+def refuse(given: Mapping[str, Any], neutral: Mapping[str, Any], instead: Mapping[str, str] | None = None) -> None:
+    """Raises RequestError for an argument that asks for something, TypeError for one that vLLM has not either.
+
+    ``neutral``: vLLM's arguments, each with the value that asks for what happens anyway, beside None and lists of it;
+    ``instead``: of some, what to do.
+    """
+    for name, value in given.items():
+        if name not in neutral:
+            raise TypeError(f"there is no argument {name!r}")
+        if value is None or (isinstance(value, list | tuple) and all(one is None for one in value)):
+            continue
+        if neutral[name] is None or value != neutral[name]:
+            what = (instead or {}).get(name, "leave it out")
+            raise RequestError(f"{name}={shown(value)} is not supported; {what}")
