@@ -105,6 +105,7 @@ def encode_to_engine(message: ToEngine) -> bytes:
     _check("vllm_xargs", p.extra_args)
     if (guide := p.structured_outputs) is not None:
         _check("structured_outputs", guide.json)
+        _check("structured_outputs", guide.structural_tag)
     biases = None if p.logit_bias is None else (list(p.logit_bias), list(p.logit_bias.values()))  # JSON's keys are text
     special = p.output_kind.value, biases, None if guide is None else _guide_of(guide), p.extra_args
     rest = _plain_of(p), special, message.cache_salt, message.priority
