@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -111,10 +111,13 @@ class Server:
         self._check_model(body.model)
         tools = ToolUse(body, self.dialect) if body.uses_tools else None
         prompt = {"prompt_token_ids": await self._conversation(body)}
-        tag = None if tools is None else tools.tag
-        return await self._answer(
-            ChatReply, body, [prompt], request, tag=tag, top_logprobs=body.top_logprobs or 0, tools=tools
-        )
+        params: dict[str, Any] = {}
+        if tools is not None and tools.tag is not None:
+            params["structured_outputs"] = StructuredOutputsParams(structural_tag=tools.tag)
+        if tools is not None and tools.dialect.special and body.skip_special_tokens is None:
+            params["skip_special_tokens"] = False
+        top = body.top_logprobs or 0
+        return await self._answer(ChatReply, body, [prompt], request, params, top_logprobs=top, tools=tools)
 
     async def _answer(
         self,
@@ -122,15 +125,14 @@ class Server:
         body: GenerationBody,
         prompts: list[dict[str, Any]],
         request: Request,
-        *,
-        tag: dict[str, Any] | None = None,
+        changed: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Response:
-        """``tag``: a structural tag that answers have to fit."""
+        """``changed``: of the sampling parameters that the body asks for."""
         with body.in_its_words():
             params = body.sampling_params()
-            if tag is not None:
-                params = params.clone(structured_outputs=StructuredOutputsParams(structural_tag=tag))
+            if changed:
+                params = params.clone(**changed)
         self._check_room(len(prompts) * params.n)
         _check_scores(prompts, params)
         unique = f"{kind.name}-{uuid.uuid4().hex}"

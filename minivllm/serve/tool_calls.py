@@ -108,11 +108,12 @@ class Dialect:
     trigger: str
     separator: str | None
     reader: type[CallReader]
+    special: bool  # whether its tags may be special tokens, which are left out of text otherwise
 
 
 DIALECTS = {  # under vLLM's names
-    "hermes": Dialect(f'{_OPEN}\n{{"name": %s, "arguments": ', f"}}\n{_CLOSE}", _OPEN, "\n", TaggedCalls),
-    "llama3_json": Dialect('{"name": %s, "parameters": ', "}", '{"name": ', None, BareCalls),
+    "hermes": Dialect(f'{_OPEN}\n{{"name": %s, "arguments": ', f"}}\n{_CLOSE}", _OPEN, "\n", TaggedCalls, True),
+    "llama3_json": Dialect('{"name": %s, "parameters": ', "}", '{"name": ', None, BareCalls, False),
 }
 
 

@@ -251,3 +251,17 @@ def test_a_template_that_knows_no_tools(server: Running) -> None:
     assert "tool_choice=required" in error["message"] and "tool_call_parser=hermes or llama3_json" in error["message"]
     asked = ASK | {"tools": [CLOCK], "tool_choice": "required"}
     told(server.post(CHAT, **asked), 400, "tools: the chat template does not tell a model of tools", "tools")
+
+
+def test_tags_that_are_special_tokens_are_seen(demo: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    add = demo.engine.add_request
+
+    def noted(request_id: str, prompt: Any, params: Any, **more: Any) -> None:
+        seen.append(params.skip_special_tokens)
+        add(request_id, prompt, params, **more)
+
+    monkeypatch.setattr(demo.engine, "add_request", noted)
+    for more in ({"tools": [WEATHER]}, {"tools": [WEATHER], "skip_special_tokens": True}, {}):
+        assert demo.post(CHAT, **ASK | more).status_code == 200
+    assert seen == [False, True, True]
