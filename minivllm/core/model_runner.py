@@ -36,7 +36,7 @@ _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 
 
-class Admission(NamedTuple):
+class NewSlots(NamedTuple):
     """Of new sequences, on the device: slots (a,) int64; int32, their rows' words and tokens that samplers ask for."""
 
     slots: torch.Tensor
@@ -127,7 +127,7 @@ class ModelRunner:
 
     def begin(
         self, batch: Batch, *arrays: np.ndarray, staging: Staging | None = None
-    ) -> tuple[Admission, list[torch.Tensor]]:
+    ) -> tuple[NewSlots, list[torch.Tensor]]:
         """Let the batch's new blocks take effect. ``arrays`` go to the device in front of them, see ``Staging.send``,
         and what ``admit`` needs before the step samples."""
         admitted_slots = batch.admitted_slots.astype(np.int64)
@@ -135,9 +135,9 @@ class ModelRunner:
             *arrays, *self.table_entries(batch), admitted_slots, batch.admitted_params.view(np.int32), batch.known_ids
         )
         self.write_table(places, blocks)
-        return Admission(slots, params, known), sent
+        return NewSlots(slots, params, known), sent
 
-    def admit(self, batch: Batch, its: Admission) -> None:
+    def admit(self, batch: Batch, its: NewSlots) -> None:
         """Tell the sampler of the batch's new sequences."""
         if rows := len(its.slots):
             self.sampler.prepare(batch.admitted_slots, batch.admitted_params, its.slots, its.params.view(rows, -1))
@@ -197,7 +197,7 @@ class ModelRunner:
 
     def _launch_layers(
         self, batch: Batch, some: np.ndarray
-    ) -> tuple[Admission, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[NewSlots, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Kernel by kernel. Returns what is admitted, ``some`` on the device, hidden states, and ``prompt_inputs``'
         ends of the rows, behind them padding's, whose hidden states nobody asks for."""
         d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
