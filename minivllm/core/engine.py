@@ -344,12 +344,13 @@ class LLMEngine:
             if request in self._unscored:
                 scheduler = self.config.scheduler.name
                 raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
-        telling, self._touched = self._touched, {}
-        if self._may_hold():  # all but beginnings and ends
-            self._touched = {name: request for name, request in telling.items() if request.told and name not in ended}
-            telling = {name: request for name, request in telling.items() if name not in self._touched}
-        if self._unscored:  # of several completions one may be ahead of that which computes the prompt
-            self._touched |= {name: request for name, request in telling.items() if request in self._unscored}
+        telling, self._touched, hold = self._touched, {}, self._may_hold()
+        if hold or self._unscored:  # of several completions one may be ahead of that which computes the prompt
+            self._touched = {
+                name: request
+                for name, request in telling.items()
+                if name not in ended and ((hold and request.told) or request in self._unscored)
+            }
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [
             request.output()
@@ -358,7 +359,8 @@ class LLMEngine:
         ]
 
     def _may_hold(self) -> bool:
-        """Whether to say it later is wanted, and soon: the step under way is one of decodes alone."""
+        """Whether all but beginnings and ends may be said later: it is wanted, and later is soon, as the step under way
+        is one of decodes alone."""
         return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0].batch.token_ids)
 
     def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
