@@ -13,11 +13,10 @@ from minivllm.config.schema import Key
 from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
 from minivllm.plugins.naming import did_you_mean, listing
-from minivllm.plugins.registry import KINDS, Registry
+from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
 
 _KINDS = ("attention", "scheduler", "sampler", "executor")  # chosen by name; a model by its architecture
-_HAS_AUTO = ("attention", "executor")
 
 
 def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
@@ -65,7 +64,7 @@ def component_fields(kind: str) -> tuple[str, ...]:
 
 def named_component(kind: str, field: str, value: str | None, registry: Registry) -> Component | None:
     """What ``{kind}.{field}=value`` names; None for null and auto. Raises ConfigError: nobody registered it."""
-    if value is None or (field == "name" and value == "auto" and kind in _HAS_AUTO):
+    if value is None or (field == "name" and is_reserved(kind, value)):
         return None
     allowed = sorted([*registry.names(kind), *registry.aliases(kind)])
     if field != "name" and value not in allowed:

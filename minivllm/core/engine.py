@@ -42,7 +42,6 @@ class EngineStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
-    max_batch_size: int = 0
     host_time: float = 0.0  # of steps, less the time they waited for the device
     wait_time: float = 0.0
     launch_time: float = 0.0  # of host_time: in Executor.launch (on a CPU, the model itself)
@@ -277,7 +276,6 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
         # whose rows these are, while it is known: slots may change hands until the step comes back
         scored: list[Request] = []
         if batch.scored is not None:

@@ -34,7 +34,13 @@ _INTERFACES = {
     "executor": "Executor",
 }
 
+_HAVE_AUTO = ("attention", "executor")
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux under Windows
+
+
+def is_reserved(kind: str, name: str) -> bool:
+    """Whether the engine itself knows what that name of a kind is: no component may have it."""
+    return name == "auto" and kind in _HAVE_AUTO
 
 
 @dataclass(frozen=True, slots=True)
