@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from minivllm.core.batch import NO_INTS
 from minivllm.core.interfaces import BlockManager
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class PagedBlockManager(BlockManager):
             columns = np.concatenate([self._columns[:n] for n in counts])
             new.append((rows, columns, self.tables[rows, columns]))
         if not new:
-            return _NONE, _NONE, _NONE
+            return NO_INTS, NO_INTS, NO_INTS
         if len(new) == 1:
             return new[0]
         all_slots, indices, blocks = zip(*new, strict=True)
@@ -191,6 +192,3 @@ class PagedBlockManager(BlockManager):
         assert all(self._hash_of[b] is not None for b in evictable), "an evictable block has no hash"
         known = {h: b for b, h in enumerate(self._hash_of) if h is not None}
         assert known == self._cached, "the hash table and the blocks disagree"
-
-
-_NONE = np.empty(0, dtype=np.int32)

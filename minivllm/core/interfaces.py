@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from minivllm.core.batch import NO_INTS
 from minivllm.core.model_config import FrozenDict
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from minivllm.kernels.rms_norm import RowScale
     from minivllm.kernels.sampling import Shard
     from minivllm.plugins.registry import Registry
-
-
-_NO_WORDS = np.empty(0, dtype=np.int32)
 
 # --------------------------------------------------------------------------- scheduling
 
@@ -260,7 +258,7 @@ class AttentionBackend(ABC):
         rows, (p,) int32 each. It crosses with all else that a step is told, to be ``AttentionBatch.prompt_words``.
         ``captured``: tokens of the graph's prompt rows, 0 if the step is eager; for p rows and so many tokens there are
         always as many words."""
-        return _NO_WORDS
+        return NO_INTS
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
@@ -434,7 +432,7 @@ class Sampler(ABC):
     def words(cls, seq: Sequence) -> np.ndarray:
         """What ``take_tokens`` brings in front of the tokens of this sequence, whose ``sampler_row`` is ``encode``'s:
         int32, (n,)."""
-        return np.empty(0, dtype=np.int32)
+        return NO_INTS
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from minivllm.core.batch import NO_INTS
 from minivllm.core.interfaces import Logprobs, StepResult
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import finish_decode
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import DeviceLogprobs, StepHandle
 
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
-NO_ROWS = np.empty(0, dtype=np.int32)
 
 
 class Layout(NamedTuple):
@@ -47,7 +47,7 @@ class Packed(NamedTuple):
     def of(cls, tokens: torch.Tensor, logprobs: DeviceLogprobs | None) -> Packed:
         token_words = tokens.contiguous().view(torch.int32)
         if logprobs is None:
-            return cls(token_words, Layout(len(tokens), NO_ROWS, 0))
+            return cls(token_words, Layout(len(tokens), NO_INTS, 0))
         floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
         sampled, top = (x.float().view(torch.int32).reshape(-1) for x in floats)
         rank, top_ids = (x.int().reshape(-1) for x in whole)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, Cascade, TokenMasks
+from minivllm.core.batch import NO_INTS, AttentionBatch, Batch, Cascade, TokenMasks
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
-from minivllm.core.landing import IN_FLIGHT, NO_ROWS, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
+from minivllm.core.landing import IN_FLIGHT, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
 from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
@@ -159,7 +159,7 @@ class ModelRunner:
 
     def _launch_eager(self, batch: Batch) -> StepHandle:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
-        some = sampled if len(sampled) < n else NO_ROWS
+        some = sampled if len(sampled) < n else NO_INTS
         graphs = self.prompt_graphs if batch.scored is None else None  # of which only last tokens' hidden states remain
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             told = graphs.told(key, batch)
@@ -202,7 +202,7 @@ class ModelRunner:
         ends of the rows, behind them padding's, whose hidden states nobody asks for."""
         d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
         cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
-        shared = NO_ROWS if cascade is None else cascade.padded(d, len(cascade.items))
+        shared = NO_INTS if cascade is None else cascade.padded(d, len(cascade.items))
         rows = max(n, _FEW_ROWS)
         ids, start = np.zeros(t, dtype=np.int64), np.zeros(rows + 1, dtype=np.int32)
         slots, seq_lens = np.full(rows, self.num_slots, dtype=np.int32), np.ones(rows, dtype=np.int32)
@@ -276,7 +276,6 @@ class ModelRunner:
         parts = min(-(-num_tokens // max_len), self.num_slots - num_decodes)
         chunk, n = min(num_tokens // parts, max_len), num_decodes + parts
         new = np.array([1] * num_decodes + [chunk] * parts, dtype=np.int32)
-        none = np.empty(0, dtype=np.int32)
         batch = Batch(
             step=-1,
             slots=np.arange(n, dtype=np.int32),
@@ -286,10 +285,10 @@ class ModelRunner:
             samples=np.ones(n, dtype=bool),
             num_decodes=num_decodes,
             token_ids=np.zeros(chunk * parts, dtype=np.int32),
-            block_slots=none,
-            block_indices=none,
-            block_ids=none,
-            admitted_slots=none,
+            block_slots=NO_INTS,
+            block_indices=NO_INTS,
+            block_ids=NO_INTS,
+            admitted_slots=NO_INTS,
             admitted_params=np.empty(0, dtype=self.sampler.row),
         )
         self._launch_eager(batch).result()
