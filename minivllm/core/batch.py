@@ -39,7 +39,12 @@ class TokenMasks:
     """Which tokens a step may sample for sequences that have a guide: of those slots where that is not as before."""
 
     slots: np.ndarray  # (m,) int32
-    bits: np.ndarray  # (m, words) int32: bit t % 32 of word t // 32 is 1 where token t may come
+    bits: np.ndarray  # (m, mask_words) int32: bit t % 32 of word t // 32 is 1 where token t may come
+
+
+def mask_words(vocab_size: int) -> int:
+    """Of one row of ``TokenMasks.bits``."""
+    return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)

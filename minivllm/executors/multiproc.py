@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
@@ -120,7 +121,7 @@ class MultiprocExecutor(Executor):
         s, cache = self.config.scheduler, self.config.cache
         blocks = 4 * s.max_num_seqs + 2 * s.max_num_batched_tokens // cache.block_size
         step = 4096 + s.max_num_seqs * (32 + self._row_bytes) + 4 * s.max_num_batched_tokens + 12 * blocks
-        masks = 4096 + s.max_num_seqs * (4 + 4 * -(-self.model_config.vocab_size // 32))
+        masks = 4096 + s.max_num_seqs * (4 + 4 * mask_words(self.model_config.vocab_size))
         return max(step, masks), 4096 + s.max_num_seqs * (20 + 8 * _LOGPROBS)
 
     # ------------------------------------------------------------------ steps
