@@ -23,7 +23,7 @@ from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.group import check_all_reduce, open_store
 from minivllm.executors.messages import Hello
 from minivllm.executors.processes import Child, RankProcesses, start_children
-from minivllm.executors.progress import START_TIMEOUT, seconds
+from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.wire import pack_batch, pack_masks, pack_profile, unpack_result
 from minivllm.executors.worker import resolve_device
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
-_STEP_TIMEOUT = 300.0  # seconds; a first step may compile kernels
 _LOGPROBS = 20  # a token, in a slot for results; more travel in pieces
 
 
@@ -54,7 +53,7 @@ class MultiprocExecutor(Executor):
         refuse_unsplittable(config, model_config, registry)
         with registry.building("sampler", config.sampler.name):
             self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize
-        self._step_timeout = seconds(config.executor.options, "step_timeout", _STEP_TIMEOUT)
+        self._step_timeout = seconds(config.executor.options, "step_timeout", STEP_TIMEOUT)
         self._start_timeout = seconds(config.executor.options, "start_timeout", START_TIMEOUT)
         self._about: dict[str, Any] = {}
         self._dead: MinivllmError | None = None

@@ -134,7 +134,7 @@ def test_a_start_that_stops_or_hangs_is_told_from_one_that_takes_long(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On actors that hold no model."""
-    monkeypatch.setattr(ray_health, "_SILENT", 1.0)
+    monkeypatch.setattr(ray_health, "SILENT", 1.0)
     talker = ray.remote(num_cpus=0)(Talker)
     loads, moves, waits = (talker.remote(*args) for args in (("load", 99.0), ("join", 0.0), ("wait", 99.0)))
 
