@@ -328,8 +328,8 @@ class LLMEngine:
         ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
-            if not request.needs_tokens:
-                completion.add_all(seq.output_token_ids)
+            if not request.needs_tokens:  # nobody watched it grow: it has no stop strings
+                completion.token_ids = seq.output_token_ids
             if seq.guide is not None and (seq.guide.failed or seq.guide.cut_by(int(seq.known[-1]))):
                 reason = FinishReason.LENGTH
             completion.end(reason)
@@ -380,7 +380,7 @@ class LLMEngine:
             self._touched[request.request_id] = request
             if completion.logprobs is not None and (values := of_row.get(row)) is not None:
                 completion.add_logprobs(token, *values)
-            stopped_here = completion.add([token])
+            stopped_here = completion.add(token)
             if seq.request_id in finished:
                 continue
             if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):
