@@ -7,7 +7,7 @@ On the host: host_tables, the same block table, for what plans on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
+    from minivllm.core.parallel import TensorParallel
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.core.sample_graphs import SampleGraphs
 
@@ -52,10 +53,10 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, sampler: Sampler, *, num_slots: int, max_blocks: int,
-        block_size: int, hidden_size: int, device: torch.device,
+        self, model: Model, attention: AttentionBackend, sampler: Sampler, tp: TensorParallel, *, num_slots: int,
+        max_blocks: int, block_size: int, hidden_size: int, device: torch.device,
     ) -> None:  # fmt: skip
-        self.model, self.attention, self.sampler = model, attention, sampler
+        self.model, self.attention, self.sampler, self.tp = model, attention, sampler, tp
         self.device, self.block_size, self.num_slots = device, block_size, num_slots
         self.hidden_size = hidden_size
         self._sharded = sampler.samples_shards() and overrides_both(
@@ -245,7 +246,24 @@ class ModelRunner:
             return self.sample(hidden, slots, positions)[0], None
         logits = self.model.compute_logits(hidden)
         tokens = self.sampler.sample(logits, slots, positions)
-        return self.sampler.refine(logits, slots, positions, tokens, host_slots)
+        return self.refine(logits, slots, positions, tokens, host_slots)
+
+    def refine(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, given: torch.Tensor,
+        host_slots: np.ndarray, kind: Hashable | None = None,
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
+        """The sampler's ``refine`` of the tokens ``given``; ``refine_captured`` if there is a ``kind``. The same tokens
+        on all ranks; ``given`` itself if it stands."""
+        # Each rank samples for itself: the all-gather behind the LM head gives all the same bytes of logits, a token is
+        # a function of logits, seed and position, and ``sample_shard`` ends in a sum over the ranks, the same on all.
+        # So ``last_token`` stays in step with no broadcast in the graph. Who chooses again may sum in an order that
+        # changes from run to run (a cumulative sum of one long row does, on a GPU), and a token at the border of top-p
+        # would differ between ranks: there rank 0's choice counts.
+        if kind is None:
+            tokens, logprobs = self.sampler.refine(logits, slots, positions, given, host_slots)
+        else:
+            tokens, logprobs = self.sampler.refine_captured(logits, slots, positions, given, kind)
+        return tokens if tokens is given else self.tp.broadcast(tokens), logprobs
 
     def _shares(self, rows: int) -> bool:
         """Whether ranks sample so many together, until it is known that they have no shards to sample from."""

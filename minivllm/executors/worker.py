@@ -16,7 +16,6 @@ from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.executors.agreed import AgreedSampler
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.decoder import launch_all_heads
@@ -149,12 +148,11 @@ class Worker:
         with self.registry.building("sampler", config.sampler.name):
             sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
         self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
-        if self.tp.size > 1:
-            sampler = AgreedSampler(sampler, self.tp)
         self.runner = ModelRunner(
             model,
             attention,
             sampler,
+            self.tp,
             num_slots=num_slots,
             max_blocks=-(-self.max_model_len // self.spec.block_size),
             block_size=self.spec.block_size,
