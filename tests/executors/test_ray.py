@@ -19,6 +19,7 @@ from faults import FAULTY, Talker, fault_on
 from minivllm import LLM, SamplingParams
 from minivllm.core.batch import Batch
 from minivllm.errors import EngineDeadError
+from minivllm.executors.taking import StepTaker
 from minivllm.executors.wire import pack_batch
 from minivllm.plugins.manager import default_registry
 
@@ -181,7 +182,7 @@ def test_an_actor_takes_no_step_after_one_that_failed() -> None:
 
     actor = RankActor(b"", 1, 2)
     runner = SimpleNamespace(sampler=SimpleNamespace(row=row))
-    actor.worker = SimpleNamespace(runner=runner, launch=launch)  # type: ignore[assignment]
+    actor.taker = StepTaker(SimpleNamespace(runner=runner, launch=launch))  # type: ignore[arg-type]
     assert actor.launch(step) == b""
     said = [actor.launch(step) for _ in range(3)]
     failed = decode(said[0])
