@@ -20,8 +20,9 @@ from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
-from minivllm.executors.group import check_all_reduce, open_store
+from minivllm.executors.group import open_store
 from minivllm.executors.messages import Hello
+from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory

@@ -127,6 +127,7 @@ def import_ahead(gpu: int | None) -> None:
         if gpu is not None:
             open_device(gpu)  # while torch is imported
         import minivllm.executors.group
+        import minivllm.executors.peers
         import minivllm.executors.worker  # noqa: F401
 
 
@@ -138,17 +139,17 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
         open_device(hello.device_index)  # if it is not the one that was opened ahead
     import torch
 
-    from minivllm.executors.group import join, with_exchange, with_peer_memory, with_peer_words
+    from minivllm.executors.group import join
+    from minivllm.executors.peers import with_peers
     from minivllm.executors.worker import Worker, resolve_device, resolve_dtype
 
     device = resolve_device(hello.config.device)
     tp = join(device, hello.device_index, hello.rank, hello.size, "127.0.0.1", hello.store_port)
     if device == "cuda":
         config, model = hello.config, hello.model_config
-        tp = with_peer_memory(tp, hello.device_index, config.executor.options)
-        tp = with_peer_words(tp, hello.device_index, model.hidden_size)
         dtype = getattr(torch, resolve_dtype(config.dtype, device, model.dtype))
-        tp = with_exchange(tp, hello.device_index, config.scheduler.max_num_batched_tokens, model.hidden_size, dtype)
+        rows, options = config.scheduler.max_num_batched_tokens, config.executor.options
+        tp = with_peers(tp, hello.device_index, options, rows, model.hidden_size, dtype)
     worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)
     worker.start()
     return worker
