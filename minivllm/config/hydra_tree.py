@@ -12,7 +12,7 @@ from minivllm.config.conf_dir import conf_dir
 from minivllm.config.overrides import group_options, groups_of
 from minivllm.config.schema import EngineSchema
 from minivllm.errors import ConfigError, PluginError
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 from minivllm.plugins.registry import OptionEntry, Registry
 
 

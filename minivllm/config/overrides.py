@@ -15,7 +15,7 @@ from minivllm.config.modes import MODES
 from minivllm.config.schema import EngineSchema, Key, keys_of
 from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
 from minivllm.errors import ConfigError
-from minivllm.plugins.naming import did_you_mean, either, listing, nearest
+from minivllm.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
 from minivllm.plugins.types import CONFIG_GROUPS
 

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from minivllm.config.schema import Key
 from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
-from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
 

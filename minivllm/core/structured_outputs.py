@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minivllm.errors import RequestError, shown
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 
 _KINDS = "json", "regex", "choice", "grammar", "json_object"
 _NOT_YET: dict[str, Any] = {"disable_additional_properties": False, "structural_tag": None}

@@ -13,9 +13,9 @@ from typing import Any
 import pluggy
 
 from minivllm.errors import PluginError
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins import hookspecs
 from minivllm.plugins.hookspecs import ENTRY_POINT_GROUP, HOOKS, PROJECT
-from minivllm.plugins.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Entry, OptionEntry, Provider, Registry, Report, is_reserved
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 from minivllm.version import API_VERSION, __version__

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError
-from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
 # kind -> what a message calls it

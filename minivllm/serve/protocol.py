@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from minivllm.errors import RequestError, shown
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 from minivllm.serve.errors import ClientError
 
 # They say who asks, where to bill it or where to keep it.

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from minivllm import errors
-from minivllm.core.frames import Frames, frame
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.errors import MinivllmError
+from minivllm.frames import Frames, frame
 from minivllm.serve.messages import Died, FromEngine, Metrics, News, ToEngine
 
 _PIECE = 1 << 18  # bytes
