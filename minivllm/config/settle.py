@@ -20,6 +20,7 @@ _KINDS = ("attention", "scheduler", "sampler", "executor")  # chosen by name; a 
 
 
 def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
+    """Raises ConfigError for a number that is out of its key's bounds."""
     for key in keys.values():
         value = tree
         for part in key.name.split("."):
@@ -36,6 +37,10 @@ def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:
+    """Let a checkpoint's shape replace the option's; ``model.path`` becomes absolute.
+
+    Raises ConfigError: a shape was typed that nothing would read, or there is neither a shape nor a checkpoint.
+    """
     model, shape = tree.model, next((k for k in final if k.startswith("model.hf_config")), None)
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))

@@ -112,7 +112,9 @@ class Cascade:
     skips: torch.Tensor  # (n,): first blocks of each row's context that items read
     parts: torch.Tensor  # (n, 2): where each row's parts begin, and how many there are
     items: torch.Tensor  # (m, 6): first, count (0: no item), row, begin, end, which of its rows' parts this makes
-    beside: bool  # of so little to read that rows had better go on alone meanwhile; captured, a constant
+    # Whether items leave half of the device to what rows read alone, at the same time: that is far more. A constant of
+    # a captured step.
+    beside: bool
 
     @classmethod
     def of(cls, numbers: torch.Tensor, rows: int, beside: bool) -> Cascade:

@@ -211,10 +211,12 @@ class AttentionBackend(ABC):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
-    captures_prompts: bool = True  # set to False where, of ``CudaGraphs.ALWAYS``, this spec's prompts are excepted
+    captures_prompts: bool = True  # False: ``CudaGraphs.ALWAYS`` does not hold for steps with prompts of this spec
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
-    plain_decode: bool = False  # whether a kernel of all layers may decode in its place: causal, all of a context
-    attends_beside: bool = False  # whether ``decode`` and ``prefill`` may run at once: they share the cache alone
+    # Whether ``decode`` is causal attention to all of a context and no more: a kernel of all layers may do it instead.
+    plain_decode: bool = False
+    # Whether ``decode`` and ``prefill`` may run at the same time: they share no memory that they write to.
+    attends_beside: bool = False
     cascade_limits: CascadeLimits | None = None  # set where ``spec.cascade`` and it heeds ``AttentionBatch.cascade``
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 

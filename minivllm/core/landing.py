@@ -1,7 +1,13 @@
-"""What a step found, on its way to the host.
+"""What a step found, on its way to the host. Each kind is a ``StepHandle``:
 
-Eager steps copy what they found, in one piece (``Packed``), as those do that found more than tokens. Graphs leave their
-tokens in pinned host memory, which the device writes (``Landing``):
+- ``PendingStep``, of ``ModelRunner.land``: copied in one piece (``Packed``), as eager steps are, and those that found
+  more than tokens.
+- ``ReplayedStep``, of ``Landing.step``: tokens alone, which a graph of decodes, of sampling or of both decodes and
+  prompts leaves in pinned host memory itself.
+- Around these: ``StepApart``, launched as two (``ModelRunner.launch``); ``GuidedStep``, which has yet to sample
+  (``sample_when_guided``); ``ScoredStep``, with log-probabilities of prompts (``_launch_eager``).
+
+What the device writes for graphs (``Landing``):
 # ring (IN_FLIGHT, 1 + width) int64: a step's number, then its tokens   steps (1,) int64, on the device
 
 The device counts the steps in ``steps``; step i goes to row i % IN_FLIGHT, behind i, by which the host, which counts

@@ -112,7 +112,7 @@ class MixedGraphs:
         tokens = next((tokens for tokens in self._tokens if tokens >= t), None)
         if rows is None or tokens is None or rows + tokens > self._most:
             return None
-        if rows + tokens - d - t > self._prompts.waste:
+        if rows + tokens - d - t > self._prompts.most_padding:
             return None
         return rows, tokens, not batch.num_computed[d:].any() and self._reads_fresh
 

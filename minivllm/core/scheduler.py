@@ -243,7 +243,7 @@ class SlotScheduler(Scheduler):
             )
             if lacking <= 0 and room:
                 self._start(seq, cached)
-                self._give(chunks, seq, n)
+                self._take_first_chunk(chunks, seq, n)
                 budget -= n
                 if n < left:
                     partial += 1
@@ -266,8 +266,8 @@ class SlotScheduler(Scheduler):
         reserve = max(1, int(_WATERMARK * self.blocks.num_blocks)) if len(self.running) else 0
         return self.blocks.missing(len(seq.known), cached) + reserve
 
-    def _give(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
-        """Schedule the first chunk of a sequence that was just admitted, and share its blocks from now on.
+    def _take_first_chunk(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
+        """Add the first chunk of a sequence that was just admitted, and share its blocks from now on.
 
         A later row of the same step may already read them: each layer writes all of the step's keys before any row
         attends.
@@ -291,14 +291,14 @@ class SlotScheduler(Scheduler):
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = computed
         seq.slot, seq.status = slot, Status.RUNNING
-        self._run(slot, seq.place)
+        self._insert_running(slot, seq.place)
         if self._partial and self._place_of(self._partial[-1]) > seq.place:
             insort(self._partial, slot, key=self._place_of)
         else:
             self._partial.append(slot)
         self._admitted.append(seq)
 
-    def _run(self, slot: int, place: tuple[int, ...]) -> None:
+    def _insert_running(self, slot: int, place: tuple[int, ...]) -> None:
         """Put a slot among those that run, by place: mostly behind them, where there is room."""
         running, n = self.running, len(self.running)
         if n and self._place_of(int(running[-1])) > place:
