@@ -13,7 +13,7 @@ from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.errors import ConfigError
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.naming import did_you_mean, listing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Sort the words. Raises ConfigError for a flag or a word that nobody knows."""
-    from minivllm.plugins.naming import did_you_mean
+    from minivllm.naming import did_you_mean
 
     args, waiting = Arguments(), list(argv)
     while waiting:
@@ -112,7 +112,7 @@ def _meant(flag: str, value: str) -> str:
     """What somebody meant by a flag that is none: a key with dashes, as other programs have it, or another flag."""
     from minivllm.config.modes import MODES
     from minivllm.config.schema import keys_of
-    from minivllm.plugins.naming import did_you_mean
+    from minivllm.naming import did_you_mean
 
     name = flag.lstrip("-").replace("-", "_")
     if any(name in (key, key.partition(".")[0]) for mode in MODES.values() for key in keys_of(mode.schema)):

@@ -19,7 +19,7 @@ from minivllm.bench.table import show
 from minivllm.config.modes import MODES
 from minivllm.config.schema import keys_of
 from minivllm.errors import ConfigError
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 
 THRESHOLD = 5.0  # per cent
 # Start is measured once a process, and the GPU-busy share is no aim in itself: neither is judged.

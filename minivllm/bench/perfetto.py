@@ -21,10 +21,10 @@ _SCHEDULING, _LAUNCH, _DEVICE, _COMMIT = range(1, 5)
 
 def write_trace(recorder: StepRecorder, file: Path, about: dict[str, Any]) -> None:
     """``about`` says what ran: it goes to ``otherData``."""
-    names = ["scheduling", "launch", "GPU step" if about.get("device") != "cpu" else "GPU step (here: CPU)", "commit"]
     events: list[dict[str, Any]] = [_named("process_name", 0, f"minivllm: {about.get('model', '')}")]
-    for thread, name in enumerate(names, 1):
-        events += [_named("thread_name", thread, name), _sorted(thread)]
+    for thread, track in enumerate(TRACKS, 1):
+        where = " (here: CPU)" if thread == _DEVICE and about.get("device") == "cpu" else ""
+        events += [_named("thread_name", thread, track + where), _sorted(thread)]
     flows = _Flows()
     for step in recorder.steps:
         events += _slices(step, recorder)

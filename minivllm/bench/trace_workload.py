@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import BenchRequest
 from minivllm.errors import ConfigError, shown
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 
 if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions

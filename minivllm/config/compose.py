@@ -25,7 +25,7 @@ from minivllm.config.schema import EngineSchema, keys_of
 from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
 from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.errors import ConfigError, shown
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 from minivllm.plugins.registry import Registry
 from minivllm.plugins.types import CONFIG_GROUPS
 

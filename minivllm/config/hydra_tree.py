@@ -12,11 +12,17 @@ from minivllm.config.conf_dir import conf_dir
 from minivllm.config.overrides import group_options, groups_of
 from minivllm.config.schema import EngineSchema
 from minivllm.errors import ConfigError, PluginError
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 from minivllm.plugins.registry import OptionEntry, Registry
 
 
 def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry: Registry) -> Any:
+    """A ``schema`` filled from ``conf/``, plugins' options and the overrides ``final``, as Hydra takes them, by key.
+
+    Raises:
+        ConfigError: Hydra refuses an override, or one adds a key that no field has.
+        PluginError: a plugin's option does not fit the schema.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException

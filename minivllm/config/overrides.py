@@ -15,7 +15,7 @@ from minivllm.config.modes import MODES
 from minivllm.config.schema import EngineSchema, Key, keys_of
 from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
 from minivllm.errors import ConfigError
-from minivllm.plugins.naming import did_you_mean, either, listing, nearest
+from minivllm.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
 from minivllm.plugins.types import CONFIG_GROUPS
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Override:
+    """``key=value`` as it was typed."""
+
     text: str
     adds: bool  # with + or ++
     key: str
@@ -36,6 +38,7 @@ class Override:
 
     @classmethod
     def parse(cls, text: str) -> Override:
+        """Raises ConfigError: it is no such thing, has no value, or removes a key."""
         match = re.fullmatch(r"\s*(\+\+|\+|~)?\s*([^=\s]*)\s*(=(.*))?", text, re.DOTALL)
         if match is None or not match[2] or match[3] is None or match[1] == "~":
             if match is not None and match[1] == "~":
@@ -47,6 +50,7 @@ class Override:
 
 
 def check_group(override: Override, registry: Registry) -> str:
+    """Refuse an option that its group does not have, with a ConfigError; return the override as Hydra needs it."""
     group, value = override.key, override.value.strip("'\"")
     allowed = group_options(group, registry)
     if value in allowed:

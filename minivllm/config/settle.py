@@ -12,15 +12,15 @@ from typing import Any, get_type_hints
 from minivllm.config.schema import Key
 from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
-from minivllm.plugins.naming import did_you_mean, listing
-from minivllm.plugins.registry import KINDS, Registry
+from minivllm.naming import did_you_mean, listing
+from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
 
 _KINDS = ("attention", "scheduler", "sampler", "executor")  # chosen by name; a model by its architecture
-_HAS_AUTO = ("attention", "executor")
 
 
 def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
+    """Raises ConfigError for a number that is out of its key's bounds."""
     for key in keys.values():
         value = tree
         for part in key.name.split("."):
@@ -37,6 +37,10 @@ def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:
+    """Let a checkpoint's shape replace the option's; ``model.path`` becomes absolute.
+
+    Raises ConfigError: a shape was typed that nothing would read, or there is neither a shape nor a checkpoint.
+    """
     model, shape = tree.model, next((k for k in final if k.startswith("model.hf_config")), None)
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))
@@ -65,7 +69,7 @@ def component_fields(kind: str) -> tuple[str, ...]:
 
 def named_component(kind: str, field: str, value: str | None, registry: Registry) -> Component | None:
     """What ``{kind}.{field}=value`` names; None for null and auto. Raises ConfigError: nobody registered it."""
-    if value is None or (field == "name" and value == "auto" and kind in _HAS_AUTO):
+    if value is None or (field == "name" and is_reserved(kind, value)):
         return None
     allowed = sorted([*registry.names(kind), *registry.aliases(kind)])
     if field != "name" and value not in allowed:

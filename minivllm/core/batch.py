@@ -13,9 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-
-def _none() -> np.ndarray:
-    return np.empty(0, dtype=np.int32)
+NO_INTS = np.empty(0, dtype=np.int32)
+NO_INTS.flags.writeable = False  # everybody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,12 @@ class TokenMasks:
     """Which tokens a step may sample for sequences that have a guide: of those slots where that is not as before."""
 
     slots: np.ndarray  # (m,) int32
-    bits: np.ndarray  # (m, words) int32: bit t % 32 of word t // 32 is 1 where token t may come
+    bits: np.ndarray  # (m, mask_words) int32: bit t % 32 of word t // 32 is 1 where token t may come
+
+
+def mask_words(vocab_size: int) -> int:
+    """Of one row of ``TokenMasks.bits``."""
+    return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class Batch:
     admitted_slots: np.ndarray  # (a,) int32: slots that start a sequence in this step
     admitted_params: np.ndarray  # (a,) of Sampler.row: their sampling parameters
     # Tokens of those whose sampler asks, one sequence after another, int32; (a,) int32 how many of each: none if none.
-    known_ids: np.ndarray = field(default_factory=_none)
-    known_lens: np.ndarray = field(default_factory=_none)
+    known_ids: np.ndarray = field(default_factory=lambda: NO_INTS)
+    known_lens: np.ndarray = field(default_factory=lambda: NO_INTS)
     scored: Scored | None = None
     # Whether it samples for sequences that have a guide, and so not before ``Executor.guide``. The engine says so.
     guided: bool = False
@@ -80,17 +84,17 @@ class Batch:
 
         In this order: a prompt may share a block that a decode of the same step completes.
         """
-        d, none = self.num_decodes, _none()
+        d = self.num_decodes
 
         def rows(some: slice) -> dict[str, Any]:
             return {n: getattr(self, n)[some] for n in ("slots", "generations", "num_computed", "num_new", "samples")}
 
         decodes = replace(
-            self, **rows(slice(d)), token_ids=none, admitted_slots=none, admitted_params=self.admitted_params[:0],
-            known_ids=none, known_lens=none,
+            self, **rows(slice(d)), token_ids=NO_INTS, admitted_slots=NO_INTS,
+            admitted_params=self.admitted_params[:0], known_ids=NO_INTS, known_lens=NO_INTS,
         )  # fmt: skip
         prompts = replace(
-            self, **rows(slice(d, None)), num_decodes=0, block_slots=none, block_indices=none, block_ids=none
+            self, **rows(slice(d, None)), num_decodes=0, block_slots=NO_INTS, block_indices=NO_INTS, block_ids=NO_INTS
         )
         return decodes, prompts
 
@@ -108,7 +112,9 @@ class Cascade:
     skips: torch.Tensor  # (n,): first blocks of each row's context that items read
     parts: torch.Tensor  # (n, 2): where each row's parts begin, and how many there are
     items: torch.Tensor  # (m, 6): first, count (0: no item), row, begin, end, which of its rows' parts this makes
-    beside: bool  # of so little to read that rows had better go on alone meanwhile; captured, a constant
+    # Whether items leave half of the device to what rows read alone, at the same time: that is far more. A constant of
+    # a captured step.
+    beside: bool
 
     @classmethod
     def of(cls, numbers: torch.Tensor, rows: int, beside: bool) -> Cascade:

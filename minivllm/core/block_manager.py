@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from minivllm.core.batch import NO_INTS
 from minivllm.core.interfaces import BlockManager
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ class PagedBlockManager(BlockManager):
         return found
 
     def missing(self, num_tokens: int, cached: SequenceOf[int]) -> int:
-        """How many more free blocks ``allocate(slot, num_tokens, cached)`` would need; 0 or less: it can be done."""
         revived = sum(1 for block in cached if self._ref[block] == 0)
         return self.blocks_for(num_tokens) - len(cached) + revived - self.num_free
 
@@ -111,7 +111,6 @@ class PagedBlockManager(BlockManager):
         self.held[slot] = 0
 
     def register(self, slot: int, seq: Sequence, tokens: np.ndarray, num_tokens: int) -> None:
-        """Offer the slot's whole blocks among its first ``num_tokens`` tokens (computed, or about to be) for reuse."""
         if not self.prefix_caching:
             return
         first, whole = self._offered[slot], num_tokens // self.block_size
@@ -126,7 +125,6 @@ class PagedBlockManager(BlockManager):
         self._offered[slot] = whole
 
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
         new, self._appended = self._appended, []
         if self._allocated:
             slots, counts = zip(*self._allocated, strict=True)
@@ -135,14 +133,13 @@ class PagedBlockManager(BlockManager):
             columns = np.concatenate([self._columns[:n] for n in counts])
             new.append((rows, columns, self.tables[rows, columns]))
         if not new:
-            return _NONE, _NONE, _NONE
+            return NO_INTS, NO_INTS, NO_INTS
         if len(new) == 1:
             return new[0]
         all_slots, indices, blocks = zip(*new, strict=True)
         return np.concatenate(all_slots), np.concatenate(indices), np.concatenate(blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all content; blocks in use stay valid for those who hold them."""
         self._cached.clear()
         self._hash_of = [None] * (self.num_blocks + 1)
         self._free.extend(self._evictable)
@@ -195,6 +192,3 @@ class PagedBlockManager(BlockManager):
         assert all(self._hash_of[b] is not None for b in evictable), "an evictable block has no hash"
         known = {h: b for b, h in enumerate(self._hash_of) if h is not None}
         assert known == self._cached, "the hash table and the blocks disagree"
-
-
-_NONE = np.empty(0, dtype=np.int32)

@@ -17,7 +17,7 @@ import numpy as np
 from minivllm.core.batch import Batch
 
 ITEM = 6  # numbers of an item, see ``Cascade``
-_FEW = 4  # keys that rows read alone for each that they read together: with more, they do not wait for the items
+_MANY_ALONE = 4  # times as many keys to read alone as together: from here on both are read at once (``Cascade.beside``)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class CascadeLimits:
 
     rows: int  # most rows in an item
     keys: int  # items begin at multiples of so many keys in their node
-    beside: int  # items into which shared keys are cut while rows read their own keys beside them
+    beside: int  # items into which shared keys are cut while rows read their own at the same time
     alone: int  # items into which they are cut where they keep the device busy by themselves
     items: int  # most items in a step
     parts: int  # most partial results in a step, of all rows together
@@ -76,7 +76,7 @@ def plan_cascade(
     if not len(tree.first) or saved < limits.saved_keys:
         return None
     keys = (tree.end - tree.begin).sum() * block_size
-    beside = bool(_FEW * keys <= computed.sum() - saved - keys)
+    beside = bool(_MANY_ALONE * keys <= computed.sum() - saved - keys)
     return _cut(tree, rows[order], len(slots), block_size, limits, beside)
 
 

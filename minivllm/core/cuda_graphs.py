@@ -247,10 +247,7 @@ class DecodeGraphs:
         """What is captured, unless there is no ``kind``."""
         run, slots, positions, given = self.runner, self.slots[:rows], self.after[:rows], kept.tokens[:rows]
         logits = run.model.compute_logits(kept.hidden[:rows]) if kept.logits is None else kept.logits[:rows]
-        if kind is None:
-            tokens, logprobs = run.sampler.refine(logits, slots, positions, given, host_slots)
-        else:
-            tokens, logprobs = run.sampler.refine_captured(logits, slots, positions, given, kind)
+        tokens, logprobs = run.refine(logits, slots, positions, given, host_slots, kind)
         if tokens is not given:
             run.last_token[slots] = tokens
         return Packed.of(tokens, logprobs)

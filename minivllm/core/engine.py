@@ -45,7 +45,6 @@ class EngineStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
-    max_batch_size: int = 0
     host_time: float = 0.0  # of steps, less the time they waited for the device
     wait_time: float = 0.0
     launch_time: float = 0.0  # of host_time: in Executor.launch (on a CPU, the model itself)
@@ -290,7 +289,6 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        self.stats.max_batch_size = max(self.stats.max_batch_size, len(batch.slots))
         # whose rows these are, while it is known: slots may change hands until the step comes back
         scored: list[Request] = []
         if batch.scored is not None:
@@ -343,8 +341,8 @@ class LLMEngine:
         ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
-            if not request.needs_tokens:
-                completion.add_all(seq.output_token_ids)
+            if not request.needs_tokens:  # nobody watched it grow: it has no stop strings
+                completion.token_ids = seq.output_token_ids
             if seq.guide is not None and (seq.guide.failed or seq.guide.cut_by(int(seq.known[-1]))):
                 reason = FinishReason.LENGTH
             completion.end(reason)
@@ -357,12 +355,13 @@ class LLMEngine:
             if request in self._unscored:
                 scheduler = self.config.scheduler.name
                 raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
-        telling, self._touched = self._touched, {}
-        if self._may_hold():  # all but beginnings and ends
-            self._touched = {name: request for name, request in telling.items() if request.told and name not in ended}
-            telling = {name: request for name, request in telling.items() if name not in self._touched}
-        if self._unscored:  # of several completions one may be ahead of that which computes the prompt
-            self._touched |= {name: request for name, request in telling.items() if request in self._unscored}
+        telling, self._touched, hold = self._touched, {}, self._may_hold()
+        if hold or self._unscored:  # of several completions one may be ahead of that which computes the prompt
+            self._touched = {
+                name: request
+                for name, request in telling.items()
+                if name not in ended and ((hold and request.told) or request in self._unscored)
+            }
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [
             request.output()
@@ -371,7 +370,8 @@ class LLMEngine:
         ]
 
     def _may_hold(self) -> bool:
-        """Whether to say it later is wanted, and soon: the step under way is one of decodes alone."""
+        """Whether all but beginnings and ends may be said later: it is wanted, and later is soon, as the step under way
+        is one of decodes alone."""
         return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0].batch.token_ids)
 
     def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
@@ -393,7 +393,7 @@ class LLMEngine:
             self._touched[request.request_id] = request
             if completion.logprobs is not None and (values := of_row.get(row)) is not None:
                 completion.add_logprobs(token, *values)
-            stopped_here = completion.add([token])
+            stopped_here = completion.add(token)
             if seq.request_id in finished:
                 continue
             if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.batch import TokenMasks
+from minivllm.core.batch import TokenMasks, mask_words
 from minivllm.core.grammars import clear_bits, few_lines, grammar_of, matcher_of
 from minivllm.errors import RequestError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-_BITS, _BYTES = 32, 4  # of a word
+_BYTES = 4  # of a word
 # To make a matcher takes a millisecond and more, with 150,000 tokens. Those that are copies of one share what they may
 # take, and are asked in turn.
 _KEPT, _COPIES = 64, 16
@@ -116,7 +116,7 @@ class Guides:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab_size, frozenset(ends)
-        self._words = -(-vocab_size // _BITS)
+        self._words = mask_words(vocab_size)
         self._width = self._words  # of a row; more if the tokenizer has more tokens than the model
         self._bits = np.empty((0, self._width), dtype=np.int32)  # to be written to
         self._for_grammars: Any = None  # llguidance's tokenizer, and its threads, made when they are first needed
@@ -188,7 +188,7 @@ class Guides:
         self._threads = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) * 3 // 4)))
         own = frozenset(self._for_grammars.eos_tokens)
         self._known_ends, self._stand_ins = self._ends & own, own - self._ends
-        self._width = -(-self._for_grammars.vocab_size // _BITS)
+        self._width = mask_words(self._for_grammars.vocab_size)
 
     def _matcher(self, grammar: str) -> Any:
         """A copy of the one that is kept. What copies share they find once, and in turn."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from minivllm.core.batch import NO_INTS
 from minivllm.core.model_config import FrozenDict
 
 if TYPE_CHECKING:
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from minivllm.kernels.rms_norm import RowScale
     from minivllm.kernels.sampling import Shard
     from minivllm.plugins.registry import Registry
-
-
-_NO_WORDS = np.empty(0, dtype=np.int32)
 
 # --------------------------------------------------------------------------- scheduling
 
@@ -213,10 +211,12 @@ class AttentionBackend(ABC):
 
     capabilities: ClassVar[Capabilities] = Capabilities()
     plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
-    captures_prompts: bool = True  # set to False where, of ``CudaGraphs.ALWAYS``, this spec's prompts are excepted
+    captures_prompts: bool = True  # False: ``CudaGraphs.ALWAYS`` does not hold for steps with prompts of this spec
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
-    plain_decode: bool = False  # whether a kernel of all layers may decode in its place: causal, all of a context
-    attends_beside: bool = False  # whether ``decode`` and ``prefill`` may run at once: they share the cache alone
+    # Whether ``decode`` is causal attention to all of a context and no more: a kernel of all layers may do it instead.
+    plain_decode: bool = False
+    # Whether ``decode`` and ``prefill`` may run at the same time: they share no memory that they write to.
+    attends_beside: bool = False
     cascade_limits: CascadeLimits | None = None  # set where ``spec.cascade`` and it heeds ``AttentionBatch.cascade``
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
@@ -260,7 +260,7 @@ class AttentionBackend(ABC):
         rows, (p,) int32 each. It crosses with all else that a step is told, to be ``AttentionBatch.prompt_words``.
         ``captured``: tokens of the graph's prompt rows, 0 if the step is eager; for p rows and so many tokens there are
         always as many words."""
-        return _NO_WORDS
+        return NO_INTS
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
@@ -434,7 +434,7 @@ class Sampler(ABC):
     def words(cls, seq: Sequence) -> np.ndarray:
         """What ``take_tokens`` brings in front of the tokens of this sequence, whose ``sampler_row`` is ``encode``'s:
         int32, (n,)."""
-        return np.empty(0, dtype=np.int32)
+        return NO_INTS
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:

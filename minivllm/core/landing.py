@@ -1,7 +1,13 @@
-"""What a step found, on its way to the host.
+"""What a step found, on its way to the host. Each kind is a ``StepHandle``:
 
-Eager steps copy what they found, in one piece (``Packed``), as those do that found more than tokens. Graphs leave their
-tokens in pinned host memory, which the device writes (``Landing``):
+- ``PendingStep``, of ``ModelRunner.land``: copied in one piece (``Packed``), as eager steps are, and those that found
+  more than tokens.
+- ``ReplayedStep``, of ``Landing.step``: tokens alone, which a graph of decodes, of sampling or of both decodes and
+  prompts leaves in pinned host memory itself.
+- Around these: ``StepApart``, launched as two (``ModelRunner.launch``); ``GuidedStep``, which has yet to sample
+  (``sample_when_guided``); ``ScoredStep``, with log-probabilities of prompts (``_launch_eager``).
+
+What the device writes for graphs (``Landing``):
 # ring (IN_FLIGHT, 1 + width) int64: a step's number, then its tokens   steps (1,) int64, on the device
 
 The device counts the steps in ``steps``; step i goes to row i % IN_FLIGHT, behind i, by which the host, which counts
@@ -17,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from minivllm.core.batch import NO_INTS
 from minivllm.core.interfaces import Logprobs, StepResult
 from minivllm.errors import MinivllmError
 from minivllm.kernels.decode_inputs import finish_decode
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import DeviceLogprobs, StepHandle
 
 IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
-NO_ROWS = np.empty(0, dtype=np.int32)
 
 
 class Layout(NamedTuple):
@@ -47,7 +53,7 @@ class Packed(NamedTuple):
     def of(cls, tokens: torch.Tensor, logprobs: DeviceLogprobs | None) -> Packed:
         token_words = tokens.contiguous().view(torch.int32)
         if logprobs is None:
-            return cls(token_words, Layout(len(tokens), NO_ROWS, 0))
+            return cls(token_words, Layout(len(tokens), NO_INTS, 0))
         floats, whole = (logprobs.sampled, logprobs.top), (logprobs.rank, logprobs.top_ids)
         sampled, top = (x.float().view(torch.int32).reshape(-1) for x in floats)
         rank, top_ids = (x.int().reshape(-1) for x in whole)

@@ -112,7 +112,7 @@ class MixedGraphs:
         tokens = next((tokens for tokens in self._tokens if tokens >= t), None)
         if rows is None or tokens is None or rows + tokens > self._most:
             return None
-        if rows + tokens - d - t > self._prompts.waste:
+        if rows + tokens - d - t > self._prompts.most_padding:
             return None
         return rows, tokens, not batch.num_computed[d:].any() and self._reads_fresh
 
@@ -231,6 +231,6 @@ class MixedGraphs:
         _, slots, after, _, _ = self._place(key).rows
         hidden, tokens, slots, after = (x.index_select(0, at) for x in (kept.hidden, kept.tokens, slots, after))
         logits = run.model.compute_logits(hidden)
-        tokens, logprobs = run.sampler.refine(logits, slots, after, tokens, batch.slots[rows])
+        tokens, logprobs = run.refine(logits, slots, after, tokens, batch.slots[rows])
         run.last_token[slots] = tokens
         return run.land(len(batch.slots), rows, Packed.of(tokens, logprobs))

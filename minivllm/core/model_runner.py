@@ -7,17 +7,17 @@ On the host: host_tables, the same block table, for what plans on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, Cascade, TokenMasks
+from minivllm.core.batch import NO_INTS, AttentionBatch, Batch, Cascade, TokenMasks
 from minivllm.core.cascade import CascadePlanner
 from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
-from minivllm.core.landing import IN_FLIGHT, NO_ROWS, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
+from minivllm.core.landing import IN_FLIGHT, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
 from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import AttentionBackend, Model, StepHandle
     from minivllm.core.mixed_graphs import MixedGraphs
+    from minivllm.core.parallel import TensorParallel
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.core.sample_graphs import SampleGraphs
 
@@ -36,7 +37,7 @@ _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
 _SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
 
 
-class Admission(NamedTuple):
+class NewSlots(NamedTuple):
     """Of new sequences, on the device: slots (a,) int64; int32, their rows' words and tokens that samplers ask for."""
 
     slots: torch.Tensor
@@ -52,10 +53,10 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, sampler: Sampler, *, num_slots: int, max_blocks: int,
-        block_size: int, hidden_size: int, device: torch.device,
+        self, model: Model, attention: AttentionBackend, sampler: Sampler, tp: TensorParallel, *, num_slots: int,
+        max_blocks: int, block_size: int, hidden_size: int, device: torch.device,
     ) -> None:  # fmt: skip
-        self.model, self.attention, self.sampler = model, attention, sampler
+        self.model, self.attention, self.sampler, self.tp = model, attention, sampler, tp
         self.device, self.block_size, self.num_slots = device, block_size, num_slots
         self.hidden_size = hidden_size
         self._sharded = sampler.samples_shards() and overrides_both(
@@ -127,7 +128,7 @@ class ModelRunner:
 
     def begin(
         self, batch: Batch, *arrays: np.ndarray, staging: Staging | None = None
-    ) -> tuple[Admission, list[torch.Tensor]]:
+    ) -> tuple[NewSlots, list[torch.Tensor]]:
         """Let the batch's new blocks take effect. ``arrays`` go to the device in front of them, see ``Staging.send``,
         and what ``admit`` needs before the step samples."""
         admitted_slots = batch.admitted_slots.astype(np.int64)
@@ -135,9 +136,9 @@ class ModelRunner:
             *arrays, *self.table_entries(batch), admitted_slots, batch.admitted_params.view(np.int32), batch.known_ids
         )
         self.write_table(places, blocks)
-        return Admission(slots, params, known), sent
+        return NewSlots(slots, params, known), sent
 
-    def admit(self, batch: Batch, its: Admission) -> None:
+    def admit(self, batch: Batch, its: NewSlots) -> None:
         """Tell the sampler of the batch's new sequences."""
         if rows := len(its.slots):
             self.sampler.prepare(batch.admitted_slots, batch.admitted_params, its.slots, its.params.view(rows, -1))
@@ -159,7 +160,7 @@ class ModelRunner:
 
     def _launch_eager(self, batch: Batch) -> StepHandle:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
-        some = sampled if len(sampled) < n else NO_ROWS
+        some = sampled if len(sampled) < n else NO_INTS
         graphs = self.prompt_graphs if batch.scored is None else None  # of which only last tokens' hidden states remain
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             told = graphs.told(key, batch)
@@ -197,12 +198,12 @@ class ModelRunner:
 
     def _launch_layers(
         self, batch: Batch, some: np.ndarray
-    ) -> tuple[Admission, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[NewSlots, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Kernel by kernel. Returns what is admitted, ``some`` on the device, hidden states, and ``prompt_inputs``'
         ends of the rows, behind them padding's, whose hidden states nobody asks for."""
         d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
         cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
-        shared = NO_ROWS if cascade is None else cascade.padded(d, len(cascade.items))
+        shared = NO_INTS if cascade is None else cascade.padded(d, len(cascade.items))
         rows = max(n, _FEW_ROWS)
         ids, start = np.zeros(t, dtype=np.int64), np.zeros(rows + 1, dtype=np.int32)
         slots, seq_lens = np.full(rows, self.num_slots, dtype=np.int32), np.ones(rows, dtype=np.int32)
@@ -245,7 +246,24 @@ class ModelRunner:
             return self.sample(hidden, slots, positions)[0], None
         logits = self.model.compute_logits(hidden)
         tokens = self.sampler.sample(logits, slots, positions)
-        return self.sampler.refine(logits, slots, positions, tokens, host_slots)
+        return self.refine(logits, slots, positions, tokens, host_slots)
+
+    def refine(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, given: torch.Tensor,
+        host_slots: np.ndarray, kind: Hashable | None = None,
+    ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
+        """The sampler's ``refine`` of the tokens ``given``; ``refine_captured`` if there is a ``kind``. The same tokens
+        on all ranks; ``given`` itself if it stands."""
+        # Each rank samples for itself: the all-gather behind the LM head gives all the same bytes of logits, a token is
+        # a function of logits, seed and position, and ``sample_shard`` ends in a sum over the ranks, the same on all.
+        # So ``last_token`` stays in step with no broadcast in the graph. Who chooses again may sum in an order that
+        # changes from run to run (a cumulative sum of one long row does, on a GPU), and a token at the border of top-p
+        # would differ between ranks: there rank 0's choice counts.
+        if kind is None:
+            tokens, logprobs = self.sampler.refine(logits, slots, positions, given, host_slots)
+        else:
+            tokens, logprobs = self.sampler.refine_captured(logits, slots, positions, given, kind)
+        return tokens if tokens is given else self.tp.broadcast(tokens), logprobs
 
     def _shares(self, rows: int) -> bool:
         """Whether ranks sample so many together, until it is known that they have no shards to sample from."""
@@ -276,7 +294,6 @@ class ModelRunner:
         parts = min(-(-num_tokens // max_len), self.num_slots - num_decodes)
         chunk, n = min(num_tokens // parts, max_len), num_decodes + parts
         new = np.array([1] * num_decodes + [chunk] * parts, dtype=np.int32)
-        none = np.empty(0, dtype=np.int32)
         batch = Batch(
             step=-1,
             slots=np.arange(n, dtype=np.int32),
@@ -286,10 +303,10 @@ class ModelRunner:
             samples=np.ones(n, dtype=bool),
             num_decodes=num_decodes,
             token_ids=np.zeros(chunk * parts, dtype=np.int32),
-            block_slots=none,
-            block_indices=none,
-            block_ids=none,
-            admitted_slots=none,
+            block_slots=NO_INTS,
+            block_indices=NO_INTS,
+            block_ids=NO_INTS,
+            admitted_slots=NO_INTS,
             admitted_params=np.empty(0, dtype=self.sampler.row),
         )
         self._launch_eager(batch).result()

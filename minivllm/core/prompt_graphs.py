@@ -107,11 +107,12 @@ class PromptGraphs:
         # Tokens that a sequence may have: the model's length, of which a block table has been rounded up, is not less.
         self.longest = (self.block_tables.shape[1] - 1) * runner.block_size + 1
         step = min(max_tokens, runner.num_slots * self.longest)
-        between = self.waste = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
+        between = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
+        self.most_padding = between  # tokens of a step
         most = max(int(_FLOP / flop), round(_FLOP / flop / between) * between)
         if tp.size > 1:
             most = max(most, int(_RANKS_FLOP / flop))
-            self.waste = max(between, most)
+            self.most_padding = max(between, most)
         self.full = step if step * flop <= FULL_FLOP else 0
         self.sizes = prompt_sizes(min(most, step), between, self.full)
         self.apart = fullest(sum(p.nbytes for p in weights)) <= _APART_BYTES
@@ -210,7 +211,7 @@ class PromptGraphs:
         if not self.sizes or tokens > self.sizes[-1]:
             return None
         size = next(size for size in self.sizes if size >= tokens)
-        return size if size - tokens <= self.waste else None
+        return size if size - tokens <= self.most_padding else None
 
     def takes_apart(self, batch: Batch) -> bool:
         """Whether this step of decodes and prompts had better be two, each a graph."""

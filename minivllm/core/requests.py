@@ -70,26 +70,17 @@ class Completion:
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in self._stop), default=1) - 1
         self._read_tokens = self._said_text = self._said_tokens = 0
 
-    def add(self, tokens: list[int]) -> bool:
-        """Take in new tokens; returns whether a stop string ended the completion."""
-        start = len(self.token_ids)
-        self.token_ids += tokens
+    def add(self, token: int) -> bool:
+        """Take in a new token; returns whether a stop string ended the completion."""
+        self.token_ids.append(token)
         if self._pieces is None or not self._stop:
             return False  # it becomes text when that is asked for
-        for done, token in enumerate(tokens, start + 1):
-            may_end = done > self.seq.params.min_tokens
-            if may_end and token in self._hidden:
-                continue  # it ended the completion
-            before = len(self.text)
-            self._read(done)
-            if may_end and self._cut(before):
-                del self.token_ids[done:]
-                return True
-        return False
-
-    def add_all(self, tokens: list[int]) -> None:
-        """Take in a whole answer at once (nobody watched it grow, so it has no stop strings)."""
-        self.token_ids = tokens
+        may_end = len(self.token_ids) > self.seq.params.min_tokens
+        if may_end and token in self._hidden:
+            return False  # it ended the completion
+        before = len(self.text)
+        self._read()
+        return may_end and self._cut(before)
 
     def _read(self, end: int | None = None) -> None:
         """Make text of the tokens before ``end`` (None: of all) that came since the last time."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
@@ -30,7 +31,6 @@ from minivllm.kernels.token_masks import mask_tokens
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
 _ADJUSTS, _FILTERS, _LOGPROBS, _BIASED, _GUIDED = 1, 2, 4, 8, 16  # what a slot asks for
-_BITS = 32  # of a word
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
@@ -96,7 +96,7 @@ class DefaultSampler(Sampler):
         self.adjustments = Adjustments(presence, frequency, repetition + 1, min_position, suppress)
         self.counts = torch.empty((0, vocab_size), dtype=torch.int16, device=device)
         self.bias = torch.empty((0, vocab_size), dtype=torch.float32, device=device)
-        self.bits = torch.empty((0, -(-vocab_size // _BITS)), dtype=torch.int32, device=device)
+        self.bits = torch.empty((0, mask_words(vocab_size)), dtype=torch.int32, device=device)
         self._asks, self._anyone, self._shards = np.zeros(num_slots, dtype=np.uint8), False, False
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, is_text, shown
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 
 # Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
 _NOT_YET: dict[str, Any] = {

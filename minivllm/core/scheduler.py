@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.batch import Batch, Scored
+from minivllm.core.batch import NO_INTS, Batch, Scored
 from minivllm.core.interfaces import Committed, Scheduler
 from minivllm.core.sequence import FinishReason, Sequence, Status
 from minivllm.errors import ConfigError, ContextLengthError, RequestError
@@ -33,7 +33,6 @@ _LOOK_AHEAD = 32  # how many waiting sequences a step passes over: what it costs
 _MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
 _NEVER = 1 << 62
 _FEW_STOP_IDS = 16  # of a sequence, that all are compared with at once
-_NONE = np.empty(0, dtype=np.int32)
 _WATERMARK = 0.03  # the share of the pool that an admission leaves free for running sequences to grow
 
 
@@ -78,7 +77,7 @@ class SlotScheduler(Scheduler):
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
-        self.running = np.empty(0, dtype=np.int32)  # slots, by place; batches hold views: it is not written to
+        self.running = NO_INTS  # slots, by place; batches hold views: it is not written to
         self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
         self._room_filled = 0  # entries of it in use
         self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
@@ -245,7 +244,7 @@ class SlotScheduler(Scheduler):
             )
             if lacking <= 0 and room:
                 self._start(seq, cached)
-                self._give(chunks, seq, n)
+                self._take_first_chunk(chunks, seq, n)
                 budget -= n
                 if n < left:
                     partial += 1
@@ -268,8 +267,8 @@ class SlotScheduler(Scheduler):
         reserve = max(1, int(_WATERMARK * self.blocks.num_blocks)) if len(self.running) else 0
         return self.blocks.missing(len(seq.known), cached) + reserve
 
-    def _give(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
-        """Schedule the first chunk of a sequence that was just admitted, and share its blocks from now on.
+    def _take_first_chunk(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
+        """Add the first chunk of a sequence that was just admitted, and share its blocks from now on.
 
         A later row of the same step may already read them: each layer writes all of the step's keys before any row
         attends.
@@ -293,14 +292,14 @@ class SlotScheduler(Scheduler):
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = computed
         seq.slot, seq.status = slot, Status.RUNNING
-        self._run(slot, seq.place)
+        self._insert_running(slot, seq.place)
         if self._partial and self._place_of(self._partial[-1]) > seq.place:
             insort(self._partial, slot, key=self._place_of)
         else:
             self._partial.append(slot)
         self._admitted.append(seq)
 
-    def _run(self, slot: int, place: tuple[int, ...]) -> None:
+    def _insert_running(self, slot: int, place: tuple[int, ...]) -> None:
         """Put a slot among those that run, by place: mostly behind them, where there is room."""
         running, n = self.running, len(self.running)
         if n and self._place_of(int(running[-1])) > place:
@@ -364,10 +363,11 @@ class SlotScheduler(Scheduler):
             token_ids, scored = self._chunk_tokens(chunks, computed[d:].tolist(), d)
         else:
             slots, computed, new = decodes, self.computed[decodes], self._ones[:d]
-            token_ids, scored = _NONE, None
+            token_ids, scored = NO_INTS, None
         after = computed + new
         samples = after >= self.known_len[slots] if chunks else self._all[:d]
-        params, known = self._admitted_params() if self._admitted else (self._no_params, [])
+        admitted = self._admitted
+        params, known = self._admitted_params() if admitted else (self._no_params, [])
         block_slots, block_indices, block_ids = self.blocks.take_updates()
         batch = Batch(
             step=self.steps,
@@ -381,10 +381,10 @@ class SlotScheduler(Scheduler):
             block_slots=block_slots,
             block_indices=block_indices,
             block_ids=block_ids,
-            admitted_slots=np.array([seq.slot for seq in self._admitted], dtype=np.int32) if self._admitted else _NONE,
+            admitted_slots=np.array([seq.slot for seq in admitted], dtype=np.int32) if admitted else NO_INTS,
             admitted_params=params,
-            known_lens=np.array([len(ids) for ids in known], dtype=np.int32) if known else _NONE,
-            known_ids=np.concatenate(known) if known else _NONE,
+            known_lens=np.array([len(ids) for ids in known], dtype=np.int32) if known else NO_INTS,
+            known_ids=np.concatenate(known) if known else NO_INTS,
             scored=scored,
         )
         self.computed[slots] = after
@@ -438,7 +438,7 @@ class SlotScheduler(Scheduler):
         self.tokens[slots, at] = tokens
         self.committed[slots] = at + 1
 
-        too_long = _NONE
+        too_long = NO_INTS
         if batch.step not in self._quiet:
             self._share_whole_blocks(slots, at)
             too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
@@ -524,5 +524,5 @@ class PrefillFirstScheduler(SlotScheduler):
 
     def schedule(self) -> Batch | None:
         chunks = self.take_chunks(self.options.max_num_batched_tokens)
-        decodes = np.empty(0, dtype=np.int32) if chunks else self.take_decodes(self.options.max_num_batched_tokens)
+        decodes = NO_INTS if chunks else self.take_decodes(self.options.max_num_batched_tokens)
         return self.write_batch(decodes, chunks)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.core.batch import NO_INTS
+
 if TYPE_CHECKING:
     from minivllm.core.guides import Guide
     from minivllm.core.sampling_params import SamplingParams
-
-
-_NONE = np.empty(0, dtype=np.int32)
 
 
 class Status(Enum):
@@ -83,7 +82,7 @@ class Sequence:
         self.priority = priority  # smaller is more urgent, for schedulers that heed it
         self.prompt_logprobs = prompt_logprobs  # of how many best tokens at each place of the prompt; None: none wanted
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
-        self.sampler_words = _NONE  # Sampler.words
+        self.sampler_words = NO_INTS  # Sampler.words
         self.guide: Guide | None = None  # what says which tokens may come: it has to know all that came before
         self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts
         self.status = Status.WAITING

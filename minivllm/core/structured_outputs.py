@@ -8,7 +8,7 @@ from typing import Any
 
 from minivllm.core.structural_tags import StructuralTag
 from minivllm.errors import RequestError, is_text, shown
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 
 _KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
 _JSON = "json", "json_object", "structural_tag"

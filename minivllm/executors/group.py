@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
-from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from minivllm.core.cuda_graphs import capture_graph
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, MinivllmError
-from minivllm.kernels import nvrtc
-from minivllm.kernels.all_reduce import PeerAllReduce
-from minivllm.kernels.exchange import PeerExchange, least_rows
-from minivllm.kernels.peer_words import PeerWords
-from minivllm.kernels.rms_norm import row_factors_reference
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-logger = logging.getLogger("minivllm")
-
-_PEER_BYTES = 1 << 20  # all_reduce=peer: up to here, if not told otherwise
-_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)  # all_reduce=auto: what is tried
 
 _JOIN_TIMEOUT = timedelta(seconds=120)  # until all ranks are there
 _GLOO_TIMEOUT = timedelta(days=1)  # ranks wait for work for as long as there is none; who hangs is found out elsewhere
@@ -65,147 +47,3 @@ def join(device_type: str, device_index: int, rank: int, size: int, host: str, p
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not whatever the machine's name resolves to
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_GLOO_TIMEOUT)
     return TensorParallel(rank, size, dist.group.WORLD)
-
-
-def check_all_reduce(options: Mapping[str, Any], device_type: str) -> None:
-    """Raises ConfigError for an ``executor.options.all_reduce`` (or ``all_reduce_bytes``) that cannot be heeded."""
-    how, size = options.get("all_reduce", "auto"), options.get("all_reduce_bytes", _PEER_BYTES)
-    if how not in ("auto", "nccl", "peer"):
-        raise ConfigError(f"executor.options.all_reduce={how} is none of auto, nccl and peer")
-    if "all_reduce_bytes" in options and how != "peer":
-        raise ConfigError(f"executor.options.all_reduce_bytes is for all_reduce=peer, not for {how}; leave it out")
-    if type(size) is not int or size < 1:
-        raise ConfigError(f"executor.options.all_reduce_bytes={size} is not a whole number from 1")
-    if device_type == "cpu" and how != "auto":
-        raise ConfigError(f"executor.options.all_reduce={how} is for GPUs; on a CPU leave it out")
-
-
-def with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str, Any]) -> TensorParallel:
-    """Small sums through peer memory, after proving on this machine that they are right. Every rank calls this.
-
-    ``executor.options.all_reduce``: auto (the default) takes it up to the size where NCCL is faster, measured here;
-    peer up to ``all_reduce_bytes``, 1 MiB if not given; nccl never.
-    """
-    how = options.get("all_reduce", "auto")
-    if how == "nccl" or tp.size == 1:
-        return tp
-    device, why, peer = torch.device("cuda", device_index), "", None
-    capacity = options.get("all_reduce_bytes", _PEER_BYTES) if how == "peer" else _SIZES[-1]
-    try:
-        peer = PeerAllReduce.create(tp.group, capacity, device)
-    except Exception as error:  # whatever this torch or this machine lacks: NCCL works without it
-        why = f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    # a rank without peer memory would leave the others waiting in the first sum
-    everywhere = bool(tp.minimum(int(peer is not None), device))
-    if peer is None or not everywhere or not tp.minimum(int(_agrees(peer, tp, device)), device):
-        level = logging.WARNING if how == "peer" else logging.INFO
-        logger.log(level, "sums through peer memory do not work here, NCCL is used %s", why)
-        return tp
-    if how == "auto":
-        peer.limit = tp.minimum(_faster_up_to(peer, tp, device), device)
-    return replace(tp, peer=peer)
-
-
-def with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int, dtype: torch.dtype) -> TensorParallel:
-    """Sums of steps of up to ``rows`` tokens beside products, where peer memory works and steps may be large enough;
-    after proving on this machine that they are right. Every rank calls this."""
-    if tp.peer is None or rows < least_rows(tp.size, captured=True):
-        return tp
-    device, why, exchange = torch.device("cuda", device_index), "", None
-    try:
-        exchange = PeerExchange.create(tp.group, rows, width, dtype, device)
-    except Exception as error:  # too little memory, most likely: NCCL works without it
-        why = f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    everywhere = bool(tp.minimum(int(exchange is not None), device))
-    if exchange is None or not everywhere or not tp.minimum(int(_exchanges(exchange, tp)), device):
-        logger.info("large sums by copy engines do not work here, NCCL is used %s", why)
-        return tp
-    return replace(tp, exchange=exchange)
-
-
-def with_peer_words(tp: TensorParallel, device_index: int, width: int) -> TensorParallel:
-    """Few sequences' layers in one kernel, where peer memory works and all ranks have that kernel. Every rank calls
-    this."""
-    device = torch.device("cuda", device_index)
-    if tp.peer is None or not tp.minimum(int(nvrtc.available(device)), device):
-        return tp
-    return replace(tp, words=PeerWords.create(tp.group, width, device))
-
-
-def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> int:
-    """The bytes up to which peer memory is faster than NCCL; 0: nowhere. A few milliseconds in all.
-
-    Both run in a graph, as they do in a decode step: what their launches cost the host is no part of it.
-    """
-
-    def milliseconds(reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-        def ten() -> torch.Tensor:
-            for _ in range(10):
-                reduce(x)
-            return x
-
-        ten()
-        torch.cuda.synchronize()
-        graph, _ = capture_graph(ten, torch.cuda.graph_pool_handle())
-        times = []
-        for _ in range(4):  # the first waits for the other ranks' captures
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            graph.replay()
-            after.record()
-            after.synchronize()
-            times.append(before.elapsed_time(after))
-        return min(times)
-
-    limit, faster = 0, True
-    for size in _SIZES:  # every rank times every size: they must make the same calls
-        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-        faster &= milliseconds(peer, x) < milliseconds(tp.all_reduce, x)
-        limit = size if faster else limit
-    logger.info("sums of up to %d KiB go through peer memory", limit >> 10)
-    return limit
-
-
-def _agrees(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> bool:
-    """Whether it sums as NCCL does: small whole numbers, so that any order gives the same.
-
-    Large sums stand right before small ones and the other way round, with nothing between, and each size comes again
-    when the memory that it went through is used for the second time and later.
-    """
-    large, middle = peer.capacity // 2, peer.one_shot // 2
-    sizes = (8, 4096, large, 8, middle, 4096, middle, 8, large, large // 16 * 8, 8, middle, 8, 8)
-    xs = [torch.randint(-8, 8, (n,), device=device).to(torch.bfloat16) for n in sizes if n <= large]
-    ours = [(x, peer(x.clone(), two_shots)) for x in xs for two_shots in peer.ways(x)]
-    right = True
-    for x, sums in ours:  # to the end: every rank must make the same calls
-        right &= torch.equal(sums, tp.all_reduce(x.clone()))
-    return right
-
-
-def _exchanges(exchange: PeerExchange, tp: TensorParallel) -> bool:
-    """Whether it sums as NCCL does: small whole numbers, in calls of several sizes with nothing between, the same in a
-    graph."""
-    most, width = exchange.stream.shape
-
-    def drawn(rows: int) -> torch.Tensor:
-        return torch.randint(-8, 8, (rows, width), device=exchange.device).to(exchange.stream.dtype)
-
-    def is_right(x: torch.Tensor) -> bool:
-        total, factors = exchange.stream[: len(x)], exchange.factors[: len(x)]
-        same = torch.equal(total, tp.all_reduce(x.clone()))
-        return same and torch.allclose(factors, row_factors_reference(total, eps=1.0), rtol=1e-4)
-
-    right, x = True, drawn(1000)
-    for rows in (most, 1000, most, 1001):
-        other = drawn(rows)
-        exchange.all_reduce(other, eps=1.0)
-        right &= is_right(other)
-    try:
-        graph, _ = capture_graph(lambda: exchange.all_reduce(x, eps=1.0), torch.cuda.graph_pool_handle())
-    except (RuntimeError, MinivllmError):  # on all ranks, which have the same driver
-        return False
-    for _ in range(2):
-        x.copy_(drawn(1000))
-        graph.replay()
-        right &= is_right(x)
-    return right

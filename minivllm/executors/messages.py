@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 
 from minivllm.config.engine_config import EngineConfig
-from minivllm.core.frames import Frames, frame
 from minivllm.core.model_config import FrozenDict, ModelConfig, frozen
 from minivllm.errors import EngineDeadError, MinivllmError, by_name
+from minivllm.frames import Frames, frame
 from minivllm.plugins.ranks import ParentView
 
 _MOST_FDS = 253  # that Linux takes in one message: of 125 ranks

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
-from minivllm.executors.group import check_all_reduce, open_store
+from minivllm.executors.group import open_store
 from minivllm.executors.messages import Hello
+from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
-from minivllm.executors.progress import START_TIMEOUT, seconds
+from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
 from minivllm.executors.wire import pack_batch, pack_masks, pack_profile, unpack_result
 from minivllm.executors.worker import resolve_device
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
-_STEP_TIMEOUT = 300.0  # seconds; a first step may compile kernels
 _LOGPROBS = 20  # a token, in a slot for results; more travel in pieces
 
 
@@ -53,7 +54,7 @@ class MultiprocExecutor(Executor):
         refuse_unsplittable(config, model_config, registry)
         with registry.building("sampler", config.sampler.name):
             self._row_bytes = registry.resolve("sampler", config.sampler.name).row.itemsize
-        self._step_timeout = seconds(config.executor.options, "step_timeout", _STEP_TIMEOUT)
+        self._step_timeout = seconds(config.executor.options, "step_timeout", STEP_TIMEOUT)
         self._start_timeout = seconds(config.executor.options, "start_timeout", START_TIMEOUT)
         self._about: dict[str, Any] = {}
         self._dead: MinivllmError | None = None
@@ -120,7 +121,7 @@ class MultiprocExecutor(Executor):
         s, cache = self.config.scheduler, self.config.cache
         blocks = 4 * s.max_num_seqs + 2 * s.max_num_batched_tokens // cache.block_size
         step = 4096 + s.max_num_seqs * (32 + self._row_bytes) + 4 * s.max_num_batched_tokens + 12 * blocks
-        masks = 4096 + s.max_num_seqs * (4 + 4 * -(-self.model_config.vocab_size // 32))
+        masks = 4096 + s.max_num_seqs * (4 + 4 * mask_words(self.model_config.vocab_size))
         return max(step, masks), 4096 + s.max_num_seqs * (20 + 8 * _LOGPROBS)
 
     # ------------------------------------------------------------------ steps

@@ -25,10 +25,8 @@ from dataclasses import dataclass, field
 from minivllm import child_process
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executors.messages import Failed, Hello, Link, Ready, Still
-from minivllm.executors.progress import START_TIMEOUT, nobody_moves
+from minivllm.executors.progress import SILENT, START_TIMEOUT, TICK, nobody_moves
 
-_TICK = 0.25  # seconds between two looks at the heartbeats
-_SILENT = 6.0  # seconds without a heartbeat after which a rank counts as lost
 _LAST_WORDS = 0.5  # how long the others may still report, to find out who began
 _GRACE = 3.0  # between asking ranks to end and ending them
 
@@ -161,15 +159,15 @@ class RankProcesses:
         Raises:
             EngineDeadError: a rank failed, is gone or is silent; all of them are gone then.
         """
-        self._hear(self.poller.poll(_TICK * 1000))
+        self._hear(self.poller.poll(TICK * 1000))
         now = time.monotonic()
         # Counted in our own ticks, so that time in which nobody ran (Ctrl-Z, a suspended machine) does not count.
-        elapsed, self._listened = min(now - self._listened, 2 * _TICK), now
+        elapsed, self._listened = min(now - self._listened, 2 * TICK), now
         for rank in self.ranks:
             beats = self.beats(rank.number)
             rank.silent = rank.silent + elapsed if beats == rank.beats else 0.0
             rank.beats = beats
-            if rank.silent > _SILENT:
+            if rank.silent > SILENT:
                 state = process_state(rank.process.pid)
                 if state == STOPPED or not self._starting:
                     raise self.give_up(rank, f"has not answered for {rank.silent:.0f} s (it is {state})")

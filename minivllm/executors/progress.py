@@ -16,7 +16,11 @@ from typing import Any
 from minivllm.errors import ConfigError
 from minivllm.executors.messages import Still
 
-START_TIMEOUT = 600.0  # seconds at one place; the longest that is right is a backend that compiles its kernels
+# In seconds, for ranks that are processes and ranks that are actors:
+START_TIMEOUT = 600.0  # at one place; the longest that is right is a backend that compiles its kernels
+STEP_TIMEOUT = 300.0  # a first step may compile kernels
+SILENT = 6.0  # without a sign of life, after which a rank counts as lost
+TICK = 0.25  # between two looks at who lives
 _OURS = Path(__file__).parents[1]
 _WAITS_FOR_OTHERS = "/huggingface_hub/"  # a download: its threads work, this one waits, and it has its own time limits
 

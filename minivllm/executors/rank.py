@@ -27,6 +27,7 @@ from minivllm.executors.ring import Bell, Reader, Ring, Writer
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
+    from minivllm.executors.taking import StepTaker
     from minivllm.executors.worker import Worker
     from minivllm.plugins.registry import Registry
 
@@ -40,13 +41,13 @@ class RankProcess:
 
     def __init__(self, link: Link, hello: Hello) -> None:
         self.link, self.hello = link, hello
-        self.doing = "at its start"
-        self.ready = False
+        self.taker: StepTaker | None = None  # there when it is ready
         self.steps = Reader(Ring(hello.steps_fd, hello.size, hello.step_bytes), hello.rank, Bell(*hello.bell_fds))
         self._pending: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self) -> None:
+        from minivllm.executors.taking import StepTaker
         from minivllm.plugins.ranks import registry_of_rank
 
         hello = self.hello
@@ -56,36 +57,28 @@ class RankProcess:
         if hello.rank == 0:
             returning = threading.Thread(target=self._return, args=(worker,), daemon=True)
             returning.start()
-        self.ready = True
+        self.taker = taker = StepTaker(worker)
         self.link.send(Ready(worker.num_blocks, worker.describe(), notes))
         with frozen():
-            self._serve(worker)
+            self._serve(taker)
         if returning is not None:
             self._pending.put(None)
             returning.join(5)
 
-    def _serve(self, worker: Worker) -> None:
-        from minivllm.executors.wire import unpack_batch, unpack_masks, unpack_profile
+    def _serve(self, taker: StepTaker) -> None:
+        from minivllm.executors.wire import unpack_profile
 
-        assert worker.runner is not None
-        row, profile = worker.runner.sampler.row, contextlib.ExitStack()
+        profile = contextlib.ExitStack()
         while message := self.steps.receive():  # an empty one says that it is over
             if (file := unpack_profile(message)) is not None:
-                self._profile(profile, file)
-                continue
-            if (masks := unpack_masks(message)) is not None:
-                worker.guide(masks)
-            else:
-                batch = unpack_batch(message, row)
-                self.doing = f"in step {batch.step}"
-                pending = worker.launch(batch)
-            if self.hello.rank == 0 and (masks is not None or not batch.guided):
-                self._pending.put(pending)
+                self._profile(taker, profile, file)
+            elif (taken := taker.take(message)) is not None and self.hello.rank == 0:
+                self._pending.put(taken[1])
 
-    def _profile(self, running: contextlib.ExitStack, file: str) -> None:
+    def _profile(self, taker: StepTaker, running: contextlib.ExitStack, file: str) -> None:
         if self.hello.rank > 0:
             return
-        self.doing = "in its profile"
+        taker.doing = "in its profile"
         running.close()
         if file:
             from minivllm.core.profiled import profiled
@@ -111,7 +104,7 @@ class RankProcess:
         progress = Progress(threading.main_thread().ident)
         for number in itertools.count(1):
             self.steps.beat()
-            if not self.ready:
+            if self.taker is None:
                 still = progress.sample()
                 if number % _BEATS_A_REPORT == 0:
                     self.link.send(still)
@@ -121,7 +114,8 @@ class RankProcess:
                     os._exit(0)
 
     def fail(self, error: BaseException) -> None:
-        self.link.send(Failed.of(error, self.doing))
+        doing = "at its start" if self.taker is None else self.taker.doing
+        self.link.send(Failed.of(error, doing))
         leave(1)
 
 
@@ -133,6 +127,7 @@ def import_ahead(gpu: int | None) -> None:
         if gpu is not None:
             open_device(gpu)  # while torch is imported
         import minivllm.executors.group
+        import minivllm.executors.peers
         import minivllm.executors.worker  # noqa: F401
 
 
@@ -144,17 +139,17 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
         open_device(hello.device_index)  # if it is not the one that was opened ahead
     import torch
 
-    from minivllm.executors.group import join, with_exchange, with_peer_memory, with_peer_words
+    from minivllm.executors.group import join
+    from minivllm.executors.peers import with_peers
     from minivllm.executors.worker import Worker, resolve_device, resolve_dtype
 
     device = resolve_device(hello.config.device)
     tp = join(device, hello.device_index, hello.rank, hello.size, "127.0.0.1", hello.store_port)
     if device == "cuda":
         config, model = hello.config, hello.model_config
-        tp = with_peer_memory(tp, hello.device_index, config.executor.options)
-        tp = with_peer_words(tp, hello.device_index, model.hidden_size)
         dtype = getattr(torch, resolve_dtype(config.dtype, device, model.dtype))
-        tp = with_exchange(tp, hello.device_index, config.scheduler.max_num_batched_tokens, model.hidden_size, dtype)
+        rows, options = config.scheduler.max_num_batched_tokens, config.executor.options
+        tp = with_peers(tp, hello.device_index, options, rows, model.hidden_size, dtype)
     worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)
     worker.start()
     return worker

@@ -20,9 +20,9 @@ from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.multiproc import refuse_unsplittable
-from minivllm.executors.progress import START_TIMEOUT, seconds
+from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
 from minivllm.executors.ray_actor import RemoteRank
-from minivllm.executors.ray_health import TICK, Failures, Hearts
+from minivllm.executors.ray_health import Failures, Hearts
 from minivllm.executors.wire import pack_batch, pack_masks, unpack_result
 from minivllm.plugins.ranks import tell, view_of
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 _PLACE_TIMEOUT = 60.0  # seconds until the cluster has room
-_STEP_TIMEOUT = 300.0
 _LAST_WORDS = 2.0  # how long other ranks may still report, to find out who began; Ray takes a while over a dead one
 _PUT = 64 << 10  # a larger step is stored once instead of sent to each actor
 
@@ -49,7 +48,7 @@ class RayExecutor(Executor):
         self._args = model_config, max_model_len, view_of(registry)
         self._registry = registry
         refuse_unsplittable(config, model_config, registry)
-        self._timeout = seconds(config.executor.options, "step_timeout", _STEP_TIMEOUT)
+        self._timeout = seconds(config.executor.options, "step_timeout", STEP_TIMEOUT)
         self._start_timeout = seconds(config.executor.options, "start_timeout", START_TIMEOUT)
         self._about: dict[str, Any] = {}
         self._actors: list[Any] = []

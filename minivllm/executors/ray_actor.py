@@ -18,6 +18,7 @@ from minivllm.executors.urgency import be_as_urgent_as_others
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle
+    from minivllm.executors.taking import StepTaker
     from minivllm.executors.worker import Worker
 
 
@@ -26,11 +27,10 @@ class RankActor:
         be_as_urgent_as_others()
         self.build, self.rank, self.size = build, rank, size
         self.worker: Worker | None = None
+        self.taker: StepTaker
         self.pending: queue.SimpleQueue[tuple[int, StepHandle]] = queue.SimpleQueue()
         self.store: Any = None
         self.progress: Progress | None = None
-        self.doing = "in a step"
-        self.last: tuple[int, StepHandle]  # step's number and handle
         self.failed = b""  # last words
 
     @ray.method(concurrency_group="health")
@@ -53,6 +53,7 @@ class RankActor:
         self.progress = Progress(threading.get_ident())
         try:
             from minivllm.executors.group import join
+            from minivllm.executors.taking import StepTaker
             from minivllm.executors.worker import Worker
             from minivllm.plugins.ranks import registry_of_rank
 
@@ -63,6 +64,7 @@ class RankActor:
             tp = join(build.config.device, gpu, self.rank, self.size, host, port)
             self.worker = Worker(build.config, build.model_config, build.max_model_len, registry, tp, gpu)
             self.worker.start()
+            self.taker = StepTaker(self.worker)
             return encode(Ready(self.worker.num_blocks, self.worker.describe(), notes))
         except BaseException as error:
             return encode(Failed.of(error, "at its start"))
@@ -70,23 +72,14 @@ class RankActor:
     @ray.method(concurrency_group="steps")
     def launch(self, step: bytes) -> bytes:
         """Empty, or why it failed; later ones say so again: the driver may not have waited for this answer."""
-        from minivllm.executors.wire import unpack_batch, unpack_masks
-
         if self.failed:
             return self.failed
-        assert self.worker is not None and self.worker.runner is not None
         try:
-            if (masks := unpack_masks(data := bytearray(step))) is not None:
-                self.worker.guide(masks)
-            else:
-                batch = unpack_batch(data, self.worker.runner.sampler.row)
-                self.doing = f"in step {batch.step}"
-                self.last = batch.step, self.worker.launch(batch)
-            if self.rank == 0 and (masks is not None or not batch.guided):
-                self.pending.put(self.last)
+            if (taken := self.taker.take(bytearray(step))) is not None and self.rank == 0:
+                self.pending.put(taken)
             return b""
         except BaseException as error:
-            self.failed = encode(Failed.of(error, self.doing))
+            self.failed = encode(Failed.of(error, self.taker.doing))
             return self.failed
 
     @ray.method(concurrency_group="results")

@@ -15,11 +15,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from minivllm.executors.messages import Failed, Pulse, Still, decode
 from minivllm.executors.processes import STOPPED, process_state
-from minivllm.executors.progress import START_TIMEOUT, nobody_moves
+from minivllm.executors.progress import SILENT, START_TIMEOUT, TICK, nobody_moves
 
-TICK = 0.25  # seconds between two looks
 _EVERY = 1.0  # seconds between an answer and the next question
-_SILENT = 6.0  # seconds without an answer after which an actor counts as lost
 
 Failures = list[tuple[int, Failed | RayError | str]]  # of a rank: its own words, Ray's, or ours
 
@@ -77,7 +75,7 @@ class Hearts:
                 heart.asked, heart.ask_at, heart.silent = None, now + _EVERY, 0.0
             elif heart.asked is not None:
                 heart.silent += elapsed
-                if heart.silent > _SILENT and self._is_lost(heart):
+                if heart.silent > SILENT and self._is_lost(heart):
                     state = f" (it is {STOPPED})" if self.starting else ""
                     why = f"rank {heart.rank} (a Ray actor) has not answered for {heart.silent:.0f} s{state}"
                     failures.append((heart.rank, why))

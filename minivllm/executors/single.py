@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces import Executor, StepHandle
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.errors import ConfigError
 from minivllm.executors.worker import Worker
 
 if TYPE_CHECKING:
@@ -24,22 +24,18 @@ class SingleExecutor(Executor):
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         if config.tp != 1:
             raise ConfigError(f"tp={config.tp} with executor=single: one process holds one rank; set tp=1")
-        self._worker: Worker | None = Worker(config, model_config, max_model_len, registry, TensorParallel())
+        self._worker = Worker(config, model_config, max_model_len, registry, TensorParallel())
         self._about: dict[str, Any] = {}
 
     def start(self) -> int:
-        assert self._worker is not None
         blocks = self._worker.start()
         self._about = self._worker.describe()
         return blocks
 
     def launch(self, batch: Batch) -> StepHandle:
-        if self._worker is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
         return self._worker.launch(batch)
 
     def guide(self, masks: TokenMasks) -> None:
-        assert self._worker is not None
         self._worker.guide(masks)
 
     def check_health(self) -> None:
@@ -49,6 +45,4 @@ class SingleExecutor(Executor):
         return self._about
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        self._worker.shutdown()

@@ -14,12 +14,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from minivllm.core.batch import Batch, Scored, TokenMasks
+from minivllm.core.batch import NO_INTS, Batch, Scored, TokenMasks
 from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
-_NONE = np.empty(0, dtype=np.int32)
-_UNSCORED = Scored(_NONE, _NONE, _NONE, 0)
+_UNSCORED = Scored(NO_INTS, NO_INTS, NO_INTS, 0)
 _PROFILE, _MASKS = b"\xff" * 8, b"\xfe" + b"\xff" * 7  # -1 and -2, which are no step's number
 
 

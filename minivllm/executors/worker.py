@@ -16,7 +16,6 @@ from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.executors.agreed import AgreedSampler
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.decoder import launch_all_heads
@@ -132,8 +131,21 @@ class Worker:
 
     @torch.inference_mode()
     def _start(self) -> int:
-        config, model_config = self.config, self.model_config
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
+        runner = self.runner = self._build(device)
+        if self.device_type == "cuda":
+            runner.attention.bind(self._cache(0, device))
+        graphs = self._graphs(runner)
+        if self.device_type == "cuda":
+            self._find_kernels(runner, *graphs)
+        self.num_blocks = self.tp.minimum(self._num_blocks(device), device)
+        runner.attention.bind(self._cache(self.num_blocks, device))
+        self._capture(runner, *graphs)
+        return self.num_blocks
+
+    def _build(self, device: torch.device) -> ModelRunner:
+        """The model with its weights, the sampler and the attention backend, and who runs them."""
+        config, model_config = self.config, self.model_config
         model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
@@ -149,51 +161,17 @@ class Worker:
         with self.registry.building("sampler", config.sampler.name):
             sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
         self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
-        if self.tp.size > 1:
-            sampler = AgreedSampler(sampler, self.tp)
-        self.runner = ModelRunner(
+        return ModelRunner(
             model,
             attention,
             sampler,
+            self.tp,
             num_slots=num_slots,
             max_blocks=-(-self.max_model_len // self.spec.block_size),
             block_size=self.spec.block_size,
             hidden_size=model_config.hidden_size,
             device=device,
         )
-        if self.device_type == "cuda":
-            self.runner.attention.bind(self._cache(0, device))
-        decodes, prompts, mixed = self._graphs(self.runner)
-        if self.device_type == "cuda":
-            most = self.spec.max_num_batched_tokens
-            with compile_only():
-                for beside in dict.fromkeys((1, 5, 17, num_slots - 1)):  # decodes, whose kernels take longest
-                    if 0 < beside < num_slots:
-                        self.runner.dry_run(min(most, 512), self.max_model_len, beside)
-                if decodes is not None:
-                    decodes.launch_all_kinds()
-                if prompts is not None:
-                    prompts.launch_all_kinds()
-                if mixed is not None:
-                    mixed.launch_all_kinds()
-                self.runner.launch_all_refinements()
-                for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
-                    self.runner.dry_run(min(most, tokens), self.max_model_len)
-                launch_all_heads(model, attention)
-        self.num_blocks = num_blocks = self.tp.minimum(self._num_blocks(device), device)
-        self.runner.attention.bind(self._cache(num_blocks, device))
-        if decodes is not None:
-            from minivllm.core.sample_graphs import SampleGraphs
-
-            decodes.capture(num_blocks, model_config.vocab_size)
-            self.runner.graphs = decodes
-            samples = self.runner.sample_graphs = SampleGraphs(self.runner, decodes)
-            samples.capture()
-        if prompts is not None:
-            prompts.capture(num_blocks, model_config.vocab_size)
-            self.runner.prompt_graphs = prompts
-        self.runner.mixed_graphs = mixed
-        return num_blocks
 
     def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None, MixedGraphs | None]:
         """Of this device, backend and configuration; not yet captured."""
@@ -212,6 +190,40 @@ class Worker:
         if not self.choice.mixed_graphs():
             return decodes, prompts, None
         return decodes, prompts, MixedGraphs(runner, decodes, prompts, most)
+
+    def _find_kernels(
+        self, runner: ModelRunner, decodes: DecodeGraphs | None, prompts: PromptGraphs | None, mixed: MixedGraphs | None
+    ) -> None:
+        """Have all kernels compiled that steps will launch, without launching one."""
+        most, num_slots = self.spec.max_num_batched_tokens, runner.num_slots
+        with compile_only():
+            for beside in dict.fromkeys((1, 5, 17, num_slots - 1)):  # decodes, whose kernels take longest
+                if 0 < beside < num_slots:
+                    runner.dry_run(min(most, 512), self.max_model_len, beside)
+            for graphs in (decodes, prompts, mixed):
+                if graphs is not None:
+                    graphs.launch_all_kinds()
+            runner.launch_all_refinements()
+            for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
+                runner.dry_run(min(most, tokens), self.max_model_len)
+            launch_all_heads(runner.model, runner.attention)
+
+    def _capture(
+        self, runner: ModelRunner, decodes: DecodeGraphs | None, prompts: PromptGraphs | None, mixed: MixedGraphs | None
+    ) -> None:
+        """Capture what is captured ahead, and let the runner take it."""
+        vocab_size = self.model_config.vocab_size
+        if decodes is not None:
+            from minivllm.core.sample_graphs import SampleGraphs
+
+            decodes.capture(self.num_blocks, vocab_size)
+            runner.graphs = decodes
+            samples = runner.sample_graphs = SampleGraphs(runner, decodes)
+            samples.capture()
+        if prompts is not None:
+            prompts.capture(self.num_blocks, vocab_size)
+            runner.prompt_graphs = prompts
+        runner.mixed_graphs = mixed
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"

@@ -13,15 +13,14 @@ from typing import Any
 import pluggy
 
 from minivllm.errors import PluginError
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins import hookspecs
 from minivllm.plugins.hookspecs import ENTRY_POINT_GROUP, HOOKS, PROJECT
-from minivllm.plugins.naming import did_you_mean, listing
-from minivllm.plugins.registry import KINDS, Entry, OptionEntry, Provider, Registry, Report
+from minivllm.plugins.registry import KINDS, Entry, OptionEntry, Provider, Registry, Report, is_reserved
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 from minivllm.version import API_VERSION, __version__
 
 _BUILTIN = "minivllm.plugins.builtin"
-_RESERVED = {"attention": "auto", "executor": "auto"}
 
 
 def load_plugins(
@@ -115,9 +114,9 @@ class _Loader:
                 self.pm.unregister(name=name)
             return
         self.providers[name] = provider
-        self._check_hooks(plugin, name, provider)
+        self._check_hooks(plugin, provider)
 
-    def _check_hooks(self, plugin: Any, name: str, provider: Provider) -> None:
+    def _check_hooks(self, plugin: Any, provider: Provider) -> None:
         """What pluggy's check_pending refuses, for this plugin alone, and a hook that lacks its marker."""
         implemented = {caller.name for caller in self.pm.get_hookcallers(plugin) or ()}
         for hook in sorted(implemented - HOOKS.keys()):
@@ -165,7 +164,7 @@ class _Loader:
 
     def _add_component(self, kind: str, component: Component, provider: Provider) -> None:
         what = KINDS[kind]
-        if component.name == _RESERVED.get(kind):
+        if is_reserved(kind, component.name):
             self.report(provider, f"{what} {component.name!r}: the name is reserved")
             return
         if (owner := self.taken.get((kind, component.name))) is not None:
@@ -174,8 +173,8 @@ class _Loader:
         self.taken[kind, component.name] = provider
         aliases = []
         for alias in component.aliases:
-            if alias == _RESERVED.get(kind) or (owner := self.taken.get((kind, alias))) is not None:
-                by = "reserved" if alias == _RESERVED.get(kind) else f"already registered by {owner}, which is kept"
+            if is_reserved(kind, alias) or (owner := self.taken.get((kind, alias))) is not None:
+                by = "reserved" if is_reserved(kind, alias) else f"already registered by {owner}, which is kept"
                 self.report(provider, f"{what} {component.name!r}: its alias {alias!r} is {by}")
             else:
                 self.taken[kind, alias] = provider

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from minivllm.errors import ConfigError
-from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Registry, exists
 
 TEMPLATES = Path(__file__).parent / "templates"

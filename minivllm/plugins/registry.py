@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError
-from minivllm.plugins.naming import did_you_mean, listing
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
 # kind -> what a message calls it
@@ -34,7 +34,13 @@ _INTERFACES = {
     "executor": "Executor",
 }
 
+_HAVE_AUTO = ("attention", "executor")
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux under Windows
+
+
+def is_reserved(kind: str, name: str) -> bool:
+    """Whether the engine itself knows what that name of a kind is: no component may have it."""
+    return name == "auto" and kind in _HAVE_AUTO
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,11 +66,6 @@ class EngineClient(ABC):
         """Into the engine's inbox."""
 
     @property
-    def num_requests(self) -> int:
-        """Those that have not ended."""
-        return len(self._generations)
-
-    @property
     def num_completions(self) -> int:
         """Of requests that have not ended."""
         return sum(generation.completions for generation in self._generations.values())

@@ -17,7 +17,7 @@ from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, Sampl
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, shown
 from minivllm.models.conversation import check_tool_calls
-from minivllm.plugins.naming import did_you_mean
+from minivllm.naming import did_you_mean
 from minivllm.serve.errors import ClientError
 
 # They say who asks, where to bill it or where to keep it.

@@ -7,7 +7,7 @@ import select
 import socket
 import time
 
-from minivllm.core.frames import Frames, frame
+from minivllm.frames import Frames, frame
 from minivllm.serve.encoding import decode_handshake, decode_to_engine, encode_from_engine, encode_handshake
 from minivllm.serve.handshake import Handshake
 from minivllm.serve.messages import FromEngine, ToEngine

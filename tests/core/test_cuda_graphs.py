@@ -18,10 +18,10 @@ from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
 from minivllm.core import cuda_graphs
-from minivllm.core.batch import AttentionBatch
+from minivllm.core.batch import NO_INTS, AttentionBatch
 from minivllm.core.cascade import CascadeLimits, CascadePlanner
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept, cascade_sizes, graph_sizes
-from minivllm.core.landing import IN_FLIGHT, NO_ROWS, Layout, Packed
+from minivllm.core.landing import IN_FLIGHT, Layout, Packed
 from minivllm.core.model_runner import ModelRunner
 from minivllm.errors import MinivllmError
 
@@ -57,7 +57,7 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if isinstance(run.args[0], Kept):
             _, size, kind, _ = run.args
             words = torch.full((size * (2 + 2 * (kind.best > 0) + 2 * kind.best),), -1, dtype=torch.int32)
-            packed = Packed(words, Layout(size, np.arange(size) if kind.best else NO_ROWS, kind.best))
+            packed = Packed(words, Layout(size, np.arange(size) if kind.best else NO_INTS, kind.best))
             line = f"refine {size} adjusts={kind.adjusts} best={kind.best}"
             return Recorded(run, packed, partial(said.append, line)), packed
         (size,) = run.args

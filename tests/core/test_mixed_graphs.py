@@ -59,7 +59,7 @@ def log(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> Log:
 def take_graphs(runner: ModelRunner) -> MixedGraphs:
     """Only those of mixed steps."""
     decodes = DecodeGraphs(runner, 10)
-    prompts = SimpleNamespace(flop=1, waste=1000, longest=1000, size_for=lambda batch: None)
+    prompts = SimpleNamespace(flop=1, most_padding=1000, longest=1000, size_for=lambda batch: None)
     runner.mixed_graphs = MixedGraphs(runner, decodes, prompts, 300)  # type: ignore[arg-type]
     return runner.mixed_graphs
 
@@ -227,7 +227,7 @@ def test_when_there_are_many_graphs_no_more_are_captured(graphs: MixedGraphs, mo
 def graphs() -> MixedGraphs:
     made = object.__new__(MixedGraphs)  # what chooses, without a runner
     made._rows, made._tokens, made._most, made._wanted = [64, 128, 200], [64, 128, 256, 512], 600, Counter()
-    others: Any = SimpleNamespace(waste=150, size_for=lambda batch: 32 if batch.num_decodes < 20 else None)
+    others: Any = SimpleNamespace(most_padding=150, size_for=lambda batch: 32 if batch.num_decodes < 20 else None)
     runner: Any = SimpleNamespace(cascade=None)
     made._prompts, made.runner, made._reads_fresh, made._graphs = others, runner, True, {}
     return made

@@ -16,7 +16,6 @@ from minivllm.core.interfaces import Sampler
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampler import DefaultSampler
-from minivllm.executors.agreed import AgreedSampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -51,19 +50,20 @@ def test_a_dry_run_is_a_step_of_any_kind_and_keeps_nothing(
     assert llm.generate("Once upon a time", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
-@pytest.mark.parametrize("many_ranks", [False, True])
-def test_what_a_sampler_may_do_beside_sampling_is_found_ahead(
-    llm: LLM, many_ranks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With several ranks, too, whose sampler is wrapped."""
+def runner_of(llm: LLM, sampler: Sampler | None = None, tp: TensorParallel | None = None) -> ModelRunner:
+    """Another one, with this sampler instead, as one of these ranks."""
     inner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
-    runner = ModelRunner(
-        inner.model, inner.attention, AgreedSampler(inner.sampler, TensorParallel()) if many_ranks else inner.sampler,
-        num_slots=5, max_blocks=4, block_size=16, hidden_size=inner.hidden_size, device=inner.device,
+    return ModelRunner(
+        inner.model, inner.attention, sampler or inner.sampler, tp or inner.tp, num_slots=5, max_blocks=4,
+        block_size=16, hidden_size=inner.hidden_size, device=inner.device,
     )  # fmt: skip
+
+
+def test_what_a_sampler_may_do_beside_sampling_is_found_ahead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(llm)
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(sampler_module, "logprobs", lambda logits, tokens, *_: found.append((len(logits), len(tokens))))
-    monkeypatch.setattr(type(inner.sampler), "resample", lambda self, logits, slots, positions: found.append((0, 0)))
+    monkeypatch.setattr(type(runner.sampler), "resample", lambda self, logits, slots, positions: found.append((0, 0)))
     runner.launch_all_refinements()
     assert [rows for rows in found if rows != (0, 0)] == [(1, 1), (16, 16)]
     assert found.count((0, 0)) == 2
@@ -84,11 +84,7 @@ def test_a_sampler_that_never_samples_again_is_not_asked_to(llm: LLM) -> None:
         def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             return logits.argmax(-1)
 
-    inner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
-    runner = ModelRunner(
-        inner.model, inner.attention, Greedy(), num_slots=5, max_blocks=4, block_size=16,
-        hidden_size=inner.hidden_size, device=inner.device,
-    )  # fmt: skip
+    runner = runner_of(llm, Greedy())
     assert runner.captures_refine
     runner.launch_all_refinements()
 
@@ -117,7 +113,31 @@ def test_whose_refine_is_captured() -> None:
     kinds = (DefaultSampler, Both, OnlyResample, Alone, WithResample)
     made = [object.__new__(type("Whole", (kind,), dict.fromkeys(kind.__abstractmethods__))) for kind in kinds]
     assert [sampler.captures_refine() for sampler in made] == [True, True, True, False, False]
-    wrapped = [object.__new__(AgreedSampler) for _ in made]
-    for agreed, sampler in zip(wrapped, made, strict=True):
-        agreed.inner = sampler
-    assert [agreed.captures_refine() for agreed in wrapped] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", [None, "other"])
+def test_tokens_that_are_chosen_again_are_rank_0s_on_all_ranks(llm: LLM, kind: str | None) -> None:
+    given, others, logprobs = torch.tensor([1, 2]), torch.tensor([3, 4]), object()
+
+    class Chooses(DefaultSampler):
+        chosen = given
+
+        def refine(self, *step: Any) -> Any:
+            return self.chosen, logprobs
+
+        def refine_captured(self, *step: Any) -> Any:
+            assert step[-1] == kind
+            return self.chosen, logprobs
+
+    class Ranks(TensorParallel):
+        def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+            return x.add_(10)
+
+    sampler = object.__new__(Chooses)
+    runner, none = runner_of(llm, sampler, Ranks(1, 2)), torch.empty(0)
+    tokens, found = runner.refine(none, none, none, given, np.arange(2), kind)
+    assert tokens is given and found is logprobs and tokens.tolist() == [1, 2]
+    sampler.chosen = others
+    tokens, found = runner.refine(none, none, none, given, np.arange(2), kind)
+    assert tokens is others and found is logprobs and tokens.tolist() == [13, 14]
+    assert runner_of(llm, sampler).refine(none, none, none, given, np.arange(2), kind)[0].tolist() == [13, 14]

@@ -32,7 +32,7 @@ Replayed = tuple[int, int, str]  # a graph's tokens, rows of its result, and for
 @pytest.fixture
 def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
-    made.sizes, made.full, made.waste, made.apart = prompt_sizes(1024, 1024, 1600), 1600, 300, True
+    made.sizes, made.full, made.most_padding, made.apart = prompt_sizes(1024, 1024, 1600), 1600, 300, True
     return made
 
 
@@ -118,7 +118,7 @@ def made_for(weights: dict[str, tuple[int, ...]], others: tuple[int, int], ranks
 def test_ranks_of_different_weights_take_the_same_graphs(others: int) -> None:
     def sizes(weights: int, other: int) -> tuple[list[int], int, int, bool]:
         graphs = made_for({"layer.weight": (weights, 1)}, (other, 4 * other))
-        return graphs.sizes, graphs.full, graphs.waste, graphs.apart
+        return graphs.sizes, graphs.full, graphs.most_padding, graphs.apart
 
     few = 10**9
     assert sizes(few, others) == sizes(others, few)

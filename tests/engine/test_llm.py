@@ -1069,8 +1069,8 @@ def test_stats_count_what_happened(engine: Engine) -> None:
     llm = engine(**SMALL)
     run(llm, [[1, 2, 3], [4, 5]], GREEDY)
     stats = llm.engine.stats
-    assert (stats.prompt_tokens, stats.output_tokens, stats.max_batch_size) == (5, 16, 2)
-    assert stats.steps >= 8 and stats.preemptions == stats.cached_tokens == 0
+    assert (stats.prompt_tokens, stats.output_tokens) == (5, 16)
+    assert 8 <= stats.steps < 16 and stats.preemptions == stats.cached_tokens == 0  # both in the same steps
 
 
 # --------------------------------------------------------------------------- several engines, ends of engines

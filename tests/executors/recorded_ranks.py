@@ -15,8 +15,9 @@ from recorded import Recorded
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core import cuda_graphs, mixed_graphs
+from minivllm.core.batch import NO_INTS
 from minivllm.core.cuda_graphs import DecodeGraphs, Kept
-from minivllm.core.landing import NO_ROWS, Layout, Packed
+from minivllm.core.landing import Layout, Packed
 from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
 from minivllm.executors.worker import Worker
@@ -35,7 +36,7 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
             _, rows, kind, _ = run.args
             name, best = f"refine {rows} {tuple(kind)}", kind.best
             words = torch.full((rows * (2 + 2 * (best > 0) + 2 * best),), -1, dtype=torch.int32)
-            result = Packed(words, Layout(rows, np.arange(rows) if best else NO_ROWS, best))
+            result = Packed(words, Layout(rows, np.arange(rows) if best else NO_INTS, best))
         else:
             key = run.args[0]
             name, rows = f"step {key}", key if isinstance(key, int) else key[0]
@@ -65,7 +66,7 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
     runner.graphs = DecodeGraphs(runner, runner.num_slots)
     runner.graphs.capture(num_blocks, vocab)
     prompts: Any = SimpleNamespace(
-        flop=1, waste=1000, longest=1000, size_for=lambda batch: None, takes_apart=lambda batch: False
+        flop=1, most_padding=1000, longest=1000, size_for=lambda batch: None, takes_apart=lambda batch: False
     )
     runner.mixed_graphs = MixedGraphs(runner, runner.graphs, prompts, PROMPT_TOKENS)
 

@@ -19,6 +19,7 @@ from faults import FAULTY, Talker, fault_on
 from minivllm import LLM, SamplingParams
 from minivllm.core.batch import Batch
 from minivllm.errors import EngineDeadError
+from minivllm.executors.taking import StepTaker
 from minivllm.executors.wire import pack_batch
 from minivllm.plugins.manager import default_registry
 
@@ -134,7 +135,7 @@ def test_a_start_that_stops_or_hangs_is_told_from_one_that_takes_long(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On actors that hold no model."""
-    monkeypatch.setattr(ray_health, "_SILENT", 1.0)
+    monkeypatch.setattr(ray_health, "SILENT", 1.0)
     talker = ray.remote(num_cpus=0)(Talker)
     loads, moves, waits = (talker.remote(*args) for args in (("load", 99.0), ("join", 0.0), ("wait", 99.0)))
 
@@ -181,7 +182,7 @@ def test_an_actor_takes_no_step_after_one_that_failed() -> None:
 
     actor = RankActor(b"", 1, 2)
     runner = SimpleNamespace(sampler=SimpleNamespace(row=row))
-    actor.worker = SimpleNamespace(runner=runner, launch=launch)  # type: ignore[assignment]
+    actor.taker = StepTaker(SimpleNamespace(runner=runner, launch=launch))  # type: ignore[arg-type]
     assert actor.launch(step) == b""
     said = [actor.launch(step) for _ in range(3)]
     failed = decode(said[0])

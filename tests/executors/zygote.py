@@ -114,6 +114,7 @@ if __name__ == "__main__":
     import minivllm.backends.torch
     import minivllm.core.sampler
     import minivllm.executors.group
+    import minivllm.executors.peers
     import minivllm.executors.rank
     import minivllm.executors.wire
     import minivllm.executors.worker

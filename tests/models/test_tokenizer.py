@@ -139,7 +139,7 @@ def test_a_stop_tokens_own_text_is_left_out_with_its_space(
         seq = Sequence("r", prompt, params, max_len=99, stop_ids=(ids[-1],))
         completion = Completion(0, seq, tokenizer, (), TokenTexts(tokenizer))
         for token in ids:
-            completion.add([token])
+            completion.add(token)
         completion.end(FinishReason.STOP)
         told = completion.output(RequestOutputKind.FINAL_ONLY)
         assert "Once" + told.text == tokenizer.decode(prompt + (ids if kept else ids[:-1]))

@@ -45,7 +45,7 @@ class Running:
         """Wait until nothing runs, and see that nothing is left behind."""
         blocks = self.engine.scheduler.blocks
         until(lambda: not self.engine.has_unfinished_requests() and blocks.num_free == blocks.num_blocks)
-        assert self.engine_loop.num_running == self.engine_loop.num_waiting == self.engine_client.num_requests == 0
+        assert self.engine_loop.num_running == self.engine_loop.num_waiting == self.engine_client.num_completions == 0
         self.engine.scheduler.check()
 
 

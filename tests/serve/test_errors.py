@@ -215,7 +215,7 @@ def test_a_full_queue_is_told_to_come_again(make_llm: Callable[..., LLM]) -> Non
         clients = [threading.Thread(target=server.post, args=(COMPLETIONS,), kwargs=long) for _ in range(2)]
         for client in clients:
             client.start()
-        until(lambda: server.engine_client.num_requests == 2)
+        until(lambda: server.engine_client.num_completions == 2)
         refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
         assert told(refused, 503, "2 completions run or wait: 1 may run, and max_waiting=1")["code"] == "overloaded"
         assert refused.headers["retry-after"] == "1"

@@ -200,7 +200,7 @@ def test_the_engines_thread_sleeps_and_wakes(make_llm: Callable[..., LLM]) -> No
         # nobody fetches: the pieces wait as one
         for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE):
             slow = await engine.generate([f"c-{kind.name}"], [[1, 2]], params.clone(output_kind=kind))
-            while engine.num_requests:
+            while engine.num_completions:
                 await asyncio.sleep(0.01)
             pieces = [output async for output in slow]
             assert [piece.outputs[0].token_ids for piece in pieces] == [tokens["a"]]
