@@ -1,8 +1,7 @@
 // Attention of megakernel.cu: asking for pages, making queries and the new key, attending, putting parts together.
 
-// Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since
-// everybody reads each one's part, and not more than FEW for one sequence that is not long. Those of a sequence follow
-// each other.
+// Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since each
+// one's part is to be put together with others. Those of a sequence follow each other.
 struct Shares {
   int pages[ROWS], splits[ROWS];  // none of a row that is not there
 
@@ -10,14 +9,13 @@ struct Shares {
     int all = 0;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) pages[r] = r < rows ? (lengths[r] + TILE - 1) / TILE : 0, all += pages[r];
-    const int most = ROWS == 1 && all <= LONG_PAGES ? FEW : SPLITS;
-    int each = max(2 * WARPS, (all + most - 1) / most), used;
+    int each = max(2 * WARPS, (all + SPLITS - 1) / SPLITS), used;
     do {
       used = 0;
 #pragma unroll
       for (int r = 0; r < ROWS; r++) splits[r] = (pages[r] + each - 1) / each, used += splits[r];
       each += each / 8;
-    } while (used > most);
+    } while (used > SPLITS);
   }
 };
 __device__ __forceinline__ Share share_of(const Shares& all, int program) {
@@ -47,8 +45,12 @@ __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, 
     memory.share = share, memory.length = lengths[row], memory.slot = (int)slots[row];
     if (EXPERTS) memory.live = live_rows(slots, rows);
     int first = 0;
+    memory.joins = false;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) memory.parts[r] = {first, shares.splits[r]}, first += shares.splits[r];
+    for (int r = 0; r < ROWS; r++) {
+      memory.parts[r] = {first, shares.splits[r]}, first += shares.splits[r];
+      memory.joins |= shares.splits[r] > MOST_TAKEN;
+    }
   }
 }
 
@@ -249,13 +251,67 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
     const int to = blockIdx.x / KV * HEADS + head * G + h;
     const float one = __fdividef(1.f, sum);
     const u32 pair = pack(y[0] * one, y[1] * one), top_of = __float_as_uint(all + __log2f(sum));
-#pragma unroll
-    for (int c = 0; c < COPIES; c++) {
+    const int readers = memory.joins ? 1 : COPIES;
+#pragma unroll 1
+    for (int c = 0; c < readers; c++) {
       leave(copies + c * COPY_WORDS + to * (D / 2) + d / 2, pair, flag);
       if (d == 0) leave(copies + c * COPY_WORDS + SUMS + to, top_of, flag);
     }
   }
   meet();  // x stands where outs do
+}
+
+// Where a sequence has more than MOST_TAKEN parts, each program puts some words of all sequences' together: a way more
+// through L2, but then everybody reads one vector a row and not each of its parts. Of a warp's lanes UNITS have two words
+// each, of one part of LANES.
+__device__ __forceinline__ void join_parts(const Memory& memory, u64* copies, u32 flag) {
+  constexpr int TWOS = WIDTH / 4, UNITS = 4, LANES = 32 / UNITS;
+  static_assert(TWOS % UNITS == 0 && COPIES <= LANES, "megakernel.py");
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int unit = (warp * PROGRAMS + blockIdx.x) * UNITS; unit < ROWS * TWOS; unit += WARPS * PROGRAMS * UNITS) {
+    const int row = unit / TWOS, at = unit % TWOS + lane % UNITS;
+    const auto [first, splits] = memory.parts[row];
+    const u64 *parts = copies + first * (WIDTH / 2) + 2 * at, *sums = copies + SUMS + first * HEADS + at / (D / 4);
+    float top = -1e30f, all = 0.f, y[4] = {};
+#pragma unroll 1
+    for (int s = lane / UNITS; s < splits; s += LANES) {
+      u64 two[2], sum;
+      u32 looks = 0;
+      do {
+        look_at_two(parts + s * (WIDTH / 2), two), sum = look(sums + s * HEADS);
+        be_patient(looks);
+      } while (!both(two, flag) || !has(sum, flag));
+      const float its_top = __uint_as_float((u32)sum), now = fmaxf(top, its_top);
+      const float before = exp2_of(top - now), by = exp2_of(its_top - now);
+      top = now, all = all * before + by;
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        y[2 * j] = y[2 * j] * before + by * low((u32)two[j]);
+        y[2 * j + 1] = y[2 * j + 1] * before + by * high((u32)two[j]);
+      }
+    }
+    __syncwarp();
+    float best = top;
+#pragma unroll
+    for (int other = UNITS; other < 32; other *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, other));
+    const float by = exp2_of(top - best);
+    all *= by;
+#pragma unroll
+    for (int other = UNITS; other < 32; other *= 2) all += __shfl_xor_sync(~0u, all, other);
+    const float one = splits == 0 ? 0.f : __fdividef(1.f, all);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      y[j] *= by;
+#pragma unroll
+      for (int other = UNITS; other < 32; other *= 2) y[j] += __shfl_xor_sync(~0u, y[j], other);
+      y[j] *= one;
+    }
+    if (lane / UNITS < COPIES) {
+      u64* to = copies + lane / UNITS * COPY_WORDS + JOINED + row * (WIDTH / 2) + 2 * at;
+      leave(to, pack(y[0], y[1]), flag), leave(to + 1, pack(y[2], y[3]), flag);
+    }
+  }
 }
 
 // The most loads of ``times`` that a thread does at once, not more than ``most`` and always as many.
@@ -265,7 +321,7 @@ __device__ constexpr int even_share(int times, int most) {
   return some;
 }
 
-// Attention's output where o reads it: the parts of a sequence put together, MOST at a time.
+// Attention's output where o reads it: the MOST parts of a sequence put together.
 template <int MOST>
 __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
   constexpr int TWOS = WIDTH / 4, SOME = even_share((TWOS + TEAM - 1) / TEAM, 8 / MOST);
@@ -274,78 +330,62 @@ __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, con
   u32 looks = 0;
 #pragma unroll 1
   for (int start = threadIdx.x % TEAM; start < TWOS; start += SOME * TEAM) {
-    float tops[SOME], all[SOME] = {}, y[SOME][4] = {};
+    u64 two[SOME][MOST][2] = {}, sum[SOME][MOST] = {};
+    bool there;
+    do {
+      there = true;
 #pragma unroll
-    for (int i = 0; i < SOME; i++) tops[i] = -1e30f;
-#pragma unroll 1
-    for (int first = 0; first < splits; first += MOST) {
-      u64 two[SOME][MOST][2] = {}, sum[SOME][MOST] = {};
-      bool there;
-      do {
-        there = true;
+      for (int s = 0; s < MOST; s++)
+        if (s < splits)
 #pragma unroll
-        for (int s = 0; s < MOST; s++)
-          if (first + s < splits)
+          for (int i = 0; i < SOME; i++) {
+            const int at = start + i * TEAM;
+            if (!is_one(at)) continue;
+            look_at_two(parts + s * (WIDTH / 2) + 2 * at, two[i][s]);
+            sum[i][s] = look(sums + s * HEADS + at / (D / 4));
+          }
 #pragma unroll
-            for (int i = 0; i < SOME; i++) {
-              const int at = start + i * TEAM;
-              if (!is_one(at)) continue;
-              look_at_two(parts + (first + s) * (WIDTH / 2) + 2 * at, two[i][s]);
-              sum[i][s] = look(sums + (first + s) * HEADS + at / (D / 4));
-            }
+      for (int s = 0; s < MOST; s++)
 #pragma unroll
-        for (int s = 0; s < MOST; s++)
-#pragma unroll
-          for (int i = 0; i < SOME; i++)
-            there &= first + s >= splits || !is_one(start + i * TEAM) ||
-                     (both(two[i][s], flag) && has(sum[i][s], flag));
-        be_patient(looks);
-      } while (!there);
-#pragma unroll
-      for (int i = 0; i < SOME; i++) {
-        const float before = tops[i];
-        float its_tops[MOST];
-#pragma unroll
-        for (int s = 0; s < MOST; s++) {
-          its_tops[s] = first + s < splits ? __uint_as_float((u32)sum[i][s]) : -1e38f;
-          tops[i] = fmaxf(tops[i], its_tops[s]);
-        }
-        if (MOST == FEW) {  // there may be more
-          const float by = exp2_of(before - tops[i]);
-          all[i] *= by;
-#pragma unroll
-          for (int j = 0; j < 4; j++) y[i][j] *= by;
-        }
-#pragma unroll
-        for (int s = 0; s < MOST; s++) {
-          const float by = exp2_of(its_tops[s] - tops[i]);
-          all[i] += by;
-#pragma unroll
-          for (int j = 0; j < 2; j++)
-            y[i][2 * j] += by * low((u32)two[i][s][j]), y[i][2 * j + 1] += by * high((u32)two[i][s][j]);
-        }
-      }
-    }
+        for (int i = 0; i < SOME; i++)
+          there &= s >= splits || !is_one(start + i * TEAM) || (both(two[i][s], flag) && has(sum[i][s], flag));
+      be_patient(looks);
+    } while (!there);
 #pragma unroll
     for (int i = 0; i < SOME; i++) {
       if (!is_one(start + i * TEAM)) break;
-      const float one = ROWS > 1 && splits == 0 ? 0.f : __fdividef(1.f, all[i]);
-      put_four(memory, start + i * TEAM, pack(y[i][0] * one, y[i][1] * one), pack(y[i][2] * one, y[i][3] * one));
+      float tops[MOST], top = -1e30f, all = 0.f, y[4] = {};
+#pragma unroll
+      for (int s = 0; s < MOST; s++) {
+        tops[s] = s < splits ? __uint_as_float((u32)sum[i][s]) : -1e38f;
+        top = fmaxf(top, tops[s]);
+      }
+#pragma unroll
+      for (int s = 0; s < MOST; s++) {
+        const float by = exp2_of(tops[s] - top);
+        all += by;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+          y[2 * j] += by * low((u32)two[i][s][j]), y[2 * j + 1] += by * high((u32)two[i][s][j]);
+      }
+      const float one = ROWS > 1 && splits == 0 ? 0.f : __fdividef(1.f, all);
+      put_four(memory, start + i * TEAM, pack(y[0] * one, y[1] * one), pack(y[2] * one, y[3] * one));
     }
   }
 }
-__device__ __forceinline__ void take_heads(Memory& memory, const u64* copy, u32 flag) {  // of a thread's row
-  const auto [first, splits] = memory.parts[threadIdx.x / TEAM];
+__device__ __forceinline__ void take_heads(Memory& memory, u64* copies, const u64* copy, u32 flag) {
+  if (memory.joins) {
+    join_parts(memory, copies, flag);
+    take<WIDTH / 2, false>(memory, copy + JOINED, flag);
+    return;
+  }
+  const auto [first, splits] = memory.parts[threadIdx.x / TEAM];  // of this thread's row
   const u64 *parts = copy + first * (WIDTH / 2), *sums = copy + SUMS + first * HEADS;
   u32 looks = 0;  // at one word a warp first, see take
   while (splits && !has(look(sums + (splits - 1) * HEADS + threadIdx.x % TEAM / (D / 4)), flag)) be_patient(looks);
   if (splits <= 1)
     take_parts<1>(memory, parts, sums, splits, flag);
-  else if (splits == 2)
-    take_parts<2>(memory, parts, sums, splits, flag);
-  else if (splits <= 4)
-    take_parts<4>(memory, parts, sums, splits, flag);
   else
-    take_parts<FEW>(memory, parts, sums, splits, flag);
+    take_parts<MOST_TAKEN>(memory, parts, sums, splits, flag);
   meet();
 }

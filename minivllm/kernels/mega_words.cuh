@@ -13,7 +13,7 @@ constexpr int X_BYTES = 2 * MOST_K + (ROWS > 1 ? 64 : 0);  // of a row in shared
 constexpr int X_TILES = (ROWS + 3) / 4;            // of the tensor cores: eight columns, of which a row takes two
 constexpr int SUMS_OF = X_TILES > 2 ? X_TILES : 2;  // of eight lines: each tile's, or even and odd k's of one
 constexpr int TILE = 16;                    // keys: a page
-constexpr int FEW = SPLITS < 8 ? SPLITS : 8, LONG_PAGES = 512;  // see Shares
+constexpr int MOST_TAKEN = 2;               // parts of a sequence, of which everybody reads all, see join_parts
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
 static_assert(STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
@@ -24,7 +24,7 @@ static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "megakernel.py")
 constexpr int QKV_WORDS = QKV / 2, X_WORDS = HIDDEN / 2, INNER_WORDS = CHOSEN * INNER / 2;
 constexpr int SUMS = SPLITS * WIDTH / 2, MIDDLE = SUMS + SPLITS * HEADS, ACTIVATED = MIDDLE + ROWS * X_WORDS;
 constexpr int STREAM = ACTIVATED + ROWS * INNER_WORDS, LOGITS = STREAM + ROWS * X_WORDS;
-constexpr int COPY_WORDS = LOGITS + ROWS * EXPERTS;
+constexpr int JOINED = LOGITS + ROWS * EXPERTS, COPY_WORDS = JOINED + ROWS * WIDTH / 2;
 
 struct Layer {
   const u16 *qkv, *o, *gate_up, *down;  // norms' weights are folded in, but where there is a router
@@ -127,6 +127,7 @@ struct Memory {  // shared
   float cosines[D / 2], sines[D / 2];
   int length, slot;
   Parts parts[ROWS];
+  bool joins;  // see join_parts
   u64 barriers[2 * STAGES];
   int experts[ROWS][CHOSEN];  // that each row has chosen in this layer, and what they count
   float shares[ROWS][CHOSEN];

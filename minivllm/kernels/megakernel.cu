@@ -83,7 +83,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
 
     Batch<Cut<ADD_LINES, WIDTH, WIDTH_CHUNK>> o;
     o.read(ring, 0, 0, nothing);
-    take_heads(memory, its_copy, flag);
+    take_heads(memory, copies, its_copy, flag);
     multiply_lines(memory, ring, o, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {

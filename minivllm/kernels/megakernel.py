@@ -15,7 +15,8 @@ Several GPUs (``ranks``), each with a part of heads and MLP, add up theirs twice
 (``peer_words.py``), one way of about 1.5 µs, while their next weights arrive.
 
 Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
-layer and row of Qwen3-0.6B and 8 KB of each part of attention: more than eight rows would gain little (computed). The
+layer and row of Qwen3-0.6B and 8 KB of attention, or of each of its parts where a row has two. More parts are put
+together first, by all programs a few words each: one way more. More than eight rows would gain little (measured). The
 kernel is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one
 stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
 """
@@ -296,7 +297,8 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tens
     assert page == PAGE
     maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim)
     parts = config.splits * (shape.width // 2 + shape.num_heads)
-    streams = shape.hidden + shape.chosen * shape.inner // 2 + (shape.routing.experts if shape.routing else 0)
+    streams = shape.hidden + (shape.chosen * shape.inner + shape.width) // 2
+    streams += shape.routing.experts if shape.routing else 0
     peers = layers.peers
     assert shape.ranks == (1 if peers is None else peers.ranks)
     number = config.rows * shape.qkv // 2 + _COPIES * (parts + config.rows * streams)

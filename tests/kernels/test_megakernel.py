@@ -289,7 +289,7 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1]), 0, 0]
     blocks, width = step.cache.shape[2], step.tables.shape[1]
     assert told.maps == [(cache.data_ptr(), blocks, 16, 1024, 128) for layer in step.cache for cache in layer]
-    words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536) * rows), 0)
+    words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536 + 1024) * rows), 0)
     tensors = (step.x, y, step.cos_sin, step.positions, step.slots, step.lens, step.tables, words, count)
     assert values[0] == table.data_ptr() and values[2:11] == [tensor.data_ptr() for tensor in tensors]
     assert values[11:16] == [128, width, len(lengths), 3, 0]
@@ -306,7 +306,7 @@ SMALL = DecoderShape(512, 1024, 8, 2, 128)  # stages of 512; four query heads of
 ROUTED = DecoderShape(512, 512, 8, 2, 128, Routing(32, 3, True))
 EMULATED = [
     (SMALL, [1]), (SMALL, [2500]), (SMALL, [300, 17]), (SMALL, [1, 400, 40]),
-    (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]),
+    (SMALL, [300, 17, 100, 128, 129, 1, 200, 40]), (SMALL, [600, 17, 40]),
     (DecoderShape(1024, 2048, 16, 2, 64), [20, 300, 6]),  # stages of 1,024; eight
     (ROUTED, [30, 2, 200]), (replace(ROUTED, inner=768, routing=Routing(32, 8, False)), [33]),
 ]  # fmt: skip
@@ -361,6 +361,7 @@ MISTAKES = {
     "queries read otherwise than keys": ("Tile::head_at(i))", "column * 16 + 64 * i)", "relative error"),
     "a stage kept": ("    if (lane == 0) here_arrive(bar + (seen & nothing));\n", "", "waits for a barrier"),
     "parts not waited for": ("both(two[i][s], flag)", "true", "error|element"),
+    "parts joined before they are there": ("!both(two, flag) || !has(sum, flag)", "false", "error|element"),
     "words of the layer before": ("its_copy + STREAM, flag - 1)", "its_copy + STREAM, flag)", "waits for two words"),
 }
 
@@ -369,7 +370,7 @@ MISTAKES = {
 def test_the_emulator_notices(emulated, close, mistake):
     old, new, error = MISTAKES[mistake]
     torch.manual_seed(0)
-    step = Step(SMALL, 2, [300], "cpu")
+    step = Step(SMALL, 2, [600 if "joined" in mistake else 300], "cpu")
     x = step.run(kernel=megakernel_reference)
     step.take_new()
     emulated.changes = ((old, new),)
