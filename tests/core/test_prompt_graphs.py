@@ -184,7 +184,9 @@ def log(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     return said
 
 
-@pytest.mark.parametrize(("slots", "picks"), [(4, [512, 1024]), (256, [512, 1024]), (257, [1024]), (600, [])])
+@pytest.mark.parametrize(
+    ("slots", "picks"), [(4, [512, 768, 1024]), (256, [512, 768, 1024]), (257, [768, 1024]), (600, [])]
+)
 def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: list[int]) -> None:
     layer = torch.nn.Parameter(torch.empty(10**9, 1, device="meta"))
     runner = SimpleNamespace(
@@ -192,7 +194,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
         model=SimpleNamespace(named_parameters=lambda: [("layer.weight", layer)]), attention=NO_WORDS,
     )  # fmt: skip
     graphs = PromptGraphs(runner, 1024, TensorParallel())  # type: ignore[arg-type]
-    assert graphs.sizes == [32, 64, 128, 256, 512, 1024]
+    assert graphs.sizes == [32, 64, 128, 256, 512, 768, 1024]
     asked = {size: plan.last_tokens for (size, kind), plan in graphs._plans.items() if kind == "any"}
     assert [size for size, last in asked.items() if last is not None] == picks
     assert all(last is None or len(last) == slots for last in asked.values())
@@ -201,7 +203,7 @@ def test_graphs_pick_last_tokens_where_that_leaves_work_out(slots: int, picks: l
 @pytest.mark.parametrize(
     ("weights", "most", "launched"),
     [
-        (10**9, 8192, [*((n, False) for n in (32, 512, *range(1024, 5121, 512), 8192)), (8192, True)]),
+        (10**9, 8192, [*((n, False) for n in (32, 768, *range(1024, 5121, 256), 8192)), (8192, True)]),
         (10**9, 512, [(32, False), (512, False), (512, True)]),
         (10**10, 8192, [(32, False), (512, False)]),  # too large a model for a full step
         (10**11, 60, [(32, False), (60, False), (60, True)]),
