@@ -39,7 +39,7 @@ EXCEPTIONS = {
     ("models/checkpoint.py", "config.engine_config"): "annotations; it is handed ModelOptions",
     ("models/tokenizer.py", "config.engine_config"): "the same",
     ("plugins/builtin.py", "config.conf_dir"): "where the folder of the built-in options lies, and nothing else",
-    ("serve/cli.py", "assemble"): "mode=serve puts an engine together",
+    ("serve/engine_process.py", "assemble"): "mode=serve puts an engine together",
     ("bench/cli.py", "assemble"): "mode=bench does",
     ("testing/attention.py", "llm"): "conformance suites run whole engines",
     ("testing/model.py", "llm"): "the same",

@@ -12,10 +12,10 @@ from os.path import expanduser
 from pathlib import Path
 
 from minivllm.bench.child import Outcome, run_child
-from minivllm.bench.product import expand
-from minivllm.bench.progress import Progress
 from minivllm.bench.record import environment
 from minivllm.bench.results import FIGURES, Row, Sweep, figures
+from minivllm.bench.sweep_progress import Progress
+from minivllm.bench.sweep_values import expand
 from minivllm.bench.table import show
 from minivllm.config.compose import compose
 from minivllm.config.modes import BenchOptions, SweepOptions

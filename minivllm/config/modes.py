@@ -254,6 +254,6 @@ MODES: dict[str, Mode] = {
         schema.GenerateSchema, GenerateOptions, "minivllm.generate:run", "complete prompts (what runs without a mode)"
     ),
     "chat": Mode(schema.ChatSchema, ChatOptions, "minivllm.chat:run", "talk with the model, in the terminal"),
-    "serve": Mode(schema.ServeSchema, ServeOptions, "minivllm.serve.cli:run", "an OpenAI-compatible server"),
+    "serve": Mode(schema.ServeSchema, ServeOptions, "minivllm.serve.engine_process:run", "an OpenAI-compatible server"),
     "bench": Mode(schema.BenchSchema, BenchOptions, "minivllm.bench.cli:run", "measure"),
 }

@@ -26,7 +26,7 @@ from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.wire import pack_batch, pack_masks, pack_profile, unpack_result
+from minivllm.executors.step_bytes import pack_batch, pack_masks, pack_profile, unpack_result
 from minivllm.executors.worker import resolve_device
 from minivllm.plugins.ranks import tell, view_of
 

@@ -66,7 +66,7 @@ class RankProcess:
             returning.join(5)
 
     def _serve(self, taker: StepTaker) -> None:
-        from minivllm.executors.wire import unpack_profile
+        from minivllm.executors.step_bytes import unpack_profile
 
         profile = contextlib.ExitStack()
         while message := self.steps.receive():  # an empty one says that it is over
@@ -87,7 +87,7 @@ class RankProcess:
 
     def _return(self, worker: Worker) -> None:
         """Tokens to the parent as soon as the device has them, while the main thread launches what comes next."""
-        from minivllm.executors.wire import pack_result
+        from minivllm.executors.step_bytes import pack_result
 
         hello = self.hello
         worker.use_device()  # per thread

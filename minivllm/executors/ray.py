@@ -1,6 +1,6 @@
 """Ranks as Ray actors, one a GPU (or a CPU), on as many nodes as it takes: for what outgrows one machine.
 
-What travels is bytes of our own (``wire``, ``messages``); Ray wraps them and never sees an object of ours. Who is
+What travels is bytes of our own (``step_bytes``, ``messages``); Ray wraps them and never sees an object of ours. Who is
 silent is found out here, by asking each actor every second (``ray_health``): Ray itself watches nodes, and lets a call
 to an actor that is stopped wait for ever.
 """
@@ -23,7 +23,7 @@ from minivllm.executors.multiproc import refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
 from minivllm.executors.ray_actor import RemoteRank
 from minivllm.executors.ray_health import Failures, Hearts
-from minivllm.executors.wire import pack_batch, pack_masks, unpack_result
+from minivllm.executors.step_bytes import pack_batch, pack_masks, unpack_result
 from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:

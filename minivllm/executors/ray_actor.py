@@ -85,7 +85,7 @@ class RankActor:
     @ray.method(concurrency_group="results")
     def result(self) -> tuple[bytes, bytes]:
         """Rank 0: what the oldest step sampled that was not asked for yet, and why there is nothing, or empty."""
-        from minivllm.executors.wire import pack_result
+        from minivllm.executors.step_bytes import pack_result
 
         assert self.worker is not None
         step, pending = self.pending.get()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minivllm.executors.wire import unpack_batch, unpack_masks
+from minivllm.executors.step_bytes import unpack_batch, unpack_masks
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces import StepHandle

@@ -20,7 +20,7 @@ from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.progress import seconds
-from minivllm.executors.wire import pack_batch
+from minivllm.executors.step_bytes import pack_batch
 from minivllm.executors.worker import Worker, resolve_device
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """An ``LLMEngine`` for asyncio, in a thread of the same process: for an application of one's own.
 
-Steps and event loop take turns at Python's lock; ``minivllm serve`` has them in two processes (``front``).
+Steps and event loop take turns at Python's lock; ``minivllm serve`` has them in two processes (``http_process``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers, whole or in chunks: ``objects``, built from the engine's outputs."""
+"""Answers, whole or in chunks: ``responses``, built from the engine's outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.serve.echo import Echo, emptied, own_and_best
-from minivllm.serve.objects import (
+from minivllm.serve.responses import (
     Answer,
     CachedTokens,
     Call,

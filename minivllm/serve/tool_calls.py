@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minivllm.serve.errors import ClientError
-from minivllm.serve.objects import Call, CalledFunction
+from minivllm.serve.responses import Call, CalledFunction
 
 if TYPE_CHECKING:
     from minivllm.serve.protocol import ChatBody, Function

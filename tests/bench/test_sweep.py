@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from minivllm.bench import sweep
-from minivllm.bench.product import expand
-from minivllm.bench.progress import in_words, time_left
 from minivllm.bench.results import Row, Sweep
+from minivllm.bench.sweep_progress import in_words, time_left
+from minivllm.bench.sweep_values import expand
 from minivllm.cli import main
 from minivllm.errors import ConfigError
 from minivllm.plugins import default_registry

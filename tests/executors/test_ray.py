@@ -19,8 +19,8 @@ from faults import FAULTY, Talker, fault_on
 from minivllm import LLM, SamplingParams
 from minivllm.core.batch import Batch
 from minivllm.errors import EngineDeadError
+from minivllm.executors.step_bytes import pack_batch
 from minivllm.executors.taking import StepTaker
-from minivllm.executors.wire import pack_batch
 from minivllm.plugins.manager import default_registry
 
 ray = pytest.importorskip("ray")

@@ -116,7 +116,7 @@ if __name__ == "__main__":
     import minivllm.executors.group
     import minivllm.executors.peers
     import minivllm.executors.rank
-    import minivllm.executors.wire
+    import minivllm.executors.step_bytes
     import minivllm.executors.worker
     import minivllm.models.llama
     import minivllm.models.qwen3  # noqa: F401

@@ -18,8 +18,8 @@ from minivllm.core.engine import LLMEngine
 from minivllm.serve.app import create_app
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
-from minivllm.serve.front import RemoteEngine
 from minivllm.serve.handshake import ServerOptions
+from minivllm.serve.http_process import RemoteEngine
 from minivllm.serve.wire import EngineEnd, Wire
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "attention": "torch"}

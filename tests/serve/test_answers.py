@@ -19,7 +19,7 @@ from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.outputs import CompletionOutput
 from minivllm.serve import engine_client, engine_loop
 from minivllm.serve.app import EventStream
-from minivllm.serve.front import RemoteEngine
+from minivllm.serve.http_process import RemoteEngine
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 

@@ -26,7 +26,7 @@ from minivllm.config.engine_config import EngineConfig
 from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.plugins.manager import default_registry
-from minivllm.serve import cli as cli_of_serve
+from minivllm.serve import engine_process
 
 REPO = Path(__file__).resolve().parents[2]
 LONG = {"prompt": "once upon", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -223,7 +223,7 @@ def test_the_end_of_the_process_that_speaks_http_is_an_error(
     def kill_it(url: str) -> None:
         for task in Path("/proc/self/task").iterdir():
             for child in (task / "children").read_text().split():
-                if b"minivllm.serve.front" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"minivllm.serve.http_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                     os.kill(int(child), signal.SIGKILL)
 
     assert serve_and(kill_it, f"model.path={tiny_checkpoint('qwen3')}") == 1
@@ -245,7 +245,7 @@ def test_a_taken_port_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> Non
 def test_of_two_servers_that_load_at_once_one_is_told(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bound = cli_of_serve._bind("127.0.0.1", 0)  # the other one: bound, and not listening yet
+    bound = engine_process._bind("127.0.0.1", 0)  # the other one: bound, and not listening yet
     port = bound.getsockname()[1]
     load = LLMEngine.from_config
 
@@ -297,13 +297,13 @@ def test_a_missing_package_is_one_line(
 
 def test_the_key_is_read_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIVLLM_API_KEY", "from the environment")
-    assert cli_of_serve.find_key(ServeOptions()) == "from the environment"
-    assert cli_of_serve.find_key(ServeOptions(api_key="typed")) == "typed"
+    assert engine_process.find_key(ServeOptions()) == "from the environment"
+    assert engine_process.find_key(ServeOptions(api_key="typed")) == "typed"
     monkeypatch.setenv("MINIVLLM_API_KEY", "")
-    assert cli_of_serve.find_key(ServeOptions()) is None
+    assert engine_process.find_key(ServeOptions()) is None
 
 
 def test_the_curl_line_has_the_key_only_where_one_is_needed() -> None:
-    line = cli_of_serve.curl_line("http://[::1]:80", "m", key=True)
+    line = engine_process.curl_line("http://[::1]:80", "m", key=True)
     assert '-H "Authorization: Bearer $MINIVLLM_API_KEY"' in line
     assert json.loads(shlex.split(line)[-1])["model"] == "m"

@@ -16,11 +16,11 @@ from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError, EngineDeadError
 from minivllm.models.tokenizer import ByteTokenizer
-from minivllm.serve.cli import Front
 from minivllm.serve.encoding import decode_from_engine, encode_to_engine
 from minivllm.serve.engine_client import Limits
-from minivllm.serve.front import RemoteEngine, serve
+from minivllm.serve.engine_process import HttpProcess
 from minivllm.serve.handshake import Begin, Go, ServerOptions
+from minivllm.serve.http_process import RemoteEngine, serve
 from minivllm.serve.messages import AskMetrics, Died, Metrics, Told
 from minivllm.serve.wire import EngineEnd, Wire
 
@@ -74,7 +74,7 @@ def test_what_fails_at_the_start_of_one_is_raised_by_the_other(ends: tuple[Engin
     config = ModelConfig.from_hf(shape | {"num_hidden_layers": 2, "num_attention_heads": 1})
     engine.wire.say(Begin(ModelOptions("checkpoint"), tmp_path, config, "auto"))
     assert serve(front, front.socket) == 1
-    parent = object.__new__(Front)
+    parent = object.__new__(HttpProcess)
     parent.engine_end = engine
     with pytest.raises(CheckpointError, match="tokenizer"):
         parent.go(Go(ServerOptions("m", "/"), Limits(1, 1, 1), "", 1.0, False))

@@ -17,7 +17,7 @@ from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.sampler import DefaultSampler
 from minivllm.executors import messages
 from minivllm.executors.ring import SLOTS, Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.wire import (
+from minivllm.executors.step_bytes import (
     pack_batch,
     pack_masks,
     pack_result,

@@ -1,6 +1,6 @@
-"""The process that speaks HTTP: ``python -m minivllm.serve.front WIRE LISTENER``, two sockets that its parent opened.
+"""The process that speaks HTTP: ``python -m minivllm.serve.http_process WIRE LISTENER``, two sockets of its parent's.
 
-It has the tokenizer and the event loop; the engine is in the parent (``cli``), whose steps wait for nobody here.
+It has the tokenizer and the event loop; the engine is in the parent (``engine_process``): its steps wait for nobody.
 Signals come from the parent: SIGTERM, and ``CTRL_C`` for SIGINT, which a terminal would send to both.
 """
 

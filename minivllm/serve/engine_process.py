@@ -1,7 +1,7 @@
 """``minivllm serve``: the engine's process. Where the server listens, how it starts, what it ends with.
 
-HTTP is another process's (``front``), so that steps never wait for Python's lock: this one runs the engine in its main
-thread, and they exchange ``messages``.
+HTTP is another process's (``http_process``), so that steps never wait for Python's lock: this one runs the engine in its
+main thread, and they exchange ``messages``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(composed: Composed) -> int:
     if composed.engine.executor.name == "torchrun":
         raise ConfigError("executor=torchrun in serve: its ranks need the same requests; use multiproc or ray")
     listener = _bind(options.host, options.port)  # before anything is loaded: a taken port is known at once
-    with listener, Front(listener) as front:
+    with listener, HttpProcess(listener) as front:
         path, model_config = find_model(composed.engine)
         front.begin(Begin(composed.engine.model, path, model_config, composed.engine.load_format))
         with LLMEngine.from_config(composed.engine) as engine:
@@ -96,14 +96,14 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
     )
 
 
-class Front:
+class HttpProcess:
     """The process that speaks HTTP, as the engine's sees it. ``with``: it is gone at the end."""
 
     def __init__(self, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             fds = theirs.fileno(), listener.fileno()
-            self._process: subprocess.Popen[bytes] = child_process.start("minivllm.serve.front", *fds, fds=fds)
+            self._process: subprocess.Popen[bytes] = child_process.start("minivllm.serve.http_process", *fds, fds=fds)
         self.engine_end = EngineEnd(Wire(ours))
 
     def begin(self, begin: Begin) -> None:
@@ -142,7 +142,7 @@ class Front:
             self._process.kill()
             return self._process.wait()
 
-    def __enter__(self) -> Front:
+    def __enter__(self) -> HttpProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
