@@ -37,7 +37,10 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        raise RequestError(f"structured_outputs: change what cannot be followed: {few_lines(matcher.get_error())}")
+        why = few_lines(matcher.get_error())
+        if why.startswith("panic"):  # it counts symbols in 16 bits
+            raise RequestError("structured_outputs: that is more than one grammar can be made of; ask for less")
+        raise RequestError(f"structured_outputs: change what cannot be followed: {why}")
     trial = matcher.deep_copy()
     for place in ("begin", "go on"):  # what takes too much mostly does so at once
         bits = np.frombuffer(trial.compute_bitmask(), dtype=np.int32).copy()
@@ -94,7 +97,7 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
 def _check_cost(schema: Any) -> None:
     """Raise RequestError for what would take seconds: many properties, and automata of ``multipleOf``, which grow with
     the numbers' product, but for factors of ten."""
-    waiting, found = [schema], set()
+    waiting, found, squares = [schema], set(), 0
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
@@ -105,6 +108,9 @@ def _check_cost(schema: Any) -> None:
             if isinstance(properties, dict) and len(properties) > _MOST_PROPERTIES:
                 said = f"{len(properties)} properties of one object are more than {_MOST_PROPERTIES}"
                 raise RequestError(f"structured_outputs: {said}")
+            squares += len(properties) ** 2 if isinstance(properties, dict) else 0
+            if squares > _MOST_PROPERTIES**2:
+                raise RequestError("structured_outputs: too many large objects; ask for fewer properties")
         if isinstance(part, dict):
             waiting += [its for name, its in part.items() if name not in _DATA]
         elif isinstance(part, list):

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import RequestError, is_text, shown
+from minivllm.naming import did_you_mean
 
+MOST_TAGS = 128  # and as many triggers: what they take grows with the product
 _FORMATS = "triggered_tags", "tags_with_separator"
 
 
@@ -77,6 +79,8 @@ class StructuralTag:
 
     @classmethod
     def _checked(cls, tags: list[tuple[Any, Any, Any]], **how: Any) -> StructuralTag:
+        if len(tags) > MOST_TAGS:
+            raise _wrong(f"{len(tags)} tags are more than {MOST_TAGS}")
         for begin, schema, end in tags:
             if not (is_text(begin) and (end == "" or is_text(end))):
                 raise _wrong("begin and end are texts, and begin has a character or more")
@@ -88,6 +92,8 @@ class StructuralTag:
                 raise _wrong(f"separator is a text, not {shown(how['separator'])}")
             return cls(made, **how)
         triggers = _list_of("triggers", how.pop("triggers"))
+        if len(triggers) > MOST_TAGS:
+            raise _wrong(f"{len(triggers)} triggers are more than {MOST_TAGS}")
         if not all(map(is_text, triggers)):
             raise _wrong("triggers are texts of one character or more")
         for tag in made:
@@ -130,8 +136,10 @@ def _list_of(name: str, given: Any) -> list[Any]:
 
 
 def _check_fields(what: str, given: Any, needed: set[str], may: set[str] | frozenset[str] = frozenset()) -> None:
-    if not isinstance(given, dict) or not needed <= given.keys() <= needed | may:
+    if not isinstance(given, dict) or not needed <= given.keys():
         raise _wrong(f"{what} is an object with {', '.join(sorted(needed))}, not {shown(given)}")
+    for name in given.keys() - needed - may:
+        raise _wrong(f"{what} has no {shown(name)}.{did_you_mean(str(name), sorted(needed | may))}")
 
 
 def _wrong(why: str) -> RequestError:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, is_text, shown
 
 Message = Mapping[str, Any]  # "role", and "content" or "tool_calls"
 
@@ -46,7 +46,7 @@ def check_tool_calls(calls: Any) -> None:
         raise RequestError(f"messages: tool_calls is a list, not {shown(calls)}")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not is_text(function.get("name")):
             said = '{"id": …, "type": "function", "function": {"name": …, "arguments": …}}'
             raise RequestError(f"messages: a tool call is {said}, not {shown(call)}")
         _function(function)
@@ -57,7 +57,7 @@ def _function(function: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"messages: arguments of {shown(function['name'])} are not JSON: {error}") from None
     if not isinstance(arguments, dict | None):
         raise RequestError(f"messages: arguments of {shown(function['name'])} are not an object: {shown(arguments)}")

@@ -35,6 +35,7 @@ from minivllm.serve.protocol import (
     GenerationBody,
     StreamOptions,
     Tokenize,
+    known_id,
 )
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.serve.tool_calls import ToolUse, dialect_of
@@ -137,7 +138,7 @@ class Server:
         _check_scores(prompts, params)
         unique = f"{kind.name}-{uuid.uuid4().hex}"
         names = [f"{unique}-{i}" for i in range(len(prompts))]
-        theirs = body.request_id or request.headers.get("x-request-id")
+        theirs = body.request_id or known_id(request.headers.get("x-request-id", ""))
         reply_id = f"{kind.name}-{theirs}" if theirs else unique  # as vLLM has it
         usage = body.stream_options or StreamOptions()
         reply = kind(
@@ -207,7 +208,9 @@ class Server:
         try:
             return await self._encode(self.tokenizer.apply_chat_template, messages, **body.options(), **variables)
         except RecursionError:
-            raise ClientError("chat_template_kwargs: nested too deeply", param="chat_template_kwargs") from None
+            given = {"chat_template_kwargs": body.chat_template_kwargs, "tools": body.tools, "messages": body.messages}
+            names = [name for name, value in given.items() if value]
+            raise ClientError(f"{' or '.join(names)}: nested too deeply", param=names[0]) from None
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))

@@ -1,7 +1,7 @@
 """``minivllm serve``: the engine's process. Where the server listens, how it starts, what it ends with.
 
-HTTP is another process's (``http_process``), so that steps never wait for Python's lock: this one runs the engine in its
-main thread, and they exchange ``messages``.
+HTTP is another process's (``http_process``), so that steps never wait for Python's lock: this one runs the engine in
+its main thread, and they exchange ``messages``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ refused by name; only what cannot change it is passed over.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -61,6 +62,13 @@ _STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 _ID = r"^[\x21-\x7e]{1,200}$"
+
+
+def known_id(given: str) -> str | None:
+    """A request's own name for itself, if it can be one."""
+    return given if re.fullmatch(_ID, given) else None
+
+
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANY_TEXT = {"type": "text"}  # as ``response_format``
 
@@ -87,7 +95,7 @@ Unicode = Annotated[str, AfterValidator(_unicode)]
 
 def _whole(value: Any) -> Any:
     """Some languages write all numbers as floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
@@ -336,6 +344,15 @@ class Function(Body):
             said = f"a function's name has letters, digits, _ and -, 64 at most, not {shown(name)}"
             raise ClientError(f"tools: {said}", param="tools")
         return name
+
+    @field_validator("parameters")
+    @classmethod
+    def _can_be_told(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            _unicode(json.dumps(parameters, ensure_ascii=False))
+        except (ValueError, RecursionError) as error:
+            raise ClientError(f"tools: parameters cannot be told: {error}", param="tools") from None
+        return parameters
 
     def schema_of_arguments(self) -> dict[str, Any]:
         """They are an object, of whatever kind if nothing is said of them."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from minivllm.errors import is_text
 from minivllm.serve.errors import ClientError
 from minivllm.serve.responses import Call, CalledFunction
 
@@ -33,6 +34,7 @@ class TaggedCalls(CallReader):
 
     def __init__(self) -> None:
         self._held, self._called = "", False  # whether what came last was a call
+        self._tried = 0  # of what is held: no closing tag before this place ends a call
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
         self._held += text
@@ -42,28 +44,29 @@ class TaggedCalls(CallReader):
             end, call = self._first_call(begin + len(_OPEN), last=last)
             said += self._text(self._held[:begin], before_tag=True)
             if end is None:
-                self._held = self._held[begin:]
+                self._held, self._tried = self._held[begin:], self._tried - begin
                 return said, calls
             if call is None:
                 said += self._held[begin:end]
             else:
                 calls.append(call)
                 self._called = True
-            self._held = self._held[end:]
+            self._held, self._tried = self._held[end:], 0
         done = self._held if last else self._held[: len(self._held) - _tail(self._held)]
         self._held = self._held[len(done) :]
         return said + self._text(done, before_tag=False), calls
 
     def _first_call(self, begin: int, *, last: bool) -> tuple[int | None, Call | None]:
         """Where what begins there ends, None if that is not known yet, and the call that it is, if it is one."""
-        close = self._held.find(_CLOSE, begin)
+        close = self._held.find(_CLOSE, max(begin, self._tried))
         while close >= 0:
             try:
                 return close + len(_CLOSE), _call(json.loads(self._held[begin:close]))
             except (ValueError, RecursionError) as error:
                 if not str(error).startswith("Unterminated string"):  # the tag is within one
                     return close + len(_CLOSE), None
-            close = self._held.find(_CLOSE, close + len(_CLOSE))
+            self._tried = close + len(_CLOSE)
+            close = self._held.find(_CLOSE, self._tried)
         if not last:
             return None, None
         try:  # some models leave the last tag out
@@ -197,11 +200,17 @@ def _bare_calls(text: str) -> list[Call] | None:
 
 
 def _call(said: Any) -> Call | None:
-    """What is written as JSON, if it is a call."""
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+    """What is written as JSON, if it is a call: of a name, with an object. Raises ValueError for NaN and infinity."""
+    if not isinstance(said, dict) or not is_text(said.get("name")):
         return None
     arguments = said.get("arguments", said.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    function = CalledFunction(name=said["name"], arguments=arguments)
-    return Call(id=f"call_{uuid.uuid4().hex}", type="function", function=function)
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        return None
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not is_text(text):  # halves of characters stay spelled out
+        text = json.dumps(arguments)
+    return Call(
+        id=f"call_{uuid.uuid4().hex}", type="function", function=CalledFunction(name=said["name"], arguments=text)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -50,6 +51,16 @@ TAGGED = [
     ('<tool_call>[1, "a"]</tool_call>', '<tool_call>[1, "a"]</tool_call>', []),
     ('a <tool_call>\n{"name": "weather", "argum', 'a<tool_call>\n{"name": "weather", "argum', []),
     ('<tool_call>{"name": "é", "parameters": {"ü": 1.50}}</tool_call>', "", [("é", {"ü": 1.5})]),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "", [("f", {"a": "\ud83d"})]),
+    ('<tool_call>{"name": "\\ud83d"}</tool_call>', '<tool_call>{"name": "\\ud83d"}</tool_call>', []),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
+    (
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [],
+    ),
+    (tagged("f", '{"a": NaN}'), tagged("f", '{"a": NaN}'), []),
+    (tagged("f", '{"a": 1e999}'), tagged("f", '{"a": 1e999}'), []),
 ]
 BARE = [
     ("just text {", "just text {", []),
@@ -77,6 +88,7 @@ def test_what_is_found_does_not_depend_on_where_it_was_cut(
     said, found = said + new, found + more
     assert said == text
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls
+    assert all(call.model_dump_json() for call in found)  # whatever it says
     assert len({call.id for call in found}) == len(found)
 
 
@@ -114,6 +126,16 @@ def test_an_answer_with_calls() -> None:
     )
     (named,) = reply(PARIS, tool_choice={"type": "function", "function": {"name": "weather"}})
     assert named["finish_reason"] == "stop" and len(named["message"]["tool_calls"]) == 1  # as with OpenAI
+
+
+def test_tags_within_a_string_are_tried_once() -> None:
+    reader, written = (
+        TaggedCalls(),
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "</tool_call>" * 2000 + '"}}</tool_call>',
+    )
+    began = time.perf_counter()
+    found = [call for i in range(0, len(written), 4) for call in reader.read(written[i : i + 4], last=False)[1]]
+    assert len(found) == 1 and time.perf_counter() - began < 10  # 0.5 s; each again at each piece, 80
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 40, 200])
@@ -191,6 +213,19 @@ def test_strict_functions_and_text(demo: Running) -> None:
     assert ToolUse(ChatBody.model_validate(ASK | {"tools": [WEATHER]}), DIALECTS["hermes"]).tag is None
 
 
+def deep(levels: int, last: str = "a") -> dict[str, Any]:
+    """A function whose parameters are nested."""
+    schema: dict[str, Any] = {"const": last}
+    for _ in range(levels):
+        schema = {"properties": {"a": schema}}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def tags(count: int) -> dict[str, Any]:
+    each = [{"begin": f"<{i}>", "content": {"type": "json_schema", "json_schema": {}}, "end": ""} for i in range(count)]
+    return {"type": "structural_tag", "format": {"type": "tags_with_separator", "separator": "", "tags": each}}
+
+
 NAMED = {"type": "function", "function": {"name": "x"}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function: Field required", "tools"),
@@ -221,10 +256,18 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tools: ",
         "tools",
     ),
+    ({"tools": [deep(300)], "tool_choice": "required"}, "tools", "tools"),
+    ({"tools": [deep(5, "\ud83d")]}, "tools: parameters cannot be told: this is not Unicode text", "tools"),
+    ({"response_format": tags(129)}, "response_format: structural_tag: 129 tags are more than 128", "response_format"),
     ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages: a tool call is {", "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages", "messages"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages: arguments of 'f' are not JSON",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}]},
         "messages: arguments of 'f' are not JSON",
         "messages",
     ),
@@ -238,8 +281,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("asked", "said", "param"), BAD)
 def test_what_is_refused(demo: Running, asked: dict[str, Any], said: str, param: str) -> None:
-    error = told(demo.post(CHAT, **ASK | asked), 400, said, param)
-    assert "structural_tag" not in error["message"]
+    body = json.dumps(ASK | asked)  # halves of characters spelled out
+    response = demo.client.post(CHAT, content=body, headers={"Content-Type": "application/json"})
+    error = told(response, 400, said, param)
+    assert "response_format" in asked or "structural_tag" not in error["message"]
 
 
 def test_a_template_that_knows_no_tools(server: Running) -> None:
