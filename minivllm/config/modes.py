@@ -78,6 +78,13 @@ class ServeOptions:
     shutdown_timeout: float = 30.0
     log_requests: bool = False
 
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != "*" and not (_address(origin) and urlsplit(origin).path == ""):
+                raise ConfigError(
+                    f"allowed_origins: {origin!r} is no web site; type https://example.com, or '*' for any"
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
