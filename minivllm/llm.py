@@ -198,12 +198,11 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], dict)
         many: list[Any] = [messages] if is_one else list(messages)
         tokenizer = self.engine.tokenizer
-        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "chat_template": chat_template}
-        if tools:
-            options["tools"] = tools
-        if continue_final_message:
-            options["continue_final_message"] = True
-        options |= check_variables(chat_template_kwargs or {}, tokenizer)
+        options = {
+            "add_generation_prompt": add_generation_prompt, "chat_template": chat_template,
+            "continue_final_message": continue_final_message, "tools": tools or None,
+            **check_variables(chat_template_kwargs or {}, tokenizer),
+        }  # fmt: skip
         prompts: list[Prompt] = [
             tokenizer.render_chat([_message(message) for message in _checked(conversation)], **options)
             for conversation in many

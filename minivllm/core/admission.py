@@ -13,7 +13,7 @@ from minivllm.core.guides import Guides
 from minivllm.core.requests import Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import ContextLengthError, RequestError
+from minivllm.errors import ContextLengthError, RequestError, is_text
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -231,10 +231,8 @@ def _check_salt(salt: Any) -> None:
         return
     if salt == "":
         raise RequestError("cache_salt is empty; leave it out to share cached prefixes with those that have none")
-    try:
-        salt.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise RequestError(f"cache_salt={salt!r} is not Unicode text") from None
+    if not is_text(salt):
+        raise RequestError(f"cache_salt={salt!r} is not Unicode text")
 
 
 def _array_of(ids: Any) -> np.ndarray:

@@ -60,15 +60,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
-
-_ID = r"^[\x21-\x7e]{1,200}$"
-
-
-def known_id(given: str) -> str | None:
-    """A request's own name for itself, if it can be one."""
-    return given if re.fullmatch(_ID, given) else None
-
-
+_ID = r"^[\x21-\x7e]{1,200}$"  # by which a request may call itself
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANY_TEXT = {"type": "text"}  # as ``response_format``
 
@@ -387,12 +379,9 @@ class Conversation(Body):
 
     def options(self) -> dict[str, Any]:
         """For the template, beside its own variables."""
-        told = {"add_generation_prompt": self.add_generation_prompt}
-        if self.continue_final_message:
-            told["continue_final_message"] = True
-        if self.tools:
-            return told | {"tools": [tool.model_dump(exclude_unset=True) for tool in self.tools]}
-        return told
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        switches = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
+        return switches | {"tools": tools or None}
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -423,10 +412,7 @@ class ChatBody(GenerationBody, Conversation):
 
     def options(self) -> dict[str, Any]:
         """Without tools that are not to be called."""
-        told = super().options()
-        if not self.uses_tools:
-            told.pop("tools", None)
-        return told
+        return super().options() | ({} if self.uses_tools else {"tools": None})
 
     @model_validator(mode="after")
     def _tools_to_choose(self) -> Self:
@@ -519,6 +505,11 @@ def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
     if more := named.keys() - {"name", "description", "schema", "strict"}:
         raise ClientError(f"{field}: json_schema has no {', '.join(sorted(more))}", param=field)
     return {"json": schema}  # always followed: strict says no more
+
+
+def known_id(given: str) -> str | None:
+    """A request's own name for itself, if it can be one."""
+    return given if re.fullmatch(_ID, given) else None
 
 
 def _is_token_ids(value: Any) -> bool:
