@@ -28,13 +28,15 @@ FIXED_BYTES = 2048  # of these: barriers, and tiles start at a multiple of 1,024
 class Kernel:
     """``name``.cu of this folder behind ``macros``, hopper.cuh, ``multiply`` (and ``multiply_first``, which adds to
     nothing), a product of 64 lines by so many, of each of ``columns``, ``multiply_held``, whose 64 lines are in
-    registers and whose columns are contiguous, of each of ``held``, and the .cuh of ``behind``."""
+    registers and whose columns are contiguous, of each of ``held``, ``multiply_by``, whose 64 lines are in registers,
+    of each of ``by``, and the .cuh of ``behind``."""
 
     name: str
     columns: tuple[int, ...]
     macros: tuple[tuple[str, int], ...]
     behind: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
+    by: tuple[int, ...] = ()
 
     @property
     def source(self) -> str:
@@ -42,7 +44,7 @@ class Kernel:
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         files = ("hopper.cuh", *(f"{name}.cuh" for name in self.behind), f"{self.name}.cu")
         first, *others = ((folder / file).read_text() for file in files)
-        products = [*map(_multiply, self.columns), *map(_multiply_held, self.held)]
+        products = [*map(_multiply, self.columns), *map(_multiply_held, self.held), *map(_multiply_by, self.by)]
         return macros + first + "".join(products) + "".join(others)
 
 
@@ -62,6 +64,16 @@ def _multiply_held(n: int) -> str:
         f"__device__ __forceinline__ void multiply_held(float (&d)[{n // 2}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b)"
         f' {{\n  asm volatile("{_product(n)}, {{{a}}}, {b}, 1, 1, 1, 1;" : {_sums(n, "+")} :'
         f' "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));\n}}\n'
+    )
+
+
+def _multiply_by(n: int) -> str:
+    """Adds to what is there, or, the first time, to nothing: sums that are set to zero meanwhile would be waited for."""
+    a, b, adds = ", ".join(f"%{n // 2 + i}" for i in range(4)), f"%{n // 2 + 4}", f"%{n // 2 + 5}"
+    return (
+        f"__device__ __forceinline__ void multiply_by(float (&d)[{n // 2}], const u32* a, u64 b, int adds)"
+        f' {{\n  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {adds}, 0;\\n{_product(n)}, {{{a}}}, {b}, p, 1, 1, 0;\\n}}"'
+        f' : {_sums(n, "+")} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));\n}}\n'
     )
 
 

@@ -1,0 +1,168 @@
+"""Weights of 16 bits kept in 12, exactly: a decode step of few rows waits for its weights, of which it then reads 24%
+less.
+
+Of a bfloat16 the sign and the seven bits of the mantissa are as good as random, but a matrix's exponents are few: sixteen
+neighbours hold all but some 0.01% of a trained or a random one's. So a weight is its sign, its mantissa and four bits of
+exponent, counted from the matrix's ``base``; the few others are kept beside, whole, with their places. What a kernel makes
+of the bits is the weight times a power of two, by which it divides the sums: nothing is rounded, nothing is lost.
+
+Weights lie in units of 256 lines by 64 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles of
+64 lines, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48 bytes. Of
+three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a fourth pair.
+Behind the tiles stand the unit's exceptions.
+
+Idea: DFloat11 (Zhang et al., 2025), whose exponents are Huffman-coded, which takes 11 bits and a kernel of its own to
+decode; fixed lengths decode where they are multiplied, 1.4 instructions a weight.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+LINES, STEP = 256, 64  # of a unit: lines of the weight, elements of k
+_TILES, _TILE_BYTES = 4, 6144  # of 64 lines
+_TAIL_BYTES = 256  # ends of the warps' lists of exceptions, one byte each, then exceptions of four bytes
+MOST_EXCEPTIONS = _TAIL_BYTES // 4 - 2
+UNIT_BYTES = _TILES * _TILE_BYTES + _TAIL_BYTES
+_WINDOW = 16  # exponents
+FIRST_EXPONENT = 0x70  # that a kernel gives the first of them
+_AT_ONCE = 1 << 25  # weights, whose bits are taken apart at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """data (units, UNIT_BYTES) uint8, a unit's index (lines / 256) * (k / 64) + k / 64; a weight is what its bits say
+    times ``scale``, a power of two. ``gated``: units have 128 lines of the first half (gate) and the same of the second
+    (up)."""
+
+    data: torch.Tensor
+    scale: float
+    lines: int
+    k: int
+    gated: bool
+
+
+def packable(lines: int, k: int) -> bool:
+    return lines % LINES == 0 and k % STEP == 0
+
+
+def packed_bytes(lines: int, k: int) -> int:
+    return lines // LINES * (k // STEP) * UNIT_BYTES
+
+
+def pack(weight: torch.Tensor, gated: bool = False) -> PackedWeight | None:
+    """Of weight (lines, k) bfloat16, contiguous. None: too many exponents lie apart, in one unit more than
+    ``MOST_EXCEPTIONS`` weights'."""
+    lines, k = weight.shape
+    assert weight.dtype == torch.bfloat16 and packable(lines, k)
+    base = _base(weight)
+    blocks, steps = lines // LINES, k // STEP
+    data = torch.empty(blocks, steps, UNIT_BYTES, dtype=torch.uint8, device=weight.device)
+    by_block = _by_block(weight, gated)
+    some = max(1, _AT_ONCE // (LINES * k))
+    full = torch.zeros((), dtype=torch.bool, device=weight.device)
+    for first in range(0, blocks, some):
+        full |= _pack_blocks(by_block[first : first + some], base, data[first : first + some])
+    if bool(full):
+        return None
+    return PackedWeight(data.view(-1, UNIT_BYTES), 2.0 ** (base - FIRST_EXPONENT), lines, k, gated)
+
+
+def _base(weight: torch.Tensor) -> int:
+    """The first of the sixteen exponents that most weights have."""
+    counts = torch.zeros(256, dtype=torch.int64, device=weight.device)
+    for part in weight.view(torch.int16).flatten().split(_AT_ONCE):
+        counts += torch.bincount(((part.int() >> 7) & 0xFF), minlength=256)
+    sums = counts.cumsum(0)
+    inside = sums[_WINDOW - 1 :] - torch.cat((sums.new_zeros(1), sums[:-_WINDOW]))
+    return int(inside.argmax())
+
+
+def _by_block(weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    """(blocks, 2 warpgroups, 2 tiles, 64, k), a view or, of gate and up, a copy."""
+    lines, k = weight.shape
+    bits = weight.view(torch.int16)
+    if not gated:
+        return bits.view(lines // LINES, 2, 2, 64, k)
+    return bits.view(2, lines // LINES, 2, 64, k).permute(1, 2, 0, 3, 4)
+
+
+def _pack_blocks(bits: torch.Tensor, base: int, data: torch.Tensor) -> torch.Tensor:
+    """bits (blocks, 2, 2, 64, k) -> data (blocks, k / 64, UNIT_BYTES). Whether a unit has too many exceptions."""
+    blocks, k = bits.shape[0], bits.shape[-1]
+    steps = k // STEP
+    # Lines of a tile are (warp 4, half 2, eighth 8), its k is (16ths 4, half 2, quarter 4, pair 2); see wgmma's A.
+    bits = bits.reshape(blocks, 2, 2, 4, 2, 8, steps, 4, 2, 4, 2).int() & 0xFFFF
+    # -> (blocks, steps, warpgroup, tile, warp, eighth, quarter, 16th, half of k, half of lines, pair)
+    bits = bits.permute(0, 6, 1, 2, 3, 5, 9, 7, 8, 4, 10)
+    exponents = ((bits >> 7) & 0xFF) - base
+    inside = (exponents >= 0) & (exponents < _WINDOW)
+    codes = torch.where(inside, (bits & 0x807F) | exponents << 7, 0)
+    pairs = codes[..., 0] | codes[..., 1] << 16
+    pairs = pairs.reshape(blocks, steps, 2, 2, 4, 32, 4, 4)  # (…, warp, lane, 16th, register)
+    fourth = pairs[..., 3]
+    exponent, sign = (fourth << 4) & 0x78007800, (fourth >> 1) & 0x40004000
+    upper, lower = (fourth << 8) & 0x78007800, (fourth << 11) & 0x38003800
+    words = torch.stack((pairs[..., 0] | exponent, pairs[..., 1] | upper, pairs[..., 2] | lower | sign), dim=-1)
+    tiles = words.permute(0, 1, 2, 3, 7, 4, 5, 6).contiguous()  # (blocks, steps, wg, tile, word, warp, lane, 16th)
+    data[..., : _TILES * _TILE_BYTES] = tiles.view(blocks, steps, -1).view(torch.uint8)
+    return _put_exceptions(bits, inside, base, data[..., _TILES * _TILE_BYTES :])
+
+
+def _put_exceptions(bits: torch.Tensor, inside: torch.Tensor, base: int, tails: torch.Tensor) -> torch.Tensor:
+    """Of a warp of a unit those of one list: value << 16 | half << 10 | tile << 9 | 16th << 7 | register << 5 | lane."""
+    blocks, steps = bits.shape[:2]
+    # (blocks, steps, warpgroup, tile, warp, eighth, quarter, 16th, half of k, half of lines, pair), by warps
+    block, step, group, tile, warp, eighth, quarter, sixteenth, back, lower, pair = (~inside).nonzero(as_tuple=True)
+    value = bits[block, step, group, tile, warp, eighth, quarter, sixteenth, back, lower, pair]
+    exponent = (value >> 7) & 0xFF
+    moved = exponent - base + FIRST_EXPONENT  # as the others are
+    zero = (value & 0x7FFF) == 0
+    lost = ~zero & ((exponent == 0) | (exponent == 0xFF) | (moved < 1) | (moved > 0xFE))  # denormal, infinite, too far
+    value = torch.where(zero, value, (value & 0x807F) | moved << 7)
+    entry = value << 16 | pair << 10 | tile << 9 | sixteenth << 7 | back << 6 | lower << 5 | eighth << 2 | quarter
+    unit, its_warp = block * steps + step, group * 4 + warp
+    order = (unit * 8 + its_warp).argsort(stable=True)
+    unit, its_warp, entry = unit[order], its_warp[order], entry[order]
+    counts = torch.zeros(blocks * steps, 8, dtype=torch.int64, device=bits.device)
+    counts.view(-1).scatter_add_(0, unit * 8 + its_warp, torch.ones_like(unit))
+    ends = counts.cumsum(1)
+    firsts = ends[:, -1].cumsum(0) - ends[:, -1]
+    place = torch.arange(len(unit), device=bits.device) - firsts[unit]
+    full = (ends[:, -1] > MOST_EXCEPTIONS).any() | lost.any()
+    tail = torch.zeros(blocks * steps, _TAIL_BYTES // 4, dtype=torch.int32, device=bits.device)
+    fits = place < MOST_EXCEPTIONS
+    tail[unit[fits], place[fits] + 2] = entry[fits].int()
+    tail.view(torch.uint8)[:, :8] = ends.clamp(max=MOST_EXCEPTIONS).to(torch.uint8)
+    tails.copy_(tail.view(torch.uint8).view(blocks, steps, _TAIL_BYTES))
+    return full
+
+
+def unpack(packed: PackedWeight) -> torch.Tensor:
+    """The weight (lines, k) again, by the arithmetic of the kernels that read it."""
+    blocks, steps = packed.lines // LINES, packed.k // STEP
+    data = packed.data.view(blocks, steps, UNIT_BYTES)
+    tiles = data[..., : _TILES * _TILE_BYTES].contiguous().view(torch.int32)
+    words = tiles.view(blocks, steps, 2, 2, 3, 4, 32, 4).permute(4, 0, 1, 2, 3, 5, 6, 7)
+    first = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23
+    in_place = [(word & -0x78007801) | first for word in words]  # 0x87FF87FF
+    fourth = ((words[0] >> 4) & 0x07800780) | first | ((words[1] >> 8) & 0x00780078)
+    fourth = fourth | ((words[2] >> 11) & 0x00070007) | ((words[2] << 1) & -0x7FFF8000)  # 0x80008000
+    pairs = torch.stack((*in_place, fourth), dim=-1)  # (blocks, steps, wg, tile, warp, lane, 16th, register)
+    halves = torch.stack((pairs & 0xFFFF, (pairs >> 16) & 0xFFFF), dim=-1)
+    tails = data[..., _TILES * _TILE_BYTES :].contiguous()
+    entries = tails.view(torch.int32)
+    for block, step in (tails[..., 7] > 0).nonzero().tolist():
+        begin = 0
+        for warp, end in enumerate(tails[block, step, :8].tolist()):
+            for entry in entries[block, step, 2 + begin : 2 + end].tolist():
+                at = warp // 4, entry >> 9 & 1, warp % 4, entry & 31, entry >> 7 & 3, entry >> 5 & 3, entry >> 10 & 1
+                halves[block, step][at] = entry >> 16 & 0xFFFF
+            begin = end
+    bits = halves.view(blocks, steps, 2, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 3, 4, 9, 5, 1, 7, 8, 6, 10)
+    bits = bits.reshape(blocks, 2, 2, 64, packed.k)
+    if packed.gated:
+        bits = bits.permute(2, 0, 1, 3, 4)
+    values = bits.reshape(packed.lines, packed.k).to(torch.int16).view(torch.bfloat16)
+    return (values.float() * packed.scale).to(torch.bfloat16)
