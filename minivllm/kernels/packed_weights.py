@@ -1,25 +1,36 @@
 """Weights of 16 bits kept in 12, exactly: a decode step of few rows waits for its weights, of which it then reads 24%
 less.
 
-Of a bfloat16 the sign and the seven bits of the mantissa are as good as random, but a matrix's exponents are few: sixteen
-neighbours hold all but some 0.01% of a trained or a random one's. So a weight is its sign, its mantissa and four bits of
-exponent, counted from the matrix's ``base``; the few others are kept beside, whole, with their places. What a kernel makes
-of the bits is the weight times a power of two, by which it divides the sums: nothing is rounded, nothing is lost.
+Of a bfloat16 the sign and the seven bits of the mantissa are as good as random, but a matrix's exponents are few:
+sixteen neighbours hold all but some 0.01% of a trained or a random one's. So a weight is its sign, its mantissa and
+four bits of exponent, counted from the matrix's ``base``; the few others are kept beside, whole, with their places.
+What a kernel makes of the bits is the weight times a power of two, by which it divides the sums: nothing is rounded,
+nothing is lost.
 
-Weights lie in units of 256 lines by 64 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles of
-64 lines, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48 bytes. Of
-three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a fourth pair.
-Behind the tiles stand the unit's exceptions.
+Weights lie in units of 256 lines by 64 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles
+of 64 lines, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48
+bytes. Of three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a
+fourth pair. Behind the tiles stand the unit's exceptions.
+
+The kernel that packs is CUDA C++ (``pack_weights.cu``). Bytes moved: a weight's, once, and three quarters as many back.
 
 Idea: DFloat11 (Zhang et al., 2025), whose exponents are Huffman-coded, which takes 11 bits and a kernel of its own to
 decode; fixed lengths decode where they are multiplied, 1.4 instructions a weight.
 """
 
+import ctypes
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
+from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import cdiv
+from minivllm.kernels.hopper import Kernel, load, loads
 
+PACKED_ROWS = 1, 64  # of steps that read packed weights where there are some: fewest, most
 LINES, STEP = 256, 64  # of a unit: lines of the weight, elements of k
 _TILES, _TILE_BYTES = 4, 6144  # of 64 lines
 _TAIL_BYTES = 256  # ends of the warps' lists of exceptions, one byte each, then exceptions of four bytes
@@ -28,6 +39,18 @@ UNIT_BYTES = _TILES * _TILE_BYTES + _TAIL_BYTES
 _WINDOW = 16  # exponents
 FIRST_EXPONENT = 0x70  # that a kernel gives the first of them
 _AT_ONCE = 1 << 25  # weights, whose bits are taken apart at the same time
+_SAMPLE = 1 << 20  # weights, whose exponents are counted
+_THREADS = 256
+PACK_KERNEL = Kernel(
+    "pack_weights",
+    (),
+    (
+        ("UNIT_BYTES", UNIT_BYTES),
+        ("MOST_EXCEPTIONS", MOST_EXCEPTIONS),
+        ("WINDOW", _WINDOW),
+        ("FIRST_EXPONENT", FIRST_EXPONENT),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +76,88 @@ def packed_bytes(lines: int, k: int) -> int:
 
 def pack(weight: torch.Tensor, gated: bool = False) -> PackedWeight | None:
     """Of weight (lines, k) bfloat16, contiguous. None: too many exponents lie apart, in one unit more than
-    ``MOST_EXCEPTIONS`` weights'."""
-    lines, k = weight.shape
-    assert weight.dtype == torch.bfloat16 and packable(lines, k)
-    base = _base(weight)
-    blocks, steps = lines // LINES, k // STEP
-    data = torch.empty(blocks, steps, UNIT_BYTES, dtype=torch.uint8, device=weight.device)
-    by_block = _by_block(weight, gated)
-    some = max(1, _AT_ONCE // (LINES * k))
-    full = torch.zeros((), dtype=torch.bool, device=weight.device)
-    for first in range(0, blocks, some):
-        full |= _pack_blocks(by_block[first : first + some], base, data[first : first + some])
-    if bool(full):
-        return None
-    return PackedWeight(data.view(-1, UNIT_BYTES), 2.0 ** (base - FIRST_EXPONENT), lines, k, gated)
+    ``MOST_EXCEPTIONS`` weights', or one so far that it cannot be kept exactly."""
+    return _packed([weight], [gated], _write)[0]
 
 
-def _base(weight: torch.Tensor) -> int:
-    """The first of the sixteen exponents that most weights have."""
-    counts = torch.zeros(256, dtype=torch.int64, device=weight.device)
-    for part in weight.view(torch.int16).flatten().split(_AT_ONCE):
-        counts += torch.bincount(((part.int() >> 7) & 0xFF), minlength=256)
+def pack_all(weights: Sequence[torch.Tensor], gated: Sequence[bool]) -> list[PackedWeight | None]:
+    """``pack`` of each, all on one device; on Hopper by a kernel, whose answers the host waits for once."""
+    return _packed(weights, gated, _writer(weights))
+
+
+def pack_again(packed: Sequence[PackedWeight], weights: Sequence[torch.Tensor]) -> list[bool]:
+    """What ``weights`` are by now, written to where ``packed`` are and by their scales, as graphs know both. Of each,
+    whether it could be; what could not is nothing sensible."""
+    write, device = _writer(weights), weights[0].device
+    bases = torch.tensor([round(math.log2(its.scale)) + FIRST_EXPONENT for its in packed], device=device)
+    failed = torch.zeros(len(packed), dtype=torch.int32, device=device)
+    for weight, its, base, flag in zip(weights, packed, bases, failed, strict=True):
+        write(weight, its.gated, base, its.data, flag)
+    return [not flag for flag in failed.tolist()]
+
+
+# weight (lines, k), gated, base () int64, data (units, UNIT_BYTES), failed () int32, which becomes 1
+_Writer = Callable[[torch.Tensor, bool, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def _packed(weights: Sequence[torch.Tensor], gated: Sequence[bool], write: _Writer) -> list[PackedWeight | None]:
+    bases = torch.stack([_base(weight) for weight in weights])
+    failed, datas = torch.zeros_like(bases, dtype=torch.int32), []
+    for weight, its, base, flag in zip(weights, gated, bases, failed, strict=True):
+        assert weight.dtype == torch.bfloat16 and weight.is_contiguous() and packable(*weight.shape)
+        units = packed_bytes(*weight.shape) // UNIT_BYTES
+        datas.append(torch.empty((units, UNIT_BYTES), dtype=torch.uint8, device=weight.device))
+        write(weight, its, base, datas[-1], flag)
+    found = zip(weights, gated, datas, *torch.stack((bases, failed)).tolist(), strict=True)
+    return [
+        None if flag else PackedWeight(data, 2.0 ** (base - FIRST_EXPONENT), weight.shape[0], weight.shape[1], its)
+        for weight, its, data, base, flag in found
+    ]
+
+
+def _base(weight: torch.Tensor) -> torch.Tensor:
+    """() int64: the first of the sixteen exponents that most of a sample's weights have. Zeros, denormals, infinities
+    and NaN have none."""
+    bits = weight.view(torch.int16).flatten()
+    sample = bits[:: cdiv(len(bits), _SAMPLE) | 1]  # odd, so that all columns are in it
+    counts = torch.histc(((sample.int() >> 7) & 0xFF).float(), 256, 0, 256)  # bincount waits for a GPU
     sums = counts.cumsum(0)
-    inside = sums[_WINDOW - 1 :] - torch.cat((sums.new_zeros(1), sums[:-_WINDOW]))
-    return int(inside.argmax())
+    return 1 + (sums[_WINDOW:-1] - sums[: -_WINDOW - 1]).argmax()
+
+
+# --------------------------------------------------------------------------- the kernel
+
+
+def _writer(weights: Sequence[torch.Tensor]) -> _Writer:
+    device = weights[0].device
+    return _launch if nvrtc.available(device) and loads(PACK_KERNEL, device) else _write
+
+
+@cache
+def _launch_shape(units: int) -> nvrtc.LaunchShape:
+    return nvrtc.LaunchShape((units, 1, 1), (1, 1, 1), _THREADS, 0, False)
+
+
+def _launch(weight: torch.Tensor, gated: bool, base: torch.Tensor, data: torch.Tensor, failed: torch.Tensor) -> None:
+    pointers = (ctypes.c_void_p * 4)(*(tensor.data_ptr() for tensor in (weight, data, base, failed)))
+    numbers = (ctypes.c_int * 3)(*weight.shape, gated)
+    addresses = [
+        *(ctypes.addressof(pointers) + 8 * i for i in range(len(pointers))),
+        *(ctypes.addressof(numbers) + 4 * i for i in range(len(numbers))),
+    ]
+    nvrtc.launch(load(PACK_KERNEL, weight.device), _launch_shape(len(data)), addresses)
+
+
+# --------------------------------------------------------------------------- its reference
+
+
+def _write(weight: torch.Tensor, gated: bool, base: torch.Tensor, data: torch.Tensor, failed: torch.Tensor) -> None:
+    lines, k = weight.shape
+    blocks = lines // LINES
+    by_block, units = _by_block(weight, gated), data.view(blocks, k // STEP, UNIT_BYTES)
+    some = max(1, _AT_ONCE // (LINES * k))
+    for first in range(0, blocks, some):
+        failed |= _pack_blocks(by_block[first : first + some], base, units[first : first + some])
 
 
 def _by_block(weight: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -88,7 +169,7 @@ def _by_block(weight: torch.Tensor, gated: bool) -> torch.Tensor:
     return bits.view(2, lines // LINES, 2, 64, k).permute(1, 2, 0, 3, 4)
 
 
-def _pack_blocks(bits: torch.Tensor, base: int, data: torch.Tensor) -> torch.Tensor:
+def _pack_blocks(bits: torch.Tensor, base: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """bits (blocks, 2, 2, 64, k) -> data (blocks, k / 64, UNIT_BYTES). Whether a unit has too many exceptions."""
     blocks, k = bits.shape[0], bits.shape[-1]
     steps = k // STEP
@@ -110,8 +191,9 @@ def _pack_blocks(bits: torch.Tensor, base: int, data: torch.Tensor) -> torch.Ten
     return _put_exceptions(bits, inside, base, data[..., _TILES * _TILE_BYTES :])
 
 
-def _put_exceptions(bits: torch.Tensor, inside: torch.Tensor, base: int, tails: torch.Tensor) -> torch.Tensor:
-    """Of a warp of a unit those of one list: value << 16 | half << 10 | tile << 9 | 16th << 7 | register << 5 | lane."""
+def _put_exceptions(bits: torch.Tensor, inside: torch.Tensor, base: torch.Tensor, tails: torch.Tensor) -> torch.Tensor:
+    """Of a warp of a unit those of one list, as value << 16 | half << 10 | tile << 9 | 16th << 7 | register << 5 |
+    lane, in the order of tiles, lanes and the rest."""
     blocks, steps = bits.shape[:2]
     # (blocks, steps, warpgroup, tile, warp, eighth, quarter, 16th, half of k, half of lines, pair), by warps
     block, step, group, tile, warp, eighth, quarter, sixteenth, back, lower, pair = (~inside).nonzero(as_tuple=True)

@@ -1,0 +1,222 @@
+"""Weights of 16 bits kept in 12: they come back bit for bit, from the torch code and from the kernel, which runs on the
+CPU here; what cannot be kept exactly is refused."""
+
+import ctypes
+import sys
+from shutil import which
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minivllm.kernels import nvrtc
+from minivllm.kernels import packed_weights as packing
+from minivllm.kernels.packed_weights import (
+    LINES,
+    MOST_EXCEPTIONS,
+    PACK_KERNEL,
+    STEP,
+    UNIT_BYTES,
+    pack,
+    pack_again,
+    pack_all,
+    unpack,
+)
+
+BF16 = torch.bfloat16
+
+
+def random_weight(lines=512, k=192, device="cpu"):
+    return (torch.randn(lines, k, device=device) * 0.02).to(BF16)
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def strewn(weight, values, every=97):
+    """Some places hold values that lie apart."""
+    flat = weight.flatten()
+    places = torch.arange(5, len(flat), every * 37)[: len(values) * 8]
+    flat[places] = torch.tensor([values[i % len(values)] for i in range(len(places))], dtype=weight.dtype)
+    return flat.view_as(weight)
+
+
+def crowded(number):
+    """So many exceptions in one unit, of two lines, and no others."""
+    weight = random_weight()
+    weight[weight.abs() < 1e-4] = 0.01
+    for i in range(number):
+        weight[256 + 18 + i // 48, STEP + i % 48] = 0
+    return weight
+
+
+APART = [0.0, -0.0, 3.0e8, -1.5e-12, 7.25e-20]
+CASES = {
+    "plain": random_weight,
+    "exceptions": lambda: strewn(random_weight(), APART),
+    "exceptions in one warp": lambda: crowded(MOST_EXCEPTIONS),
+    "one exponent": lambda: torch.where(torch.rand(256, 64) < 0.5, 1.5, -1.0).to(BF16),
+    "large": lambda: random_weight() * 1e30,
+    "small": lambda: random_weight() * 1e-30,
+}
+
+
+# --------------------------------------------------------------------------- in torch
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_weight_comes_back_bit_for_bit(case, gated):
+    weight = CASES[case]()
+    packed = pack(weight, gated)
+    lines, k = weight.shape
+    assert packed.data.shape == (lines // LINES * (k // STEP), UNIT_BYTES) and packed.gated == gated
+    assert (packed.lines, packed.k) == (lines, k) and packed.data.numel() < 0.76 * 2 * weight.numel()
+    assert same_bits(unpack(packed), weight)
+
+
+@st.composite
+def weights(draw):
+    lines, k = LINES * draw(st.integers(1, 2)), STEP * draw(st.integers(1, 2))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    scale = 2.0 ** draw(st.integers(-90, 90))
+    weight = (torch.randn(lines, k, generator=generator) * scale).to(BF16)
+    bits = weight.view(torch.int16).view(-1)
+    values = draw(st.lists(st.integers(-(1 << 15), (1 << 15) - 1), max_size=40))
+    places = torch.randint(len(bits), (len(values),), generator=generator)
+    bits[places] = torch.tensor(values, dtype=torch.int16)
+    return weight
+
+
+@settings(max_examples=40, deadline=None)
+@given(weight=weights(), gated=st.booleans())
+def test_any_bits_come_back_or_are_refused(weight, gated):
+    packed = pack(weight, gated)
+    if packed is None:
+        assert not weight.isfinite().all() or apart(weight) > 0, "it has nothing that could not be kept"
+    else:
+        assert same_bits(unpack(packed), weight)
+
+
+def apart(weight):
+    """Weights of another exponent than the usual ones: those that may be too many, denormal or too far away."""
+    exponents = (weight.view(torch.int16).int() >> 7) & 0xFF
+    return int(
+        (exponents < exponents.float().median() - 12).sum() + (exponents > exponents.float().median() + 12).sum()
+    )
+
+
+REFUSED = {
+    "infinite": lambda: one(float("inf")),
+    "NaN": lambda: one(float("nan")),
+    "denormal": lambda: one(1e-40),
+    "too many in a unit": lambda: crowded(MOST_EXCEPTIONS + 1),
+    "zeros": lambda: torch.zeros(256, 64, dtype=BF16),
+    "denormals": lambda: torch.full((256, 64), 1e-40, dtype=BF16),
+    "infinities": lambda: torch.full((256, 64), float("inf"), dtype=BF16),
+    "too far": lambda: one(1e-35, 1e36),
+}
+
+
+def one(value, scale=1.0):
+    weight = random_weight() * scale
+    weight[300, 70] = value
+    return weight
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_kept_is_refused(case, gated):
+    assert pack(REFUSED[case](), gated) is None
+
+
+def test_the_base_is_that_of_a_sample_of_all_columns(monkeypatch):
+    monkeypatch.setattr(packing, "_SAMPLE", 1 << 10)
+    weight = random_weight(1024, 64)
+    weight[:, ::2] *= 2.0**-60  # a stride of 64 would see these alone
+    exponents = [int(packing._base(half)) for half in (weight[:, ::2].contiguous(), weight[:, 1::2].contiguous())]
+    weight[:, ::4] *= 2.0**60
+    assert exponents[0] < exponents[1] - 50 and abs(int(packing._base(weight)) - exponents[1]) <= 1
+
+
+def test_it_is_packed_again_where_it_stands():
+    first, second, other = random_weight(), strewn(random_weight(), APART), random_weight() * 1e30
+    packed = pack_all([first, first], [False, True])
+    places = [its.data.data_ptr() for its in packed]
+    assert pack_again(packed, [second, second]) == [True, True]
+    assert all(same_bits(unpack(its), second) for its in packed)
+    assert [its.data.data_ptr() for its in packed] == places
+    assert pack_again(packed, [other, first]) == [False, True] and same_bits(unpack(packed[1]), first)
+
+
+def test_of_several_weights_those_are_none_that_cannot_be_kept():
+    given = [random_weight(), REFUSED["infinite"](), random_weight(256, 64)]
+    first, second, third = pack_all(given, [True, False, False])
+    assert second is None and first.gated and not third.gated
+    assert same_bits(unpack(first), given[0]) and same_bits(unpack(third), given[2])
+
+
+# --------------------------------------------------------------------------- the kernel
+
+
+def test_it_compiles(compiled):
+    assert b"pack_weights" in nvrtc.compile_cubin(PACK_KERNEL.source)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    if sys.platform != "linux" or which("g++") is None:
+        pytest.skip("no g++, or not on Linux")
+    import emulator
+
+    return emulator.build(PACK_KERNEL.source, tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture
+def emulated(monkeypatch, built):
+    """The kernel in the place of the torch code, on the CPU; the programs of each launch."""
+    launches = []
+
+    def launched(kernel, shape, addresses):
+        launches.append(shape.grid[0])
+        assert kernel is PACK_KERNEL and shape.shared_bytes == 0
+        wrong = built(1, shape.grid[0], shape.threads, len(launches), (ctypes.c_void_p * len(addresses))(*addresses))
+        assert not wrong, wrong.decode()
+
+    monkeypatch.setattr(nvrtc, "available", lambda device: True)
+    monkeypatch.setattr(nvrtc, "launch", launched)
+    monkeypatch.setattr(packing, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(packing, "loads", lambda kernel, device: True)
+    return launches
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_kernel_writes_the_same_bytes(emulated, gated):
+    weights = [make() for make in CASES.values()]
+    for packed, weight in zip(pack_all(weights, [gated] * len(weights)), weights, strict=True):
+        expected = pack(weight, gated)
+        assert torch.equal(packed.data, expected.data) and packed.scale == expected.scale
+        assert (packed.lines, packed.k, packed.gated) == (expected.lines, expected.k, gated)
+    assert emulated == [weight.numel() // (LINES * STEP) for weight in weights]
+
+
+def test_the_kernel_refuses_the_same(emulated):
+    weights = [random_weight(), *(make() for make in REFUSED.values()), random_weight()]
+    first, *others, last = pack_all(weights, [False, True] * (len(weights) // 2))
+    assert first is not None and last is not None and others == [None] * len(REFUSED)
+    assert pack_again([first, last], [weights[-1], weights[1]]) == [True, False]
+    assert same_bits(unpack(first), weights[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+def test_on_a_gpu_it_writes_the_same_bytes(gpu, gated):
+    weights = [make().to(gpu) for make in CASES.values()] + [
+        random_weight(5120, 2048, gpu),
+        random_weight(7168, 5120, gpu),
+    ]
+    for packed, weight in zip(pack_all(weights, [gated] * len(weights)), weights, strict=True):
+        assert torch.equal(packed.data, pack(weight, gated).data) and same_bits(unpack(packed), weight)
+    assert pack_all([make().to(gpu) for make in REFUSED.values()], [gated] * len(REFUSED)) == [None] * len(REFUSED)
