@@ -30,7 +30,8 @@ def run(composed: Composed) -> int:
     with LLM.from_config(composed.engine) as llm:
         about, terminal = llm.engine.describe(), sys.stdin.isatty()
         if terminal:
-            print(f"{about['model']} on {about['device']}, attention {about['attention']}. {_HELP}")
+            packed = ", packed weights" if about.get("packed_weights") else ""
+            print(f"{about['model']} on {about['device']}, attention {about['attention']}{packed}. {_HELP}")
         start: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
         messages = list(start)
         for turn, line in enumerate(_lines(terminal)):

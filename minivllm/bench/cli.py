@@ -221,9 +221,10 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
     """The figures, and above and below them what they are figures of."""
     work = options.workload
     graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
+    packed = ", packed weights" if record.get("packed_weights") else ""
     print(
         f"{record['model']} ({record['load_format']} weights), {record['dtype']}, tp={record['tp']}, {record['device']}"
-        f", {graphs}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
+        f", {graphs}{packed}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
     )
     _show_figures(
         f"workload={work.name}: {record['requests']:,} requests, {record['tokens_in']:,} tokens in, "

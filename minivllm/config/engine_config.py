@@ -79,7 +79,7 @@ class EngineConfig:
     ``device`` is auto, cuda or cpu; ``dtype`` is auto, float32, bfloat16 or float16; ``load_format`` is auto or dummy;
     ``max_model_len=None`` takes the model's own limit; ``enforce_eager=None`` captures CUDA graphs where the attention
     backend allows it, False refuses one that does not. ``max_cudagraph_capture_size`` limits the sequences of a
-    captured decode step; None: no limit.
+    captured decode step; None: no limit. ``packed_weights`` is auto, true (or an error) or false.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -96,3 +96,4 @@ class EngineConfig:
     enforce_eager: bool | None = None
     load_format: str = "auto"
     max_cudagraph_capture_size: int | None = None
+    packed_weights: str = "auto"

@@ -83,6 +83,7 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
     elif key.mapping:
         prefix = "++"
     if key is not None and key.text and override.value != "null" and not override.value.startswith(("[", '"', "'")):
+        _check_type(override, key, override.raw)
         return f"{name}={quote(override.raw)}"
     value = _parse_value(override)
     if key is not None and key.text and "${" in override.value:  # text means what it says, in quotes, too

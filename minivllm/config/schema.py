@@ -32,6 +32,12 @@ class LoadFormat(Enum):
     dummy = "dummy"
 
 
+class PackedWeights(Enum):
+    auto = "auto"
+    true = "true"
+    false = "false"
+
+
 class ToolCallParser(Enum):
     auto = "auto"
     hermes = "hermes"
@@ -144,6 +150,13 @@ class EngineSchema:
         ge=1,
     )
     load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
+    packed_weights: PackedWeights = key(
+        PackedWeights.auto,
+        "keep the weights of large dense layers a second time, in 12 bits without loss, for decode steps of few "
+        "sequences, which wait for them; on one Hopper GPU, in bfloat16. auto: where that works and leaves two thirds "
+        "of the memory for the cache; true: or refuse to start",
+        text=True,
+    )
     mode: str = key("generate", "what to do")
 
 

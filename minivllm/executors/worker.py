@@ -16,6 +16,7 @@ from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.executors.packing import pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.decoder import launch_all_heads
@@ -66,7 +67,7 @@ class Worker:
         tp: TensorParallel,
         device_index: int = 0,
     ) -> None:
-        self.device_index, self.num_blocks = device_index, 0
+        self.device_index, self.num_blocks, self.packed_weights = device_index, 0, False
         self.config, self.model_config, self.registry, self.tp = config, model_config, registry, tp
         self.device_type = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device_type, model_config.dtype)
@@ -133,6 +134,9 @@ class Worker:
     def _start(self) -> int:
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
         runner = self.runner = self._build(device)
+        self.packed_weights = pack_weights(
+            runner.model, self.config, getattr(torch, self.dtype), device, self._least_cache_bytes()
+        )
         if self.device_type == "cuda":
             runner.attention.bind(self._cache(0, device))
         graphs = self._graphs(runner)
@@ -234,6 +238,7 @@ class Worker:
             "attention": self.choice.name,
             "attention_why": self.choice.why,
             "cuda_graphs": graphs,
+            "packed_weights": self.packed_weights,
         }
 
     def shutdown(self) -> None:
@@ -265,6 +270,15 @@ class Worker:
                 "is no room for that; lower cache.num_blocks or cache.block_size, or leave them out"
             ) from error
 
+    def _block_bytes(self) -> int:
+        spec, itemsize = self.spec, getattr(torch, self.dtype).itemsize
+        return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
+
+    def _least_cache_bytes(self) -> int:
+        """Of ``cache.num_blocks``, or of one sequence of a user's ``max_model_len``."""
+        tokens = self.config.max_model_len or 1
+        return self._block_bytes() * (1 + (self.config.cache.num_blocks or -(-tokens // self.spec.block_size)))
+
     def _num_blocks(self, device: torch.device) -> int:
         """How many blocks can be handed out: ``cache.num_blocks``, or what fits.
 
@@ -272,8 +286,7 @@ class Worker:
             ConfigError: not even one sequence of a user's ``max_model_len`` fits; it says how many tokens do.
         """
         cache, spec = self.config.cache, self.spec
-        itemsize = getattr(torch, self.dtype).itemsize
-        block_bytes = 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
+        block_bytes = self._block_bytes()
         if cache.num_blocks is not None:
             return cache.num_blocks
         most = spec.max_num_seqs * -(-spec.max_model_len // spec.block_size)
@@ -289,6 +302,7 @@ class Worker:
                 f"scheduler.max_num_batched_tokens={spec.max_num_batched_tokens} or "
                 f"scheduler.max_num_seqs={spec.max_num_seqs}, or raise "
                 f"cache.gpu_memory_utilization={cache.gpu_memory_utilization}"
+                f"{', or type packed_weights=false' if self.packed_weights else ''}"
             )
         return min(blocks, most)
 

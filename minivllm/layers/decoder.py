@@ -23,6 +23,8 @@ from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
+from minivllm.kernels.packed_chain import packed_chain, use_packed
+from minivllm.kernels.packed_weights import PACKED_ROWS, PackedWeight
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
@@ -221,6 +223,14 @@ class DecoderLayer(nn.Module):
         routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
         return decoder_shape(self, experts.down.shape[2], routing)
 
+    def chained(
+        self, behind: DecoderLayer
+    ) -> tuple[RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear, QKVParallelLinear]:
+        """What ``chain`` computes at once."""
+        own, mlp, its = self.self_attn, self.mlp, behind.self_attn
+        assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP) and isinstance(its, SelfAttention)
+        return own.o_proj, mlp.gate_up_proj, mlp.down_proj, its.qkv_proj
+
     def chain(
         self,
         x: torch.Tensor,
@@ -231,12 +241,24 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """What follows attention, and attention of the layer ``behind``: adds to x (t, hidden) in place and returns
         (t, width). Both have a ``chain_shape``, the same."""
-        own, mlp, its = self.self_attn, self.mlp, behind.self_attn
-        assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP) and isinstance(its, SelfAttention)
-        up, eps = mlp.gate_up_proj.weight, self.post_attention_layernorm.eps
-        down, projection = mlp.down_proj.weight, its.qkv_proj.weight
-        qkv, scale = chain_linear(heads, own.o_proj.weight, x, up, eps, down, projection, behind.input_layernorm.eps)
-        return its.attention(qkv, positions, attention, scale)
+        o, gate_up, down, projection = (product.weight for product in self.chained(behind))
+        eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
+        qkv, scale = chain_linear(heads, o, x, gate_up, eps, down, projection, eps_behind)
+        return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention, scale)
+
+    def chain_packed(
+        self,
+        x: torch.Tensor,
+        heads: torch.Tensor,
+        behind: DecoderLayer,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """``chain`` from packed weights, which all that is ``chained`` has."""
+        o, gate_up, down, projection = (cast(PackedWeight, product.packed) for product in self.chained(behind))
+        eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
+        qkv = packed_chain(heads, o, x, gate_up, eps, down, projection, eps_behind)
+        return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention)
 
 
 class Decoder(nn.Module):
@@ -259,8 +281,9 @@ class Decoder(nn.Module):
         else:
             usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
             alone = self.tp.size == 1
-            if products is not None and alone and use_chain(len(x), products, x.dtype, x.device):
-                x, layers = self._chained(usual, x, positions, attention), []
+            packed = products is not None and alone and _goes_packed(usual, products, x)
+            if packed or (products is not None and alone and use_chain(len(x), products, x.dtype, x.device)):
+                x, layers = self._chained(usual, x, positions, attention, packed), []
             elif (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
                 x, layers = decode_whole(usual, whole, x, positions, attention, self.tp), []
         for layer in layers:
@@ -279,17 +302,16 @@ class Decoder(nn.Module):
     def _shape_of(
         self, layers: list[nn.Module], x: torch.Tensor, of: Callable[[DecoderLayer], _Shape | None]
     ) -> _Shape | None:
-        """The shape that all layers share; the last one may pick tokens. None: they differ, or there are more rows than
-        any way through several products at once takes. Several ranks have only the one for few rows."""
+        """The shape that all layers share. None: they differ, or there are more rows than any way through several
+        products at once takes. Several ranks have only the one for few rows."""
         alone = self.tp.size == 1
         if len(x) > (MAX_CHAIN_ROWS if alone else MAX_MEGAKERNEL_ROWS) or not (alone or self.tp.words):
             return None
-        shapes = (of(layer) if isinstance(layer, DecoderLayer) else None for layer in layers)
-        shape = next(shapes, None)
-        if shape is None or any(other != shape for other in shapes):
-            return None
-        all_tokens = all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
-        return shape if all_tokens else None
+        return _shared_shape(layers, of)
+
+    def chain_shape(self) -> ChainShape | None:
+        """That of all layers, if they share one."""
+        return _shared_shape(list(self.layers), DecoderLayer.chain_shape)
 
     def _whole_shape(
         self, layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None
@@ -302,13 +324,18 @@ class Decoder(nn.Module):
         return self._shape_of(layers, x, DecoderLayer.routed_shape) if self.tp.size == 1 else None
 
     def _chained(
-        self, layers: list[DecoderLayer], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+        self,
+        layers: list[DecoderLayer],
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBackend,
+        packed: bool,
     ) -> torch.Tensor:
         """The stream behind all layers, each one's products and the next one's projection in one kernel."""
         first, last = cast(SelfAttention, layers[0].self_attn), cast(SelfAttention, layers[-1].self_attn)
         heads = first.attention.of_stream(x, layers[0].input_layernorm, first.qkv_proj, positions, attention)
         for layer, behind in pairwise(layers):
-            heads = layer.chain(x, heads, behind, positions, attention)
+            heads = (layer.chain_packed if packed else layer.chain)(x, heads, behind, positions, attention)
         return cast(torch.Tensor, layers[-1].mlp(last.add(x, heads, attention), layers[-1].post_attention_layernorm))
 
     def _in_parts(
@@ -329,6 +356,25 @@ class Decoder(nn.Module):
         for layer, behind in zip(parted, [*parted[1:], parted[0]], strict=True):  # behind the last nobody asks for it
             layer.in_parts(stream, positions, attention, behind.input_layernorm.eps)
         return stream.whole(), [last]
+
+
+def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape | None]) -> _Shape | None:
+    """The shape that all of them have, of which the last one alone may pick tokens."""
+    shapes = (of(layer) if isinstance(layer, DecoderLayer) else None for layer in layers)
+    shape = next(shapes, None)
+    if shape is None or any(other != shape for other in shapes):
+        return None
+    all_tokens = all(cast(SelfAttention, layer.self_attn)._pick is _all_tokens for layer in layers[:-1])
+    return shape if all_tokens else None
+
+
+def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
+    """Whether layers of that shape read packed weights in this step: where there are any, before all other ways."""
+    least, most = PACKED_ROWS
+    if not least <= len(x) <= most or len(layers) < 2:
+        return False
+    products = (product for layer, behind in pairwise(layers) for product in layer.chained(behind))
+    return all(product.packed is not None for product in products) and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):

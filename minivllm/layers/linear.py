@@ -17,6 +17,7 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.capture import captured
+from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.layers.norm import RMSNorm
@@ -28,10 +29,12 @@ SUMMED_IN_HALVES = 4096
 
 
 class LinearBase(nn.Module):
-    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it."""
+    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it; ``packed`` what it was when the model was
+    loaded, for steps of few rows (``layers/packed.py``)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    packed: PackedWeight | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)

@@ -20,6 +20,7 @@ from minivllm.errors import CheckpointError
 from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.layers.packed import pack_layers_again
 from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
@@ -106,7 +107,8 @@ def load_weights(
     the first one's tensor; the other's may be in the checkpoint or not.
 
     Raises:
-        CheckpointError: naming every tensor that is missing, unexpected or of another shape.
+        CheckpointError: naming every tensor that is missing, unexpected or of another shape; or one that cannot be
+            packed where another was.
     """
     targets = _targets(module, packed or {})
     seen: dict[tuple[int, ShardId], str] = {}  # what filled a place: by which name
@@ -144,6 +146,7 @@ def load_weights(
     for norm, product in norm_pairs(module):
         if product.folded:  # before; what came now is not
             product.fold(norm)
+    pack_layers_again(module)
 
 
 def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, ShardId]] | None = None) -> None:

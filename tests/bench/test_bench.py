@@ -23,8 +23,9 @@ from minivllm.plugins import default_registry
 SMALL = ("workload.num_requests=5", "workload.input_len=[3,20]", "workload.output_len=[2,9]")
 FIELDS = {
     "minivllm", "commit", "date", "cpu", "cpu_count", "python", "torch", "triton", "overrides",
-    "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "num_blocks", "block_size",
-    "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs", "max_num_batched_tokens",
+    "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "packed_weights", "num_blocks",
+    "block_size", "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs",
+    "max_num_batched_tokens",
     "async_scheduling", "workload", "detokenize", "repeat", "time_to_ready_s", "ready_phases_s",
     "torch_bytecode", "peak_gpu_bytes", "peak_host_bytes",
     "seconds", "tokens_in", "tokens_out", "output_tokens_per_s", "total_tokens_per_s", "steps", "preemptions",

@@ -217,6 +217,8 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         ("dtype=int8", ["one of auto, float32, bfloat16, float16"]),
         ("load_format=fast", ["one of auto, dummy"]),
         ("enforce_eager=maybe", ["true or false"]),
+        ("packed_weights=maybe", ["one of auto, true, false"]),
+        ("packed_weights=null", ["one of auto, true, false"]),
         ("max_model_len=long", ["a whole number or null"]),
         ("temperature=hot", ["a number"]),
         ("stop_token_ids=[a]", ["a list of whole numbers"]),

@@ -1,0 +1,66 @@
+"""Packed copies of a decoder's weights (``kernels/packed_weights.py``), beside those that they are of: steps of few
+rows read these, all others the weights themselves. ``executors/packing.py`` decides whether a model gets any.
+
+A copy is of the weights that ``load_weights`` brought, as a product's folded norm is; loaded anew, they are packed
+anew. Who changes a weight in another way sets its product's ``packed`` to None: then all layers go as without packed
+weights, but for CUDA graphs that are captured already.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import cast
+
+from torch import nn
+
+from minivllm.errors import CheckpointError
+from minivllm.kernels.packed_weights import pack_again, pack_all
+from minivllm.layers.decoder import Decoder, DecoderLayer
+from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear
+
+
+def packable_decoders(model: nn.Module) -> list[Decoder]:
+    """Those that would read packed weights: whose step is ours, and whose layers, two or more, share a shape."""
+    found = (module for module in model.modules() if isinstance(module, Decoder) and len(module.layers) > 1)
+    return [its for its in found if type(its).forward is Decoder.forward and its.chain_shape() is not None]
+
+
+def products_of(decoders: list[Decoder]) -> list[LinearBase]:
+    """Whose packed weights steps would read: neither the first layer's qkv nor what is behind the last attention."""
+    of_each = (cast(list[DecoderLayer], list(decoder.layers)) for decoder in decoders)
+    pairs = (pair for layers in of_each for pair in pairwise(layers))
+    return list(dict.fromkeys(product for layer, behind in pairs for product in layer.chained(behind)))
+
+
+def pack_layers(model: nn.Module) -> str | None:
+    """Pack what its decoders would read, all or nothing. Returns the name of a weight that cannot be packed."""
+    products = products_of(packable_decoders(model))
+    gated = [isinstance(product, MergedColumnParallelLinear) for product in products]
+    packed = pack_all([product.weight for product in products], gated)
+    if None in packed:
+        return _name_of(model, products[packed.index(None)])
+    for product, its in zip(products, packed, strict=True):
+        product.packed = its
+    return None
+
+
+def pack_layers_again(model: nn.Module) -> None:
+    """After weights were loaded into a model that may have packed ones.
+
+    Raises:
+        CheckpointError: one cannot be packed where the one before was; then none is packed any more.
+    """
+    modules = (module for module in model.modules() if isinstance(module, LinearBase))
+    copies = {module: module.packed for module in modules if module.packed is not None}
+    fits = pack_again(list(copies.values()), [product.weight for product in copies]) if copies else []
+    if not all(fits):
+        for product in copies:
+            product.packed = None
+        raise CheckpointError(
+            f"{_name_of(model, list(copies)[fits.index(False)])} is so unlike the one before that it cannot be packed "
+            "in its place, where CUDA graphs read it; make a new engine, or one with packed_weights=false"
+        )
+
+
+def _name_of(model: nn.Module, product: LinearBase) -> str:
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is product)

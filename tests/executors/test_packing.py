@@ -1,0 +1,181 @@
+"""Whether weights are packed: what keeps a model from it, what is said then, and what is left for the cache. As if
+every CUDA device were a Hopper GPU, and no layer too small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minivllm import LLM
+from minivllm.config.engine_config import CacheOptions, EngineConfig
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import ConfigError
+from minivllm.executors import packing
+from minivllm.executors.packing import pack_weights
+from minivllm.kernels import chain_config, packed_weights
+from minivllm.kernels.packed_weights import UNIT_BYTES
+from minivllm.layers.linear import LinearBase
+from minivllm.models.llama import LlamaForCausalLM
+from minivllm.models.loader import build_model, norm_pairs, read_model_config
+
+Checkpoints = Callable[..., Path]
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
+UNITS = 2 * (4 + 3 * 4 + 6 + 2 * 4)  # of o, gate and up, down, and qkv, between two attentions
+NEEDED = UNITS * UNIT_BYTES
+CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What it says of itself; tests change that."""
+    its = SimpleNamespace(free=100 * NEEDED, hopper=True, runs=True)
+    monkeypatch.setattr(packing.nvrtc, "available", lambda device: its.hopper and device.type == "cuda")
+    monkeypatch.setattr(packing, "use_packed", lambda rows, shape, dtype, device: its.runs)
+    monkeypatch.setattr(packing, "compile_ahead", lambda kernel: None)
+    monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (its.free, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(chain_config, "_MOST_SMALL", 0)
+    return its
+
+
+@pytest.fixture
+def model(tiny_checkpoint: Checkpoints) -> Any:
+    return build(tiny_checkpoint)
+
+
+def build(tiny_checkpoint: Checkpoints, fold: bool = True, **changes: Any) -> Any:
+    config = read_model_config(tiny_checkpoint("llama", **SHAPE | changes))
+    model: Any = build_model(LlamaForCausalLM, config, TensorParallel(), "cpu", BF16, 0, 256)
+    for norm, product in norm_pairs(model) if fold else ():
+        product.fold(norm)
+    return model
+
+
+def packed(model: nn.Module) -> int:
+    return sum(isinstance(module, LinearBase) and module.packed is not None for module in model.modules())
+
+
+def ask(
+    model: Any, asked: str = "auto", *, dtype: torch.dtype = BF16, device: torch.device = CUDA, needs: float = 0,
+    **config: Any,
+) -> bool:  # fmt: skip
+    """``needs``: of the cache, in packed models."""
+    config.setdefault("cache", CacheOptions(gpu_memory_utilization=1.0))
+    return pack_weights(model, EngineConfig(packed_weights=asked, **config), dtype, device, int(needs * NEEDED))
+
+
+@pytest.mark.parametrize("asked", ["auto", "true", "false"])
+def test_it_is_done_unless_it_is_not_wished(gpu: SimpleNamespace, model: Any, asked: str) -> None:
+    assert ask(model, asked) == (asked != "false")
+    assert packed(model) == (0 if asked == "false" else 8)
+    units = sum(len(module.packed.data) for module in model.modules() if getattr(module, "packed", None) and
+                isinstance(module, LinearBase))  # fmt: skip
+    assert units == (0 if asked == "false" else UNITS)
+
+
+REASONS = {
+    "ranks": ({"tp": 2}, "only tp=1 reads packed weights, not tp=2"),
+    "CPU": ({"device": torch.device("cpu")}, r"device=cpu is no Hopper GPU \(H100, H200\)"),
+    "dtype": ({"dtype": torch.float16}, "dtype=bfloat16 are packed, not of dtype=float16"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_keeps_it_from_it_is_said_to_who_asks(gpu: SimpleNamespace, model: Any, reason: str) -> None:
+    options, says = REASONS[reason]
+    refused(model, says, **options)
+
+
+def refused(model: Any, says: str, **options: Any) -> None:
+    assert not ask(model, **options) and not packed(model)
+    with pytest.raises(ConfigError, match=rf"^packed_weights=true, but .*{says}.*; packed_weights=auto packs where it"):
+        ask(model, "true", **options)
+    assert not packed(model)
+
+
+def test_other_gpus_are_named(gpu: SimpleNamespace, model: Any) -> None:
+    gpu.hopper = False
+    refused(model, "NVIDIA A100 is no Hopper GPU")
+
+
+def test_a_kernel_that_does_not_run_is_no_use(gpu: SimpleNamespace, model: Any) -> None:
+    gpu.runs = False
+    refused(model, "is not for layers of these sizes, or does not run here")
+
+
+def test_sizes_that_are_no_whole_units(gpu: SimpleNamespace, tiny_checkpoint: Checkpoints) -> None:
+    refused(build(tiny_checkpoint, intermediate_size=320), "is not for layers of these sizes")
+
+
+def test_small_layers(gpu: SimpleNamespace, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain_config, "_MOST_SMALL", 1 << 27)
+    refused(model, "in layers of 0 million weights packed ones are not faster")
+
+
+class OwnModel(nn.Module):
+    """A plugin's."""
+
+
+def test_layers_of_another_kind(gpu: SimpleNamespace, tiny_checkpoint: Checkpoints) -> None:
+    refused(OwnModel(), "the layers of OwnModel are not of the kind")
+    refused(build(tiny_checkpoint, fold=False), "the layers of LlamaForCausalLM")
+    refused(build(tiny_checkpoint, num_hidden_layers=1), "the layers of LlamaForCausalLM")
+    mixed = build(tiny_checkpoint)
+    own = mixed.model.layers[1].mlp.down_proj
+    own.weight.data = own.weight.data.float()
+    refused(mixed, "the layers of LlamaForCausalLM")
+
+
+def test_a_weight_that_cannot_be_packed(gpu: SimpleNamespace, model: Any) -> None:
+    model.model.layers[0].self_attn.o_proj.weight.data[5] = 0
+    refused(model, r"model\.layers\.0\.self_attn\.o_proj\.weight has weights whose exponents lie too far apart")
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def test_two_thirds_are_left_for_the_cache_unless_it_is_asked_for(gpu: SimpleNamespace, model: Any) -> None:
+    gpu.free = 3 * NEEDED - 8
+    assert not ask(model) and not packed(model)
+    assert ask(model, "true") and packed(model) == 8
+
+
+@pytest.mark.parametrize("more", [0, 8])
+def test_exactly_two_thirds_are_enough(gpu: SimpleNamespace, model: Any, more: int) -> None:
+    gpu.free = 3 * NEEDED + more
+    assert ask(model)
+
+
+def test_a_part_of_the_memory_is_not_for_us(gpu: SimpleNamespace, model: Any) -> None:
+    gpu.free = 5 * NEEDED
+    assert not ask(model, cache=CacheOptions(gpu_memory_utilization=0.5))
+    assert ask(model, cache=CacheOptions(gpu_memory_utilization=0.7))
+
+
+def test_a_cache_that_is_asked_for_comes_first(gpu: SimpleNamespace, model: Any) -> None:
+    gpu.free = 5 * NEEDED
+    refused(model, r"they take 0.0 GiB of the 0.0 that are left, .* lower cache.num_blocks", needs=3.8)
+    assert ask(model, needs=3.5)
+
+
+def test_there_has_to_be_room_at_all(gpu: SimpleNamespace, model: Any) -> None:
+    gpu.free = NEEDED - 8
+    refused(model, "raise cache.gpu_memory_utilization=1.0")
+
+
+# --------------------------------------------------------------------------- an engine
+
+
+def test_an_engine_tells() -> None:
+    with LLM("demo", device="cpu") as llm:
+        assert llm.engine.describe()["packed_weights"] is False
+    with pytest.raises(ConfigError, match="packed_weights=true, but device=cpu is no Hopper GPU"):
+        LLM("demo", device="cpu", overrides=["packed_weights=true"])

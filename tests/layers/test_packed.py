@@ -1,0 +1,203 @@
+"""Layers that read packed copies of their weights in steps of few rows: the same comes out, before any other way is
+asked for, and a copy is never older than its weight. With the reference in the kernel's place; the kernel itself:
+``tests/kernels``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import PagedRun, attention_spec
+from torch.nn import functional as F
+
+from minivllm.backends.torch import TorchBackend
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import CheckpointError
+from minivllm.kernels.packed_weights import PackedWeight, unpack
+from minivllm.layers.decoder import Decoder
+from minivllm.layers.packed import pack_layers, packable_decoders, products_of
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.qwen3 import Qwen3ForCausalLM
+
+Checkpoints = Callable[..., Path]
+PROMPT = list(range(7, 7 + 31 * 9, 31))
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
+NAMES = [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")]
+NAMES += [f"layers.{i}.self_attn.qkv_proj" for i in (1, 2)]
+
+
+class World:
+    """A bfloat16 model of one rank on the CPU, its norms folded into the products behind them."""
+
+    def __init__(self, folder: Path, pack: bool = True) -> None:
+        config, bf16 = read_model_config(folder), torch.bfloat16
+        self.model: Any = build_model(
+            Qwen3ForCausalLM, config, TensorParallel(), "cpu", bf16, iterate_safetensors(folder), 256
+        )
+        self.decoder: Decoder = self.model.model
+        self.backend = TorchBackend(attention_spec(config, dtype="bfloat16"))
+        for norm, product in norm_pairs(self.model):
+            product.fold(norm)
+        assert not pack or pack_layers(self.model) is None
+
+    def steps(self) -> torch.Tensor:
+        """Logits behind a prompt (1, vocab), then behind a token more, then behind one more and another's prompt."""
+        run = PagedRun(self.model, self.backend, 16, 2)
+        logits = [run.step([0], [PROMPT], 0), run.step([0], [[5]], 1)]
+        return torch.cat([*logits, run.step([0, 1], [[6], PROMPT[:5]], 1)])
+
+    def packed(self) -> dict[str, PackedWeight]:
+        found = ((name, getattr(module, "packed", None)) for name, module in self.decoder.named_modules())
+        return {name: packed for name, packed in found if packed is not None}
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3", **SHAPE)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Each call of a kernel between attentions, with its rows: both are for any number of them and compute the same."""
+    calls: list[tuple[str, int]] = []
+
+    def products(heads, o, x, gate_up, eps, down, qkv, eps_behind):  # type: ignore[no-untyped-def]
+        x += F.linear(heads, o)
+        gate, up = F.linear(F.rms_norm(x, (x.shape[1],), eps=eps), gate_up).chunk(2, dim=1)
+        x += F.linear(F.silu(gate) * up, down)
+        return F.linear(F.rms_norm(x, (x.shape[1],), eps=eps_behind), qkv)
+
+    def packed(*args: Any) -> torch.Tensor:
+        calls.append(("packed", len(args[2])))
+        return products(*(unpack(arg) if isinstance(arg, PackedWeight) else arg for arg in args))
+
+    def chained(*args: Any) -> tuple[torch.Tensor, None]:
+        calls.append(("chained", len(args[2])))
+        return products(*args), None
+
+    for name, value in {"packed_chain": packed, "chain_linear": chained, "goes_whole": lambda *args: True}.items():
+        monkeypatch.setattr(f"minivllm.layers.decoder.{name}", value)
+    for name in ("use_packed", "use_chain"):
+        monkeypatch.setattr(f"minivllm.layers.decoder.{name}", lambda rows, shape, dtype, device: True)
+    return calls
+
+
+def test_the_same_comes_out_bit_for_bit(folder: Path, calls: list[tuple[str, int]]) -> None:
+    expected = World(folder, pack=False).steps()
+    assert {way for way, _ in calls} == {"chained"}
+    calls.clear()
+    assert torch.equal(World(folder).steps(), expected)
+    assert {way for way, _ in calls} == {"packed"} and {rows for _, rows in calls} == {9, 1, 6}
+
+
+def test_other_numbers_of_rows_read_the_weights_themselves(
+    folder: Path, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = World(folder, pack=False).steps()
+    calls.clear()
+    monkeypatch.setattr("minivllm.layers.decoder.PACKED_ROWS", (1, 4))
+    assert torch.equal(World(folder).steps(), expected)
+    assert set(calls) == {("chained", 9), ("packed", 1), ("chained", 6)}
+
+
+def test_it_is_near_what_the_layers_compute_one_by_one(
+    folder: Path, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = World(folder).steps()
+    for name in ("use_chain", "goes_whole"):
+        monkeypatch.setattr(f"minivllm.layers.decoder.{name}", lambda *args: False)
+    calls.clear()
+    expected = World(folder, pack=False).steps().float()
+    assert (got.float() - expected).norm() < 0.03 * expected.norm() and not calls
+
+
+def test_while_kernels_are_found_some_layers_stand_for_all(
+    tiny_checkpoint: Checkpoints, calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tiny_checkpoint("qwen3", **SHAPE | {"num_hidden_layers": 6}))
+    monkeypatch.setattr("minivllm.layers.decoder.compiling", lambda: True)
+    PagedRun(world.model, world.backend, 16, 1).step([0], [PROMPT], 0)
+    assert calls == [("packed", 9)] * 3
+
+
+def test_it_is_the_products_between_two_attentions_that_are_packed(folder: Path) -> None:
+    world = World(folder)
+    packed, modules = world.packed(), dict(world.decoder.named_modules())
+    assert packed.keys() == set(NAMES)
+    assert packable_decoders(world.model) == [world.decoder]
+    assert set(products_of([world.decoder])) == {modules[name] for name in NAMES}
+    for name, its in packed.items():
+        assert torch.equal(unpack(its), modules[name].weight) and its.gated == name.endswith("gate_up_proj")
+    assert not World(folder, pack=False).packed()
+
+
+def drop_one(world: World) -> None:
+    world.decoder.get_submodule("layers.1.mlp.down_proj").packed = None  # type: ignore[assignment]
+
+
+def hook(world: World) -> None:
+    world.decoder.layers[1].register_forward_hook(lambda module, inputs, output: None)
+
+
+@pytest.mark.parametrize("change", [drop_one, hook])
+def test_all_or_none_of_the_layers_read_them(
+    folder: Path, calls: list[tuple[str, int]], change: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minivllm.layers.decoder.goes_whole", lambda *args: False)
+    world = World(folder)
+    change(world)
+    world.steps()
+    assert not [way for way, _ in calls if way == "packed"]
+
+
+def test_a_decoder_with_a_step_of_its_own_is_left_alone(folder: Path) -> None:
+    world = World(folder, pack=False)
+    world.model.model.__class__ = type("Own", (Decoder,), {"forward": lambda self, *args: Decoder.forward(self, *args)})
+    assert packable_decoders(world.model) == []
+
+
+def test_a_weight_that_cannot_be_packed_leaves_all_as_they_are(folder: Path) -> None:
+    world = World(folder, pack=False)
+    world.decoder.get_submodule("layers.1.mlp.down_proj").weight.data[3, 4] = float("inf")  # type: ignore[operator]
+    assert pack_layers(world.model) == "model.layers.1.mlp.down_proj.weight"
+    assert not world.packed()
+
+
+# --------------------------------------------------------------------------- loaded again
+
+
+def test_weights_loaded_again_are_packed_again_where_graphs_read_them(
+    folder: Path, tiny_checkpoint: Checkpoints, calls: list[tuple[str, int]]
+) -> None:
+    world, second = World(folder), tiny_checkpoint("qwen3", seed=1, **SHAPE)
+    before = world.packed()
+    world.model.load_weights(iterate_safetensors(second))
+    after, modules = world.packed(), dict(world.decoder.named_modules())
+    assert after.keys() == before.keys() and all(after[name] is its for name, its in before.items())
+    assert all(torch.equal(unpack(its), modules[name].weight) for name, its in after.items())
+    assert torch.equal(world.steps(), World(second).steps())
+
+
+def test_weights_that_do_not_fit_there_are_refused_and_none_is_stale(
+    folder: Path, calls: list[tuple[str, int]]
+) -> None:
+    world = World(folder)
+
+    def larger() -> Any:
+        for name, tensor in iterate_safetensors(folder):
+            yield name, tensor * 2.0**40 if name.endswith("layers.1.mlp.down_proj.weight") else tensor
+
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.1.mlp.down_proj.weight is so unlike .* packed_weights=false"
+    ):
+        world.model.load_weights(larger())
+    assert not world.packed()
+
+
+def test_a_model_without_packed_weights_stays_so(folder: Path) -> None:
+    world = World(folder, pack=False)
+    world.model.load_weights(iterate_safetensors(folder))
+    assert not world.packed()
