@@ -174,7 +174,8 @@ def _unknown_keyword(name: str, value: Any) -> str:
     leaves = {k.rpartition(".")[2]: k for k in keys}
     typed = name if name in CONFIG_GROUPS else leaves.get(name)
     if typed is not None:
-        return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{f'{typed}={value}'!r}]"
+        literal = _literal(value, typed) if isinstance(value, bool) else value
+        return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{f'{typed}={literal}'!r}]"
     return (
         f"LLM({name}={shown(value)}): there is no such keyword.{did_you_mean(name, known)} overrides=['KEY=VALUE'] "
         "sets any key; `minivllm --help` lists them"

@@ -123,6 +123,7 @@ def test_overrides_reach_their_field_and_the_last_one_wins(registry: Registry) -
         "scheduler=prefill_first", "scheduler.max_num_seqs=7", "device=cpu", "dtype=float32", "seed=5",
         "max_model_len=100", "enforce_eager=true", "load_format=dummy", "model=qwen3", "model=qwen3-4b",
         "cache.gpu_memory_utilization=1", "++cache.enable_prefix_caching=false", "model.hf_config.num_hidden_layers=2",
+        "packed_weights=true", "packed_weights=false",
     ]  # fmt: skip
     engine = compose(typed, registry).engine
     assert engine.cache.num_blocks == 65
@@ -130,6 +131,7 @@ def test_overrides_reach_their_field_and_the_last_one_wins(registry: Registry) -
     assert (engine.scheduler.name, engine.scheduler.max_num_seqs) == ("prefill_first", 7)
     assert (engine.device, engine.dtype, engine.load_format) == ("cpu", "float32", "dummy")
     assert (engine.tp, engine.seed, engine.max_model_len, engine.enforce_eager) == (3, 5, 100, True)
+    assert engine.packed_weights == "false"
     assert engine.model.name == "qwen3-4b"
     assert engine.model.hf_config["num_hidden_layers"] == 2
     assert engine.cache.gpu_memory_utilization == 1.0
@@ -557,6 +559,7 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"worker_extension_cls": "a.B"}, "worker_extension_cls='a.B': not supported; leave it out. Allowed: None"),
         ({"max_model_len": -2}, "max_model_len=-2 is too small"),
         ({"num_blocks": 5}, r"type overrides=\['cache.num_blocks=5'\]"),
+        ({"packed_weights": True}, r"type overrides=\['packed_weights=true'\]"),
         ({"swap_spaces": 4}, "there is no such keyword"),
         ({"max_num_seqs": 0}, "scheduler.max_num_seqs=0 is too small"),
         ({"tp": 2, "tensor_parallel_size": 4}, "contradicts tp=2"),

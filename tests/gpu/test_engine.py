@@ -27,7 +27,9 @@ from minivllm.core.model_runner import ModelRunner
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.megakernel import megakernel
-from minivllm.layers import whole
+from minivllm.kernels.packed_chain import packed_chain
+from minivllm.kernels.packed_weights import PACKED_ROWS
+from minivllm.layers import decoder, whole
 from minivllm.plugins.manager import load_plugins
 from minivllm.testing.checkpoints import random_checkpoint
 from minivllm.testing.outputs import NEAR, common_tokens
@@ -354,6 +356,37 @@ def test_a_few_sequences_say_the_same_through_one_kernel_as_through_many(monkeyp
                 outputs = [out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)]
         told.append(outputs)
     assert {len(x) for x, *_ in used} == {1, 2, 4, 8}, "when their graphs were captured"
+    same = sum(common_tokens(*both) for both in zip(*told, strict=True))
+    assert same > 0.75 * 8 * sum(map(len, together))
+
+
+@pytest.mark.parametrize("eager", [None, True], ids=["graphs", "eager"])
+def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights of a large model's layers: decodes of some sequences, prompts, and both in one step."""
+    if not nvrtc.available(torch.device("cuda")):
+        pytest.skip("no Hopper GPU, or no cuda-bindings")
+    rng, used, told = random.Random(0), [], []
+    prompts = [[rng.randrange(1000, 100_000) for _ in range(n)] for n in (1, 14, 31, 60, 127, 250, 900)]
+    together = [*([prompt] for prompt in prompts), prompts[:2], prompts[2:5], prompts * 3]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def noted(*args: Any) -> torch.Tensor:
+        used.append(len(args[2]))
+        return packed_chain(*args)
+
+    monkeypatch.setattr(decoder, "packed_chain", noted)
+    for packed in ("true", "false"):
+        overrides = ["model.hf_config.num_hidden_layers=3", f"packed_weights={packed}"]
+        with LLM(
+            "qwen3-8b", attention="triton", load_format="dummy", max_model_len=2048, max_num_seqs=32,
+            gpu_memory_utilization=0.5, enforce_eager=eager, overrides=overrides,
+        ) as llm:  # fmt: skip
+            assert llm.engine.describe()["packed_weights"] == (packed == "true")
+            told.append([out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)])
+            assert used and max(used) <= PACKED_ROWS[1]
+        if packed == "true":
+            number = len(used)
+    assert len(used) == number, "where nothing is packed"
     same = sum(common_tokens(*both) for both in zip(*told, strict=True))
     assert same > 0.75 * 8 * sum(map(len, together))
 
