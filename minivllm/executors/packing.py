@@ -10,7 +10,7 @@ from torch import nn
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.hopper import compile_ahead
-from minivllm.kernels.packed_chain import use_packed
+from minivllm.kernels.packed_chain import LEAST_WEIGHTS, use_packed
 from minivllm.kernels.packed_weights import PACK_KERNEL, PACKED_ROWS, packable, packed_bytes
 from minivllm.layers.packed import pack_layers, packable_decoders, products_of
 
@@ -58,7 +58,7 @@ def _unfit(model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: t
     if not products or any(its.weight.dtype != dtype or not its.weight.is_contiguous() for its in products):
         return f"the layers of {type(model).__name__} are not of the kind that reads packed weights"
     for shape in (decoder.chain_shape() for decoder in decoders):
-        if shape is not None and not shape.large:
+        if shape is not None and shape.weights < LEAST_WEIGHTS:
             return f"in layers of {shape.weights / 1e6:.0f} million weights packed ones are not faster"
     return None
 

@@ -1,5 +1,5 @@
-// Packs a weight as packed_weights.py says, whose torch code writes the same bytes. A program has a unit, 256 lines by 64
-// of k; a thread of it what it has of the unit where that is multiplied: 16 pairs of each of two tiles.
+// Packs a weight as packed_weights.py says, whose torch code writes the same bytes. A program has a unit, 128 lines by
+// 128 of k; a thread of it what it has of the unit where that is multiplied: 16 pairs of each of two tiles.
 //
 // Compiled for any shape, behind hopper.cuh.
 
@@ -24,10 +24,10 @@ pack_weights(const u16* weight, unsigned char* data, const long long* base_at, i
   __shared__ u32 tail[TAIL_WORDS];
   __shared__ u32 of_warps[WARPS];  // exceptions of the first tile, and of the second in the upper half
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = warp / 4, base = (int)*base_at;
-  const int block = blockIdx.x / (k / 64), step = blockIdx.x % (k / 64);
-  const int line = (gated ? block * 128 + group * 64 : block * 256 + group * 128) + warp % 4 * 16 + lane / 4;
-  const int apart = gated ? lines / 2 : 64;  // lines from a tile to the other
-  const u16* from = weight + (u64)line * k + step * 64 + lane % 4 * 2;
+  const int block = blockIdx.x / (k / 128), step = blockIdx.x % (k / 128);
+  const int line = (gated ? block * 64 + warp * 8 : block * 128 + warp * 16) + lane / 4;
+  const int apart = gated ? lines / 2 : 8;  // lines from a register's to the next one's
+  const u16* from = weight + (u64)line * k + step * 128 + lane % 4 * 2;
   unsigned char* unit = data + (u64)blockIdx.x * UNIT_BYTES;
   if (thread < TAIL_WORDS) tail[thread] = 0;
 
@@ -40,7 +40,7 @@ pack_weights(const u16* weight, unsigned char* data, const long long* base_at, i
       u32 codes[4];
 #pragma unroll
       for (int r = 0; r < 4; r++) {
-        const u32 pair = *(const u32*)(from + (u64)(t * apart + r % 2 * 8) * k + i * 16 + r / 2 * 8);
+        const u32 pair = *(const u32*)(from + (u64)(r % 2 * apart) * k + t * 64 + i * 16 + r / 2 * 8);
         outside[t] += !inside(pair & 0xFFFF, base) + !inside(pair >> 16, base);
         codes[r] = code(pair & 0xFFFF, base) | code(pair >> 16, base) << 16;
         pairs[t][4 * i + r] = pair;

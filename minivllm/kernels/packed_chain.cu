@@ -2,31 +2,46 @@
 // and packed_chain.py.
 //   x += heads @ o;  hidden = silu(gate) * up of norm(x);  x += hidden @ down;  projection = norm(x) @ qkv of the next
 //
-// Compiled for one shape and ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor. Weights are
-// the tensor cores' M, and come from registers, where two warpgroups decode them: each has 128 lines of a unit of 256.
-// What is left when each program has as many whole blocks of 256 lines as any other is cut along k, so that each gets as
-// many units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share of
-// it. A warp asks for weights as far ahead as there is room, from one product to the next; another for inputs, and waits
-// between products until all programs are done with the one before; two find the rows' factors meanwhile.
+// Compiled for one shape and ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters of
+// two that go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input.
+// Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a unit,
+// 128 of k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets as many
+// units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share of it. A
+// warp asks for weights, some units ahead, from one product to the next; another for inputs, and waits between products
+// until all programs are done with the one before; two find the rows' factors meanwhile.
 
-constexpr int THREADS = 256, LINES = 256, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
-constexpr int X_BYTES = ROWS * LINE, STAGE_BYTES = X_BYTES + 25600;
+constexpr int THREADS = 256, LINES = 128, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
+constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
+constexpr int TILE_OF_X = ROWS * LINE, X_BYTES = 2 * TILE_OF_X, STAGE_BYTES = X_BYTES + 25600;
 constexpr int FACTOR_THREADS = 64, PARTS = HIDDEN / 16;  // that a row's squares come in
-constexpr int PART_WORDS = THREADS * ROWS;              // floats of a block's sums
+constexpr int PART_WORDS = LINES * ROWS;                 // floats of a block's sums
+static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_chain.py");
 
+// Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each.
 template <int N_, int K_, bool GATED_, int COUNTS_> struct Product {
-  static constexpr int BLOCKS = N_ / LINES, STEPS = K_ / 64, WHOLE = BLOCKS / PROGRAMS, REST = BLOCKS % PROGRAMS;
+  static constexpr int PAIRS = N_ / LINES / 2, STEPS = K_ / 128, WHOLE = PAIRS / CLUSTERS, REST = PAIRS % CLUSTERS;
   static constexpr int CUT = REST * STEPS, COUNTS = COUNTS_;  // units that are cut; where the counts of blocks are
   static constexpr bool GATED = GATED_;
-  static_assert(CUT == 0 || CUT >= PROGRAMS, "packed_chain.py");
-  static __device__ __forceinline__ int begin(int program) { return program * CUT / PROGRAMS; }
-  static __device__ __forceinline__ int owner(int unit) { return ((unit + 1) * PROGRAMS - 1) / CUT; }
+  static_assert(CUT == 0 || CUT >= CLUSTERS, "packed_chain.py");
+  static __device__ __forceinline__ int begin(int cluster) { return cluster * CUT / CLUSTERS; }
+  static __device__ __forceinline__ int owner(int unit) { return ((unit + 1) * CLUSTERS - 1) / CUT; }
+  // Of a cluster's units, cut ones, then whole blocks'.
+  static __device__ __forceinline__ int units(int cluster) { return begin(cluster + 1) - begin(cluster) + WHOLE * STEPS; }
+  static __device__ __forceinline__ void unit(int cluster, int i, int& pair, int& k) {
+    const int cut = begin(cluster + 1) - begin(cluster);
+    const int at = i < cut ? WHOLE * CLUSTERS * STEPS + begin(cluster) + i : i - cut;
+    pair = at / STEPS, k = at % STEPS;
+    if (i >= cut) pair = pair * CLUSTERS + cluster;
+  }
 };
 typedef Product<HIDDEN, WIDTH, false, 4> O;
-typedef Product<2 * INNER, HIDDEN, true, O::COUNTS + O::REST> Gate;
-typedef Product<HIDDEN, INNER, false, Gate::COUNTS + Gate::REST> Down;
-typedef Product<QKV, HIDDEN, false, Down::COUNTS + Down::REST> Qkv;
-constexpr int ALL_COUNTS = Qkv::COUNTS + Qkv::REST;
+typedef Product<2 * INNER, HIDDEN, true, O::COUNTS + 2 * O::REST> Gate;
+typedef Product<HIDDEN, INNER, false, Gate::COUNTS + 2 * Gate::REST> Down;
+typedef Product<QKV, HIDDEN, false, Down::COUNTS + 2 * Down::REST> Qkv;
+constexpr int ALL_COUNTS = Qkv::COUNTS + 2 * Qkv::REST;
+
+__device__ __forceinline__ int cluster_of() { return blockIdx.x / 2; }
+__device__ __forceinline__ int member() { return blockIdx.x % 2; }
 
 struct Ring {
   u32 tiles, full, empty;
@@ -43,18 +58,15 @@ struct Ring {
   }
 };
 
-// Calls with each unit of this program: cut ones, then whole blocks'.
-template <class P, class F> __device__ __forceinline__ void each_unit(const F& f) {
-  const int end = P::begin(blockIdx.x + 1);
-#pragma unroll 1
-  for (int u = P::begin(blockIdx.x); u < end; u++) f(P::WHOLE * PROGRAMS * P::STEPS + u, u % (P::STEPS ? P::STEPS : 1));
-#pragma unroll 1
-  for (int w = 0; w < P::WHOLE; w++)
-#pragma unroll 1
-    for (int k = 0; k < P::STEPS; k++) f((w * PROGRAMS + blockIdx.x) * P::STEPS + k, k);
-}
 template <class P> __device__ __forceinline__ void load_weights(const unsigned char* weight, Ring& ring, u64 policy) {
-  each_unit<P>([&](int unit, int) {
+  const int units = P::units(cluster_of());
+  const auto place = [&](int i) {
+    int pair, k;
+    P::unit(cluster_of(), i, pair, k);
+    return weight + (u64)((2 * pair + member()) * P::STEPS + k) * UNIT_BYTES;
+  };
+#pragma unroll 1
+  for (int i = 0; i < units; i++, ring.next()) {
     if (AHEAD < STAGES && (ring.round || ring.stage >= AHEAD)) {
       const int before = ring.stage - AHEAD, its = before < 0 ? before + STAGES : before;
       barrier_wait(ring.full + 8 * its, (before < 0 ? ring.round - 1 : ring.round) & 1);
@@ -62,17 +74,22 @@ template <class P> __device__ __forceinline__ void load_weights(const unsigned c
     const u32 bar = ring.fill(UNIT_BYTES);
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-        "r"(ring.at() + X_BYTES), "l"(weight + (u64)unit * UNIT_BYTES), "r"(UNIT_BYTES), "r"(bar), "l"(policy)
+        "r"(ring.at() + X_BYTES), "l"(place(i)), "r"(UNIT_BYTES), "r"(bar), "l"(policy)
         : "memory");
-    ring.next();
-  });
+  }
 }
 template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& input, Ring& ring) {
-  each_unit<P>([&](int, int k) {
+  constexpr int ITS_ROWS = ROWS / SHARING;
+  const int units = P::units(cluster_of()), first = SHARING == 1 ? 0 : member() * ITS_ROWS;
+#pragma unroll 1
+  for (int i = 0; i < units; i++, ring.next()) {
+    int pair, k;
+    P::unit(cluster_of(), i, pair, k);
     const u32 bar = ring.fill(X_BYTES);
-    load_tile(ring.at(), &input, k * 64, 0, bar, 1, 0);
-    ring.next();
-  });
+#pragma unroll
+    for (int t = 0; t < 2; t++)
+      load_tile(ring.at() + t * TILE_OF_X + first * LINE, &input, k * 128 + t * 64, first, bar, SHARING, 3);
+  }
 }
 
 // Half of a tile's weights of this thread, 16 pairs: times a power of two, see packed_weights.py.
@@ -109,8 +126,17 @@ __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin
   }
 }
 
+// This warp is done with a stage, which both programs fill.
+__device__ __forceinline__ void leave(u32 bar) {
+  const int lane = threadIdx.x % 32;
+  if (SHARING == 1) {
+    if (lane == 0) here_arrive(bar);
+  } else if (lane < 2) {
+    barrier_arrive(bar, lane);
+  }
+}
 // A block's sums, or those of a part of k.
-__device__ __forceinline__ void multiply_units(float (&sums)[2][ROWS / 2], Ring& ring, int units) {
+__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Ring& ring, int units) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x / 32;
   u32 a[2][16], before = 0;
 #pragma unroll 1
@@ -119,12 +145,12 @@ __device__ __forceinline__ void multiply_units(float (&sums)[2][ROWS / 2], Ring&
     const u32 weights = ring.at() + X_BYTES, tail = weights + TAIL;
     const u64 ends = (u64)read4_of(tail + 4) << 32 | read4_of(tail);
     const int end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
-    const u64 x = matrix(ring.at());
+    const u64 x[2] = {matrix(ring.at()), matrix(ring.at() + TILE_OF_X)};
 #pragma unroll
     for (int t = 0; t < 2; t++) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       if (t == 1) {
-        if (u && thread % 32 == 0) here_arrive(before);
+        if (u) leave(before);
         before = ring.empty + 8 * ring.stage;
       }
       decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
@@ -132,16 +158,14 @@ __device__ __forceinline__ void multiply_units(float (&sums)[2][ROWS / 2], Ring&
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        multiply_by(sums[t], a[t] + 4 * k, x + 2 * k, k || u);
+        multiply_by(sums, a[t] + 4 * k, x[t] + 2 * k, k || t || u);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  if (thread % 32 == 0) here_arrive(before);
+  leave(before);
 #pragma unroll
-  for (int t = 0; t < 2; t++)
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[t][i])::"memory");
+  for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
 __device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
@@ -177,43 +201,38 @@ __device__ __forceinline__ u16 rounded(float y) {
 }
 __device__ __forceinline__ float element(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
-// What stands behind a block's sums: of 16 lines of a tile, or the same of gate and of up, by eight rows; a warp's. kind:
-// which warp had them, and of which of its tiles they are.
+// What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
 template <class P> struct Piece {
-  static constexpr int TILES = P::GATED ? 2 : 1, KINDS = 16 / TILES;
   static constexpr bool ADDS = !P::GATED && P::COUNTS != Qkv::COUNTS;
-  int line, row, warp;
-  float sums[TILES][4];
-  u16 before[4];  // the residual stream's
+  int block, part, warp;
+  float sums[4];
 
-  __device__ __forceinline__ void place(int block, int part, int kind) {
-    const int lane = threadIdx.x % 32, tile = P::GATED ? 0 : kind % 2;
-    warp = P::GATED ? kind : kind / 2;
-    line = (P::GATED ? block * 128 + warp / 4 * 64 : block * LINES + (warp / 4 * 2 + tile) * 64) + warp % 4 * 16 + lane / 4;
-    row = part * 8 + lane % 4 * 2;
+  __device__ __forceinline__ int row(int e) const { return part * 8 + threadIdx.x % 4 * 2 + e % 2; }
+  __device__ __forceinline__ u64 at(int e, int width) const {
+    const int line = P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16 + e / 2 * 8;
+    return (u64)row(e) * width + line + threadIdx.x % 32 / 4;
   }
-  __device__ __forceinline__ u64 at(int e, int width) const { return (u64)(row + e % 2) * width + line + e / 2 * 8; }
-  __device__ __forceinline__ void read_stream(const Step& step) {
+  // What x has where this adds to it.
+  __device__ __forceinline__ void read_stream(const Step& step, u16 (&stream)[4]) const {
     if constexpr (ADDS)
 #pragma unroll
-      for (int e = 0; e < 4; e++) before[e] = row + e % 2 < step.rows ? __ldcg(step.x + at(e, HIDDEN)) : 0;
+      for (int e = 0; e < 4; e++) stream[e] = row(e) < step.rows ? __ldcg(step.x + at(e, HIDDEN)) : 0;
   }
-  __device__ __forceinline__ void write(const Step& step, const float* factors, float scale, int block, int kind) {
+  __device__ __forceinline__ void write(const Step& step, const u16 (&stream)[4], const float* factors, float scale) const {
     float squares[2] = {};
 #pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const int r = row + e % 2;
-      const bool live = r < step.rows;
+    for (int e = 0; e < (P::GATED ? 2 : 4); e++) {
+      const bool live = row(e) < step.rows;
       if constexpr (P::GATED) {
-        const float factor = live ? factors[r] * scale : 0.f, gate = sums[0][e] * factor;
-        const float y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[1][e] * factor);
+        const float factor = live ? factors[row(e)] * scale : 0.f, gate = sums[e] * factor;
+        const float y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[2 + e] * factor);
         if (live) step.hidden[at(e, INNER)] = rounded(y);
       } else if constexpr (ADDS) {
-        const u16 sum = rounded(element(before[e]) + sums[0][e] * scale);
+        const u16 sum = rounded(element(stream[e]) + sums[e] * scale);
         if (live) step.x[at(e, HIDDEN)] = sum;
         squares[e % 2] += element(sum) * element(sum);
       } else if (live) {
-        step.projection[at(e, QKV)] = rounded(sums[0][e] * (factors[r] * scale));
+        step.projection[at(e, QKV)] = rounded(sums[e] * (factors[row(e)] * scale));
       }
     }
     if constexpr (ADDS)
@@ -221,8 +240,7 @@ template <class P> struct Piece {
       for (int e = 0; e < 2; e++) {
 #pragma unroll
         for (int other = 4; other < 32; other *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], other);
-        if (threadIdx.x % 32 < 4 && row + e < step.rows)
-          step.squares[(row + e) * PARTS + block * 16 + kind] = squares[e];
+        if (threadIdx.x % 32 < 4 && row(e) < step.rows) step.squares[row(e) * PARTS + block * 8 + warp] = squares[e];
       }
   }
 };
@@ -230,109 +248,90 @@ template <class P> struct Piece {
 // The sums that all programs with a part of a block have left, of this program's share of it, which is as large as its
 // part.
 template <class P>
-__device__ __forceinline__ void finish_share(const Step& step, const float* factors, float scale, int block) {
+__device__ __forceinline__ void finish_share(const Step& step, const float* factors, float scale, int pair) {
   typedef Piece<P> Its;
-  constexpr int EACH = (P::CUT + PROGRAMS - 1) / PROGRAMS, AT_ONCE = 8;
-  constexpr int ROUNDS = (ROWS / 8 * Its::KINDS * EACH / P::STEPS + 1 + THREADS / 32 - 1) / (THREADS / 32);
-  const int start = block * P::STEPS, whole = P::WHOLE * PROGRAMS + block, lane = threadIdx.x % 32;
-  const int items = (step.rows + 7) / 8 * Its::KINDS;
-  const int first = items * max(P::begin(blockIdx.x) - start, 0) / P::STEPS + threadIdx.x / 32;
-  const int end = items * min(P::begin(blockIdx.x + 1) - start, P::STEPS) / P::STEPS;
-  Its pieces[ROUNDS];
+  constexpr int MOST_UNITS = (P::CUT + CLUSTERS - 1) / CLUSTERS, WARPS = THREADS / 32, AT_ONCE = 8;
+  constexpr int ROUNDS = (ROWS * MOST_UNITS / P::STEPS + 1 + WARPS - 1) / WARPS;
+  const int start = pair * P::STEPS, block = 2 * (P::WHOLE * CLUSTERS + pair) + member(), lane = threadIdx.x % 32;
+  const int items = (step.rows + 7) / 8 * WARPS, cluster = cluster_of();
+  const int first = items * max(P::begin(cluster) - start, 0) / P::STEPS + threadIdx.x / 32;
+  const int end = items * min(P::begin(cluster + 1) - start, P::STEPS) / P::STEPS;
+  const auto piece_of = [&](int i) {
+    const int item = first + i * WARPS;
+    return Its{block, item / WARPS, item % WARPS, {}};
+  };
+  u16 stream[ROUNDS][4];
 #pragma unroll
-  for (int i = 0; i < ROUNDS; i++) {
-    const int item = first + i * (THREADS / 32);
-    pieces[i].place(whole, item / Its::KINDS, item % Its::KINDS);
-    if (item < end) pieces[i].read_stream(step);
-  }
+  for (int i = 0; i < ROUNDS; i++)
+    if (first + i * WARPS < end) piece_of(i).read_stream(step, stream[i]);
   const int from = P::owner(start), to = P::owner(start + P::STEPS - 1), others = to - from + 1;
   if (lane == 0)
-    while (counted(step.counts + P::COUNTS + block) < others) {}
+    while (counted(step.counts + P::COUNTS + 2 * pair + member()) < others) {}
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
-    Its& piece = pieces[i];
-    const int item = first + i * (THREADS / 32), part = item / Its::KINDS, kind = item % Its::KINDS;
-    if (item >= end) break;
-    const int tile = P::GATED ? 0 : kind % 2;
-    const float* at = step.parts + ((part * 2 + tile) * THREADS + piece.warp * 32 + lane) * 4;
-#pragma unroll
-    for (int t = 0; t < Its::TILES; t++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) piece.sums[t][e] = 0.f;
+    if (first + i * WARPS >= end) break;
+    Its piece = piece_of(i);
+    const float* at = step.parts + (piece.part * THREADS + piece.warp * 32 + lane) * 4;
 #pragma unroll 1
     for (int some = from; some <= to; some += AT_ONCE) {
-      float4 others[AT_ONCE][Its::TILES];
+      float4 parts[AT_ONCE];
 #pragma unroll
-      for (int p = 0; p < AT_ONCE; p++)
+      for (int c = 0; c < AT_ONCE; c++) {
+        const int other = some + c, slot = 2 * (2 * other + (other == from && P::begin(from) < start)) + member();
+        parts[c] = other <= to ? __ldcg((const float4*)(at + (u64)slot * PART_WORDS)) : make_float4(0.f, 0.f, 0.f, 0.f);
+      }
 #pragma unroll
-        for (int t = 0; t < Its::TILES; t++) {
-          const int slot = some + p == from && P::begin(from) < start ? 1 : 0;
-          others[p][t] = some + p <= to ? __ldcg((const float4*)(at + (u64)(2 * (some + p) + slot) * PART_WORDS) + t * THREADS)
-                                        : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-#pragma unroll
-      for (int p = 0; p < AT_ONCE; p++)
-#pragma unroll
-        for (int t = 0; t < Its::TILES; t++) {
-          piece.sums[t][0] += others[p][t].x, piece.sums[t][1] += others[p][t].y;
-          piece.sums[t][2] += others[p][t].z, piece.sums[t][3] += others[p][t].w;
-        }
+      for (int c = 0; c < AT_ONCE; c++) {
+        piece.sums[0] += parts[c].x, piece.sums[1] += parts[c].y;
+        piece.sums[2] += parts[c].z, piece.sums[3] += parts[c].w;
+      }
     }
-    piece.write(step, factors, scale, whole, kind);
+    piece.write(step, stream[i], factors, scale);
   }
 }
 
+__device__ __forceinline__ void wait_for_factors(int bar) {
+  asm volatile("bar.sync %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
+}
+// factors_bar: where the rows' factors are told, if any.
 template <class P>
 __device__ __forceinline__ void run_product(const Step& step, Ring& ring, const float* factors, int factors_bar,
                                             float scale) {
-  float sums[2][ROWS / 2];
-  const int begin = P::begin(blockIdx.x), end = P::begin(blockIdx.x + 1);
-  const int first = P::STEPS ? begin / P::STEPS : 0, last = (end - 1) / P::STEPS;
+  float sums[ROWS / 2];
+  const int begin = P::begin(cluster_of()), end = P::begin(cluster_of() + 1);
+  const int first = begin / P::STEPS, last = (end - 1) / P::STEPS;  // pairs of which this has a part
   if constexpr (P::REST > 0) {
 #pragma unroll 1
-    for (int block = first; block <= last; block++) {
-      const int units = min(end, (block + 1) * P::STEPS) - max(begin, block * P::STEPS);
-      multiply_units(sums, ring, units);
-      float* to = step.parts + (u64)(2 * blockIdx.x + block - first) * PART_WORDS + threadIdx.x * 4;
+    for (int pair = first; pair <= last; pair++) {
+      multiply_units(sums, ring, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
+      float* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_WORDS + threadIdx.x * 4;
 #pragma unroll
       for (int part = 0; part < ROWS / 8; part++)
         if (part * 8 < step.rows)
-#pragma unroll
-          for (int t = 0; t < 2; t++)
-            *(float4*)(to + (part * 2 + t) * THREADS * 4) = make_float4(
-                sums[t][4 * part], sums[t][4 * part + 1], sums[t][4 * part + 2], sums[t][4 * part + 3]);
-      tell(step.counts + P::COUNTS + block);
+          *(float4*)(to + part * THREADS * 4) =
+              make_float4(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
+      tell(step.counts + P::COUNTS + 2 * pair + member());
     }
   }
 #pragma unroll 1
   for (int w = 0; w < P::WHOLE; w++) {
     multiply_units(sums, ring, P::STEPS);
-    if (factors_bar && w == 0) asm volatile("bar.sync %0, %1;" ::"r"(factors_bar), "n"(THREADS + FACTOR_THREADS) : "memory");
+    if (factors_bar && w == 0) wait_for_factors(factors_bar);
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
-        const int block = w * PROGRAMS + blockIdx.x, warp = threadIdx.x / 32;
-#pragma unroll
-        for (int t = 0; t < (P::GATED ? 1 : 2); t++) {
-          Piece<P> piece;
-          const int kind = P::GATED ? warp : warp * 2 + t;
-          piece.place(block, part, kind);
-          piece.read_stream(step);
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            piece.sums[0][e] = sums[t][4 * part + e];
-            if (P::GATED) piece.sums[Piece<P>::TILES - 1][e] = sums[1][4 * part + e];
-          }
-          piece.write(step, factors, scale, block, kind);
-        }
+        const Piece<P> piece{2 * (w * CLUSTERS + cluster_of()) + member(), part, (int)threadIdx.x / 32,
+                             {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
+        u16 stream[4];
+        piece.read_stream(step, stream);
+        piece.write(step, stream, factors, scale);
       }
   }
   if constexpr (P::REST > 0) {
-    if (factors_bar && P::WHOLE == 0)
-      asm volatile("bar.sync %0, %1;" ::"r"(factors_bar), "n"(THREADS + FACTOR_THREADS) : "memory");
+    if (factors_bar && P::WHOLE == 0) wait_for_factors(factors_bar);
 #pragma unroll 1
-    for (int block = first; block <= last; block++) finish_share<P>(step, factors, scale, block);
+    for (int pair = first; pair <= last; pair++) finish_share<P>(step, factors, scale, pair);
   }
 }
 
@@ -374,10 +373,11 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   float* const factors = (float*)(memory + STAGES * STAGE_BYTES + 1024);  // of two products
   const Step step{x, hidden, projection, squares, parts, counts, rows};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) barrier_init(ring.full + 8 * s, 2), barrier_init(ring.empty + 8 * s, THREADS / 32);
+    for (int s = 0; s < STAGES; s++) barrier_init(ring.full + 8 * s, 2), barrier_init(ring.empty + 8 * s, SHARING * THREADS / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
+  if (SHARING > 1) cluster_meet();
   if (warp >= THREADS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (warp == THREADS / 32) {
@@ -420,6 +420,7 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   tell(counts + 2);
   run_product<Qkv>(step, ring, factors + ROWS, 3, qkv_scale);
   meet();
+  if (SHARING > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
   if (threadIdx.x == 0) {
     u32 ended;
     asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(ended) : "l"(counts + 3), "r"(PROGRAMS - 1) : "memory");

@@ -19,15 +19,17 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel, load, loads
-from minivllm.kernels.packed_weights import LINES, UNIT_BYTES, PackedWeight
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.packed_weights import LINES, STEP, UNIT_BYTES, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
-_COLUMNS = 8, 16, 32, 64, 96, 128, 144, 160  # rows that kernels are compiled for
+_COLUMNS = 8, 16, 32, 64, 96, 128  # rows that kernels are compiled for
 MAX_PACKED_ROWS = _COLUMNS[-1]
-_THREADS, _MULTIPLYING = 384, 256
+LEAST_WEIGHTS = 3 << 25  # of a layer; with fewer, what programs wait for each other counts most
+_THREADS = 384
 _MOST_STAGES = 8
-_AHEAD = 8
+_SHARED_ROWS = 32  # from so many on clusters share their input
+_AHEAD = 4  # units of weights under way: with more, programs get theirs at different paces
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +48,25 @@ def _stage_bytes(rows: int) -> int:
 
 
 def _cuts(shape: ChainShape) -> list[tuple[int, int]]:
-    """Of each product: blocks of lines, steps of k."""
+    """Of each product: pairs of blocks of lines, steps of k."""
     sizes = (shape.hidden, shape.width), (2 * shape.inner, shape.hidden), (shape.hidden, shape.inner), (
         shape.qkv, shape.hidden)  # fmt: skip
-    return [(lines // LINES, k // STEP) for lines, k in sizes]
+    return [(lines // (2 * LINES), k // STEP) for lines, k in sizes]
 
 
 @cache
 def packed_config(rows: int, shape: ChainShape, sms: int = 132) -> PackedConfig | None:
     """None: too many rows, or sizes that are not of whole units."""
     columns = next((c for c in _COLUMNS if rows <= c), None)
-    if columns is None or any(n % LINES for n in (shape.hidden, 2 * shape.inner, shape.qkv)):
+    if columns is None or any(n % (2 * LINES) for n in (shape.hidden, 2 * shape.inner, shape.qkv)):
         return None
+    clusters = sms // 2
     if any(k % STEP for k in (shape.hidden, shape.width, shape.inner)):
         return None
-    if any(0 < blocks % sms * steps < sms for blocks, steps in _cuts(shape)):
+    if any(0 < pairs % clusters * steps < clusters for pairs, steps in _cuts(shape)):
         return None  # not even a unit each
     stages = min((SHARED_BYTES - FIXED_BYTES - 2 * 4 * columns) // _stage_bytes(columns), _MOST_STAGES)
-    return PackedConfig(columns, sms, stages)
+    return PackedConfig(columns, 2 * clusters, stages)
 
 
 @cache
@@ -87,8 +90,8 @@ def use_packed(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.d
 @cache
 def _fits(shape: ChainShape, config: PackedConfig, device: torch.device) -> bool:
     with torch.cuda.device(device):
-        kernel = load(packed_kernel(shape, config), device)
-        return config.programs <= nvrtc.programs_at_once(kernel, _launch_shape(config, False), num_sms(device))
+        there = nvrtc.clusters_at_once(load(packed_kernel(shape, config), device), _launch_shape(config, False))
+    return config.programs <= 2 * there
 
 
 @cache
@@ -104,7 +107,7 @@ def _parts(device: torch.device, words: int) -> torch.Tensor:
 
 @cache
 def _launch_shape(config: PackedConfig, pdl: bool) -> nvrtc.LaunchShape:
-    return nvrtc.LaunchShape((config.programs, 1, 1), (1, 1, 1), _THREADS, config.shared_bytes, pdl)
+    return nvrtc.LaunchShape((config.programs, 1, 1), (2, 1, 1), _THREADS, config.shared_bytes, pdl)
 
 
 def packed_chain(
@@ -128,10 +131,11 @@ def packed_chain(
         return projection
     hidden = x.new_empty((rows, shape.inner))
     squares = torch.empty((rows, shape.hidden // 16), dtype=torch.float32, device=device)
-    parts = _parts(device, 2 * config.programs * _MULTIPLYING * config.rows)
-    counts = _counts(device, 4 + sum(blocks % config.programs for blocks, _ in _cuts(shape)))
+    parts = _parts(device, 2 * config.programs * LINES * config.rows)
+    counts = _counts(device, 4 + sum(pairs % (config.programs // 2) * 2 for pairs, _ in _cuts(shape)))
+    box = config.rows // (2 if config.rows >= _SHARED_ROWS else 1)
     maps = [
-        nvrtc.tensor_map(t.data_ptr(), rows, t.shape[1], t.stride(0), config.rows, STEP) for t in (heads, x, hidden)
+        nvrtc.tensor_map(t.data_ptr(), rows, t.shape[1], t.stride(0), box, STEP // 2) for t in (heads, x, hidden)
     ]
     weights = (o, gate_up, down, qkv)
     tensors = (*(weight.data for weight in weights), x, hidden, projection, squares, parts, counts)

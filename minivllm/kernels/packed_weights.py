@@ -7,8 +7,8 @@ four bits of exponent, counted from the matrix's ``base``; the few others are ke
 What a kernel makes of the bits is the weight times a power of two, by which it divides the sums: nothing is rounded,
 nothing is lost.
 
-Weights lie in units of 256 lines by 64 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles
-of 64 lines, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48
+Weights lie in units of 128 lines by 128 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles
+of 64 by 64, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48
 bytes. Of three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a
 fourth pair. Behind the tiles stand the unit's exceptions.
 
@@ -31,8 +31,8 @@ from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import Kernel, load, loads
 
 PACKED_ROWS = 1, 64  # of steps that read packed weights where there are some: fewest, most
-LINES, STEP = 256, 64  # of a unit: lines of the weight, elements of k
-_TILES, _TILE_BYTES = 4, 6144  # of 64 lines
+LINES, STEP = 128, 128  # of a unit: lines of the weight, elements of k
+_TILES, _TILE_BYTES = 4, 6144  # of 64 lines by 64 of k
 _TAIL_BYTES = 256  # ends of the warps' lists of exceptions, one byte each, then exceptions of four bytes
 MOST_EXCEPTIONS = _TAIL_BYTES // 4 - 2
 UNIT_BYTES = _TILES * _TILE_BYTES + _TAIL_BYTES
@@ -55,9 +55,9 @@ PACK_KERNEL = Kernel(
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """data (units, UNIT_BYTES) uint8, a unit's index (lines / 256) * (k / 64) + k / 64; a weight is what its bits say
-    times ``scale``, a power of two. ``gated``: units have 128 lines of the first half (gate) and the same of the second
-    (up)."""
+    """data (units, UNIT_BYTES) uint8, a unit's index (lines / 128) * (k / 128) + k / 128; a weight is what its bits
+    say times ``scale``, a power of two. ``gated``: units have 64 lines of the first half (gate) and the same of the
+    second (up), by eights."""
 
     data: torch.Tensor
     scale: float
@@ -161,22 +161,23 @@ def _write(weight: torch.Tensor, gated: bool, base: torch.Tensor, data: torch.Te
 
 
 def _by_block(weight: torch.Tensor, gated: bool) -> torch.Tensor:
-    """(blocks, 2 warpgroups, 2 tiles, 64, k), a view or, of gate and up, a copy."""
+    """(blocks, 8 warps, 2 eights of lines, 8, k)."""
     lines, k = weight.shape
     bits = weight.view(torch.int16)
     if not gated:
-        return bits.view(lines // LINES, 2, 2, 64, k)
-    return bits.view(2, lines // LINES, 2, 64, k).permute(1, 2, 0, 3, 4)
+        return bits.view(lines // LINES, 8, 2, 8, k)
+    return bits.view(2, lines // LINES, 8, 8, k).permute(1, 2, 0, 3, 4)
 
 
 def _pack_blocks(bits: torch.Tensor, base: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """bits (blocks, 2, 2, 64, k) -> data (blocks, k / 64, UNIT_BYTES). Whether a unit has too many exceptions."""
+    """bits (blocks, 8, 2, 8, k) -> data (blocks, k / 128, UNIT_BYTES). Whether a unit has too many exceptions."""
     blocks, k = bits.shape[0], bits.shape[-1]
     steps = k // STEP
-    # Lines of a tile are (warp 4, half 2, eighth 8), its k is (16ths 4, half 2, quarter 4, pair 2); see wgmma's A.
-    bits = bits.reshape(blocks, 2, 2, 4, 2, 8, steps, 4, 2, 4, 2).int() & 0xFFFF
+    # A unit's lines are (warpgroup 2, warp 4, half 2, eighth 8), its k is (tile 2, 16th 4, half 2, quarter 4, pair 2);
+    # see wgmma's A.
+    bits = bits.reshape(blocks, 2, 4, 2, 8, steps, 2, 4, 2, 4, 2).int() & 0xFFFF
     # -> (blocks, steps, warpgroup, tile, warp, eighth, quarter, 16th, half of k, half of lines, pair)
-    bits = bits.permute(0, 6, 1, 2, 3, 5, 9, 7, 8, 4, 10)
+    bits = bits.permute(0, 5, 1, 6, 2, 4, 9, 7, 8, 3, 10)
     exponents = ((bits >> 7) & 0xFF) - base
     inside = (exponents >= 0) & (exponents < _WINDOW)
     codes = torch.where(inside, (bits & 0x807F) | exponents << 7, 0)
@@ -242,8 +243,8 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
                 at = warp // 4, entry >> 9 & 1, warp % 4, entry & 31, entry >> 7 & 3, entry >> 5 & 3, entry >> 10 & 1
                 halves[block, step][at] = entry >> 16 & 0xFFFF
             begin = end
-    bits = halves.view(blocks, steps, 2, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 3, 4, 9, 5, 1, 7, 8, 6, 10)
-    bits = bits.reshape(blocks, 2, 2, 64, packed.k)
+    bits = halves.view(blocks, steps, 2, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 4, 9, 5, 1, 3, 7, 8, 6, 10)
+    bits = bits.reshape(blocks, 8, 2, 8, packed.k)
     if packed.gated:
         bits = bits.permute(2, 0, 1, 3, 4)
     values = bits.reshape(packed.lines, packed.k).to(torch.int16).view(torch.bfloat16)

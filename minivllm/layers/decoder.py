@@ -279,16 +279,22 @@ class Decoder(nn.Module):
         if exchange is not None and exchange.takes(x):
             x, layers = self._in_parts(layers, exchange, x, positions, attention)
         else:
-            usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
-            alone = self.tp.size == 1
-            packed = products is not None and alone and _goes_packed(usual, products, x)
-            if packed or (products is not None and alone and use_chain(len(x), products, x.dtype, x.device)):
-                x, layers = self._chained(usual, x, positions, attention, packed), []
-            elif (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
-                x, layers = decode_whole(usual, whole, x, positions, attention, self.tp), []
+            x, layers = self._at_once(layers, x, positions, attention)
         for layer in layers:
             x = layer(x, positions, attention)
         return self.norm(x)
+
+    def _at_once(
+        self, layers: list[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
+    ) -> tuple[torch.Tensor, list[nn.Module]]:
+        """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
+        usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
+        chained = self.tp.size == 1 and products is not None
+        chains = chained and use_chain(len(x), cast(ChainShape, products), x.dtype, x.device)
+        if not chains and (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
+            return decode_whole(usual, whole, x, positions, attention, self.tp), []
+        packed = chained and _goes_packed(usual, cast(ChainShape, products), x)
+        return (self._chained(usual, x, positions, attention, packed), []) if packed or chains else (x, layers)
 
     @cached_property
     def _different_layers(self) -> list[nn.Module]:
@@ -369,7 +375,7 @@ def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape |
 
 
 def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
-    """Whether layers of that shape read packed weights in this step: where there are any, before all other ways."""
+    """Whether layers of that shape read packed weights in this step: where there are any, and one kernel is not faster."""
     least, most = PACKED_ROWS
     if not least <= len(x) <= most or len(layers) < 2:
         return False

@@ -27,7 +27,7 @@ from minivllm.kernels.packed_weights import (
 BF16 = torch.bfloat16
 
 
-def random_weight(lines=512, k=192, device="cpu"):
+def random_weight(lines=512, k=384, device="cpu"):
     return (torch.randn(lines, k, device=device) * 0.02).to(BF16)
 
 
@@ -48,7 +48,7 @@ def crowded(number):
     weight = random_weight()
     weight[weight.abs() < 1e-4] = 0.01
     for i in range(number):
-        weight[256 + 18 + i // 48, STEP + i % 48] = 0
+        weight[256 + 18 + i // 48, STEP + 16 + i % 48] = 0
     return weight
 
 
@@ -57,7 +57,7 @@ CASES = {
     "plain": random_weight,
     "exceptions": lambda: strewn(random_weight(), APART),
     "exceptions in one warp": lambda: crowded(MOST_EXCEPTIONS),
-    "one exponent": lambda: torch.where(torch.rand(256, 64) < 0.5, 1.5, -1.0).to(BF16),
+    "one exponent": lambda: torch.where(torch.rand(256, 128) < 0.5, 1.5, -1.0).to(BF16),
     "large": lambda: random_weight() * 1e30,
     "small": lambda: random_weight() * 1e-30,
 }
@@ -110,9 +110,9 @@ REFUSED = {
     "NaN": lambda: one(float("nan")),
     "denormal": lambda: one(1e-40),
     "too many in a unit": lambda: crowded(MOST_EXCEPTIONS + 1),
-    "zeros": lambda: torch.zeros(256, 64, dtype=BF16),
-    "denormals": lambda: torch.full((256, 64), 1e-40, dtype=BF16),
-    "infinities": lambda: torch.full((256, 64), float("inf"), dtype=BF16),
+    "zeros": lambda: torch.zeros(256, 128, dtype=BF16),
+    "denormals": lambda: torch.full((256, 128), 1e-40, dtype=BF16),
+    "infinities": lambda: torch.full((256, 128), float("inf"), dtype=BF16),
     "too far": lambda: one(1e-35, 1e36),
 }
 
@@ -131,8 +131,8 @@ def test_what_cannot_be_kept_is_refused(case, gated):
 
 def test_the_base_is_that_of_a_sample_of_all_columns(monkeypatch):
     monkeypatch.setattr(packing, "_SAMPLE", 1 << 10)
-    weight = random_weight(1024, 64)
-    weight[:, ::2] *= 2.0**-60  # a stride of 64 would see these alone
+    weight = random_weight(512, 128)
+    weight[:, ::2] *= 2.0**-60  # an even stride would see these alone
     exponents = [int(packing._base(half)) for half in (weight[:, ::2].contiguous(), weight[:, 1::2].contiguous())]
     weight[:, ::4] *= 2.0**60
     assert exponents[0] < exponents[1] - 50 and abs(int(packing._base(weight)) - exponents[1]) <= 1
@@ -149,7 +149,7 @@ def test_it_is_packed_again_where_it_stands():
 
 
 def test_of_several_weights_those_are_none_that_cannot_be_kept():
-    given = [random_weight(), REFUSED["infinite"](), random_weight(256, 64)]
+    given = [random_weight(), REFUSED["infinite"](), random_weight(256, 128)]
     first, second, third = pack_all(given, [True, False, False])
     assert second is None and first.gated and not third.gated
     assert same_bits(unpack(first), given[0]) and same_bits(unpack(third), given[2])
