@@ -10,8 +10,8 @@ from torch import nn
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.hopper import compile_ahead
-from minivllm.kernels.packed_chain import LEAST_WEIGHTS, use_packed
-from minivllm.kernels.packed_weights import PACK_KERNEL, PACKED_ROWS, packable, packed_bytes
+from minivllm.kernels.packed_chain import packed_rows, use_packed
+from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
 from minivllm.layers.packed import pack_layers, packable_decoders, products_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _unfit(model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: t
     if not products or any(its.weight.dtype != dtype or not its.weight.is_contiguous() for its in products):
         return f"the layers of {type(model).__name__} are not of the kind that reads packed weights"
     for shape in (decoder.chain_shape() for decoder in decoders):
-        if shape is not None and shape.weights < LEAST_WEIGHTS:
+        if shape is not None and not packed_rows(shape):
             return f"in layers of {shape.weights / 1e6:.0f} million weights packed ones are not faster"
     return None
 
@@ -84,4 +84,4 @@ def _runs(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     decoders = packable_decoders(model)
     fits = all(packable(*product.weight.shape) for product in products_of(decoders))
     shapes = {shape for decoder in decoders if (shape := decoder.chain_shape()) is not None}
-    return fits and all(use_packed(PACKED_ROWS[0], shape, dtype, device) for shape in shapes)
+    return fits and all(use_packed(packed_rows(shape)[0], shape, dtype, device) for shape in shapes)

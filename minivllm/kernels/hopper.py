@@ -68,12 +68,13 @@ def _multiply_held(n: int) -> str:
 
 
 def _multiply_by(n: int) -> str:
-    """Adds to what is there, or, the first time, to nothing: sums that are set to zero meanwhile would be waited for."""
+    """Adds to what is there, or, if not ``adds``, to nothing: zeros that are set would be waited for."""
     a, b, adds = ", ".join(f"%{n // 2 + i}" for i in range(4)), f"%{n // 2 + 4}", f"%{n // 2 + 5}"
+    product = f".reg .pred p;\\nsetp.ne.b32 p, {adds}, 0;\\n{_product(n)}, {{{a}}}, {b}, p, 1, 1, 0;"
     return (
-        f"__device__ __forceinline__ void multiply_by(float (&d)[{n // 2}], const u32* a, u64 b, int adds)"
-        f' {{\n  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, {adds}, 0;\\n{_product(n)}, {{{a}}}, {b}, p, 1, 1, 0;\\n}}"'
-        f' : {_sums(n, "+")} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));\n}}\n'
+        f"__device__ __forceinline__ void multiply_by(float (&d)[{n // 2}], const u32* a, u64 b, int adds) {{\n"
+        f'  asm volatile("{{\\n{product}\\n}}" : {_sums(n, "+")} :'
+        f' "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));\n}}\n'
     )
 
 

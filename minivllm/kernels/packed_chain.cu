@@ -1,32 +1,34 @@
-// Four products of a decoder's layers, one behind another in one kernel, whose weights come packed; see packed_weights.py
-// and packed_chain.py.
+// Four products of a decoder's layers, one behind another in one kernel, whose weights come packed; see
+// packed_weights.py and packed_chain.py.
 //   x += heads @ o;  hidden = silu(gate) * up of norm(x);  x += hidden @ down;  projection = norm(x) @ qkv of the next
 //
-// Compiled for one shape and ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters of
-// two that go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input.
-// Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a unit,
-// 128 of k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets as many
-// units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share of it. A
-// warp asks for weights, some units ahead, from one product to the next; another for inputs, and waits between products
-// until all programs are done with the one before; two find the rows' factors meanwhile.
+// Compiled for one shape and ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters
+// of two that go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input.
+// Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a
+// unit, 128 of k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets
+// as many units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share
+// of it. A warp asks for weights, some units ahead, from one product to the next; another for inputs, and waits between
+// products until all programs are done with the one before; two find the rows' factors meanwhile.
 
 constexpr int THREADS = 256, LINES = 128, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
 constexpr int TILE_OF_X = ROWS * LINE, X_BYTES = 2 * TILE_OF_X, STAGE_BYTES = X_BYTES + 25600;
 constexpr int FACTOR_THREADS = 64, PARTS = HIDDEN / 16;  // that a row's squares come in
-constexpr int PART_WORDS = LINES * ROWS;                 // floats of a block's sums
+constexpr int PART_FOURS = LINES * ROWS / 4;             // of a block's sums
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_chain.py");
 
 // Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each.
-template <int N_, int K_, bool GATED_, int COUNTS_> struct Product {
+template <int N_, int K_, bool GATED_, bool ADDS_> struct Product {
   static constexpr int PAIRS = N_ / LINES / 2, STEPS = K_ / 128, WHOLE = PAIRS / CLUSTERS, REST = PAIRS % CLUSTERS;
-  static constexpr int CUT = REST * STEPS, COUNTS = COUNTS_;  // units that are cut; where the counts of blocks are
-  static constexpr bool GATED = GATED_;
+  static constexpr int CUT = REST * STEPS;  // units that are cut
+  static constexpr bool GATED = GATED_, ADDS = ADDS_;
   static_assert(CUT == 0 || CUT >= CLUSTERS, "packed_chain.py");
   static __device__ __forceinline__ int begin(int cluster) { return cluster * CUT / CLUSTERS; }
   static __device__ __forceinline__ int owner(int unit) { return ((unit + 1) * CLUSTERS - 1) / CUT; }
   // Of a cluster's units, cut ones, then whole blocks'.
-  static __device__ __forceinline__ int units(int cluster) { return begin(cluster + 1) - begin(cluster) + WHOLE * STEPS; }
+  static __device__ __forceinline__ int units(int cluster) {
+    return begin(cluster + 1) - begin(cluster) + WHOLE * STEPS;
+  }
   static __device__ __forceinline__ void unit(int cluster, int i, int& pair, int& k) {
     const int cut = begin(cluster + 1) - begin(cluster);
     const int at = i < cut ? WHOLE * CLUSTERS * STEPS + begin(cluster) + i : i - cut;
@@ -34,11 +36,10 @@ template <int N_, int K_, bool GATED_, int COUNTS_> struct Product {
     if (i >= cut) pair = pair * CLUSTERS + cluster;
   }
 };
-typedef Product<HIDDEN, WIDTH, false, 4> O;
-typedef Product<2 * INNER, HIDDEN, true, O::COUNTS + 2 * O::REST> Gate;
-typedef Product<HIDDEN, INNER, false, Gate::COUNTS + 2 * Gate::REST> Down;
-typedef Product<QKV, HIDDEN, false, Down::COUNTS + 2 * Down::REST> Qkv;
-constexpr int ALL_COUNTS = Qkv::COUNTS + 2 * Qkv::REST;
+typedef Product<HIDDEN, WIDTH, false, true> O;
+typedef Product<2 * INNER, HIDDEN, true, false> Gate;
+typedef Product<HIDDEN, INNER, false, true> Down;
+typedef Product<QKV, HIDDEN, false, false> Qkv;
 
 __device__ __forceinline__ int cluster_of() { return blockIdx.x / 2; }
 __device__ __forceinline__ int member() { return blockIdx.x % 2; }
@@ -92,7 +93,7 @@ template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& 
   }
 }
 
-// Half of a tile's weights of this thread, 16 pairs: times a power of two, see packed_weights.py.
+// This thread's weights of a tile, 16 pairs, times a power of two, see packed_weights.py.
 __device__ __forceinline__ void decode(u32 (&a)[16], u32 from) {
   const uint4 first = read16(from), second = read16(from + 2048), third = read16(from + 4096);
   const u32 w0[4] = {first.x, first.y, first.z, first.w}, w1[4] = {second.x, second.y, second.z, second.w};
@@ -157,8 +158,7 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Ring& ri
       if (begin < end) put_exceptions(a[t], tail, begin, end, t);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4; k++)
-        multiply_by(sums, a[t] + 4 * k, x[t] + 2 * k, k || t || u);
+      for (int k = 0; k < 4; k++) multiply_by(sums, a[t] + 4 * k, x[t] + 2 * k, k || t || u);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
   }
@@ -173,26 +173,23 @@ __device__ __forceinline__ void tell(u32* count) {
   meet();
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-__device__ __forceinline__ u32 counted(const u32* count) {
-  u32 there;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(count) : "memory");
-  return there;
-}
-// All programs run at once, so that the others get there. Not for warps that multiply: a trap of two kinds of warps is
-// one in machine code, and who may come there gets no more registers than the fewer of them have.
+// All programs run at once, so that the others get there. Warps that multiply have no such trap: two kinds of warps share
+// it in machine code, and who may come there gets no more registers than the fewer of them have.
 __device__ __forceinline__ void wait_for(const u32* count, u32 goal) {
-  u32 looks = 0;
-  while (counted(count) < goal)
+  u32 there, looks = 0;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(count) : "memory");
     if (++looks == PATIENCE) asm volatile("trap;");
+  } while (there < goal);
 }
 
 struct Step {  // what a launch is told
   u16 *x, *hidden, *projection;
-  float *squares, *parts;
+  float* squares;
+  float4* parts;
   u32* counts;
   int rows;
 };
-
 
 __device__ __forceinline__ u16 rounded(float y) {
   u16 bits;
@@ -203,7 +200,6 @@ __device__ __forceinline__ float element(u16 bits) { return __uint_as_float((u32
 
 // What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
 template <class P> struct Piece {
-  static constexpr bool ADDS = !P::GATED && P::COUNTS != Qkv::COUNTS;
   int block, part, warp;
   float sums[4];
 
@@ -214,11 +210,12 @@ template <class P> struct Piece {
   }
   // What x has where this adds to it.
   __device__ __forceinline__ void read_stream(const Step& step, u16 (&stream)[4]) const {
-    if constexpr (ADDS)
+    if constexpr (P::ADDS)
 #pragma unroll
       for (int e = 0; e < 4; e++) stream[e] = row(e) < step.rows ? __ldcg(step.x + at(e, HIDDEN)) : 0;
   }
-  __device__ __forceinline__ void write(const Step& step, const u16 (&stream)[4], const float* factors, float scale) const {
+  __device__ __forceinline__ void write(const Step& step, const u16 (&stream)[4], const float* factors,
+                                        float scale) const {
     float squares[2] = {};
 #pragma unroll
     for (int e = 0; e < (P::GATED ? 2 : 4); e++) {
@@ -227,7 +224,7 @@ template <class P> struct Piece {
         const float factor = live ? factors[row(e)] * scale : 0.f, gate = sums[e] * factor;
         const float y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[2 + e] * factor);
         if (live) step.hidden[at(e, INNER)] = rounded(y);
-      } else if constexpr (ADDS) {
+      } else if constexpr (P::ADDS) {
         const u16 sum = rounded(element(stream[e]) + sums[e] * scale);
         if (live) step.x[at(e, HIDDEN)] = sum;
         squares[e % 2] += element(sum) * element(sum);
@@ -235,12 +232,13 @@ template <class P> struct Piece {
         step.projection[at(e, QKV)] = rounded(sums[e] * (factors[row(e)] * scale));
       }
     }
-    if constexpr (ADDS)
+    if constexpr (P::ADDS)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
 #pragma unroll
         for (int other = 4; other < 32; other *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], other);
-        if (threadIdx.x % 32 < 4 && row(e) < step.rows) step.squares[row(e) * PARTS + block * 8 + warp] = squares[e];
+        if (threadIdx.x % 32 < 4 && row(e) < step.rows)
+          step.squares[row(e) * PARTS + block * 8 + warp] = squares[e];
       }
   }
 };
@@ -264,25 +262,34 @@ __device__ __forceinline__ void finish_share(const Step& step, const float* fact
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++)
     if (first + i * WARPS < end) piece_of(i).read_stream(step, stream[i]);
-  const int from = P::owner(start), to = P::owner(start + P::STEPS - 1), others = to - from + 1;
-  if (lane == 0)
-    while (counted(step.counts + P::COUNTS + 2 * pair + member()) < others) {}
-  __syncwarp();
+  const int from = P::owner(start), to = P::owner(start + P::STEPS - 1);
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     if (first + i * WARPS >= end) break;
     Its piece = piece_of(i);
-    const float* at = step.parts + (piece.part * THREADS + piece.warp * 32 + lane) * 4;
+    float4* at = step.parts + piece.part * THREADS + piece.warp * 32 + lane;
 #pragma unroll 1
     for (int some = from; some <= to; some += AT_ONCE) {
-      float4 parts[AT_ONCE];
-#pragma unroll
-      for (int c = 0; c < AT_ONCE; c++) {
+      const auto place = [&](int c) {
         const int other = some + c, slot = 2 * (2 * other + (other == from && P::begin(from) < start)) + member();
-        parts[c] = other <= to ? __ldcg((const float4*)(at + (u64)slot * PART_WORDS)) : make_float4(0.f, 0.f, 0.f, 0.f);
-      }
+        return at + (u64)slot * PART_FOURS;
+      };
+      float4 parts[AT_ONCE];
+      bool there;
+      do {
+        there = true;
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++) {
+          parts[c] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (some + c <= to) look_at_four(place(c), parts[c].x, parts[c].y, parts[c].z, parts[c].w);
+        }
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++)
+          there &= is_there(parts[c].x) && is_there(parts[c].y) && is_there(parts[c].z) && is_there(parts[c].w);
+      } while (!there);
 #pragma unroll
       for (int c = 0; c < AT_ONCE; c++) {
+        if (some + c <= to) take_away_four(place(c));
         piece.sums[0] += parts[c].x, piece.sums[1] += parts[c].y;
         piece.sums[2] += parts[c].z, piece.sums[3] += parts[c].w;
       }
@@ -305,13 +312,11 @@ __device__ __forceinline__ void run_product(const Step& step, Ring& ring, const 
 #pragma unroll 1
     for (int pair = first; pair <= last; pair++) {
       multiply_units(sums, ring, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
-      float* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_WORDS + threadIdx.x * 4;
+      float4* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_FOURS + threadIdx.x;
 #pragma unroll
       for (int part = 0; part < ROWS / 8; part++)
         if (part * 8 < step.rows)
-          *(float4*)(to + part * THREADS * 4) =
-              make_float4(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
-      tell(step.counts + P::COUNTS + 2 * pair + member());
+          leave_four(to + part * THREADS, sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
     }
   }
 #pragma unroll 1
@@ -356,13 +361,13 @@ __device__ __forceinline__ void find_factors(const Step& step, float* factors, c
   asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
 }
 
-// parts: of sums. counts: programs done with each of the first three products, those at the end, then of each block that
-// is cut the parts that are there; zeros between launches.
+// parts: of sums, ABSENT between launches. counts: programs done with each of the first three products, and at the end;
+// zeros between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
              const unsigned char* down, const unsigned char* qkv, u16* x, u16* hidden, u16* projection, float* squares,
-             float* parts, u32* counts, int rows, float o_scale, float gate_scale, float down_scale, float qkv_scale,
+             float4* parts, u32* counts, int rows, float o_scale, float gate_scale, float down_scale, float qkv_scale,
              float eps, float eps_behind) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
@@ -373,7 +378,10 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   float* const factors = (float*)(memory + STAGES * STAGE_BYTES + 1024);  // of two products
   const Step step{x, hidden, projection, squares, parts, counts, rows};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) barrier_init(ring.full + 8 * s, 2), barrier_init(ring.empty + 8 * s, SHARING * THREADS / 32);
+    for (int s = 0; s < STAGES; s++) {
+      barrier_init(ring.full + 8 * s, 2);
+      barrier_init(ring.empty + 8 * s, SHARING * THREADS / 32);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -423,9 +431,7 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   if (SHARING > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
   if (threadIdx.x == 0) {
     u32 ended;
-    asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(ended) : "l"(counts + 3), "r"(PROGRAMS - 1) : "memory");
-    if (ended == PROGRAMS - 1)
-      for (int i = 0; i < ALL_COUNTS; i++)
-        if (i != 3) counts[i] = 0;
+    asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(ended) : "l"(counts + 3), "r"(PROGRAMS - 1) : "memory");
+    if (ended == PROGRAMS - 1) counts[0] = counts[1] = counts[2] = 0;
   }
 }

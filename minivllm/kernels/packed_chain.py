@@ -1,13 +1,14 @@
-"""``chain_linear`` of weights that come packed, for large layers and few rows, on Hopper: a step waits for 24% less.
+"""``chain_linear`` of weights that come packed (``packed_weights.py``), for large layers and few rows, on Hopper.
 
 Rows are the tensor cores' N, so that they are padded to 8 and not to 64, and weights their M, from registers, which two
-warpgroups fill from what memory has: 1.4 instructions a weight, a third of what a multiprocessor has time for.
+warpgroups fill from what memory has: 1.4 instructions a weight, a third of what a multiprocessor has time for. Decoding
+into shared memory, for a kernel like ``large_chain.cu``, takes more of that memory's time than there is (measured).
 
 The kernel is CUDA C++ (``packed_chain.cu``). All programs must run at once, one a multiprocessor, as in
 ``chain_linear``: launch them on one stream.
 
-Bytes moved: 12 bits a weight, once; from L2 to a multiprocessor a row's k for each 256 lines, and the sums of blocks that
-are cut along k, a float an element, once there and once back.
+Bytes moved: 12 bits a weight, once; from L2 to a multiprocessor the rows' k for each 256 lines, and the sums of blocks
+that are cut along k, a float an element, there and back.
 """
 
 import ctypes
@@ -23,9 +24,10 @@ from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loa
 from minivllm.kernels.packed_weights import LINES, STEP, UNIT_BYTES, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
-_COLUMNS = 8, 16, 32, 64, 96, 128  # rows that kernels are compiled for
-MAX_PACKED_ROWS = _COLUMNS[-1]
-LEAST_WEIGHTS = 3 << 25  # of a layer; with fewer, what programs wait for each other counts most
+_COLUMNS = 8, 16, 32  # rows that kernels are compiled for
+# For layers of so many weights, rows: with fewer one kernel of all layers is faster, with more what programs give each
+# other counts most.
+_ROWS = (1 << 28, range(1, 33)), (1 << 27, range(3, 33)), (3 << 25, range(5, 33))
 _THREADS = 384
 _MOST_STAGES = 8
 _SHARED_ROWS = 32  # from so many on clusters share their input
@@ -77,6 +79,11 @@ def packed_kernel(shape: ChainShape, config: PackedConfig) -> Kernel:
     return Kernel("packed_chain", (), tuple(macros.items()), by=(config.rows,))
 
 
+def packed_rows(shape: ChainShape) -> range:
+    """Rows of which packed weights are multiplied faster than others are in any way; none of small layers."""
+    return next((rows for weights, rows in _ROWS if shape.weights >= weights), range(0))
+
+
 def use_packed(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel is for such products and runs there."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
@@ -95,14 +102,15 @@ def _fits(shape: ChainShape, config: PackedConfig, device: torch.device) -> bool
 
 
 @cache
-def _counts(device: torch.device, number: int) -> torch.Tensor:
-    """(number,) int32, zeros between launches."""
-    return torch.zeros(number, dtype=torch.int32, device=device)
+def _counts(device: torch.device) -> torch.Tensor:
+    """(4,) int32, zeros between launches."""
+    return torch.zeros(4, dtype=torch.int32, device=device)
 
 
 @cache
 def _parts(device: torch.device, words: int) -> torch.Tensor:
-    return torch.empty(words, dtype=torch.float32, device=device)
+    """(words,) int32: float32 sums of which none is there between launches."""
+    return torch.full((words,), -1, dtype=torch.int32, device=device)
 
 
 @cache
@@ -132,11 +140,9 @@ def packed_chain(
     hidden = x.new_empty((rows, shape.inner))
     squares = torch.empty((rows, shape.hidden // 16), dtype=torch.float32, device=device)
     parts = _parts(device, 2 * config.programs * LINES * config.rows)
-    counts = _counts(device, 4 + sum(pairs % (config.programs // 2) * 2 for pairs, _ in _cuts(shape)))
+    counts = _counts(device)
     box = config.rows // (2 if config.rows >= _SHARED_ROWS else 1)
-    maps = [
-        nvrtc.tensor_map(t.data_ptr(), rows, t.shape[1], t.stride(0), box, STEP // 2) for t in (heads, x, hidden)
-    ]
+    maps = [nvrtc.tensor_map(t.data_ptr(), rows, t.shape[1], t.stride(0), box, STEP // 2) for t in (heads, x, hidden)]
     weights = (o, gate_up, down, qkv)
     tensors = (*(weight.data for weight in weights), x, hidden, projection, squares, parts, counts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -30,7 +30,6 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import Kernel, load, loads
 
-PACKED_ROWS = 1, 64  # of steps that read packed weights where there are some: fewest, most
 LINES, STEP = 128, 128  # of a unit: lines of the weight, elements of k
 _TILES, _TILE_BYTES = 4, 6144  # of 64 lines by 64 of k
 _TAIL_BYTES = 256  # ends of the warps' lists of exceptions, one byte each, then exceptions of four bytes

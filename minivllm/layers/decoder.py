@@ -23,8 +23,8 @@ from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
-from minivllm.kernels.packed_chain import packed_chain, use_packed
-from minivllm.kernels.packed_weights import PACKED_ROWS, PackedWeight
+from minivllm.kernels.packed_chain import packed_chain, packed_rows, use_packed
+from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
@@ -289,12 +289,13 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, list[nn.Module]]:
         """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
         usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
-        chained = self.tp.size == 1 and products is not None
-        chains = chained and use_chain(len(x), cast(ChainShape, products), x.dtype, x.device)
-        if not chains and (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
+        if products is not None and self.tp.size == 1:
+            packed = _goes_packed(usual, products, x)
+            if packed or use_chain(len(x), products, x.dtype, x.device):
+                return self._chained(usual, x, positions, attention, packed), []
+        if (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
             return decode_whole(usual, whole, x, positions, attention, self.tp), []
-        packed = chained and _goes_packed(usual, cast(ChainShape, products), x)
-        return (self._chained(usual, x, positions, attention, packed), []) if packed or chains else (x, layers)
+        return x, layers
 
     @cached_property
     def _different_layers(self) -> list[nn.Module]:
@@ -375,9 +376,8 @@ def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape |
 
 
 def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
-    """Whether layers of that shape read packed weights in this step: where there are any, and one kernel is not faster."""
-    least, most = PACKED_ROWS
-    if not least <= len(x) <= most or len(layers) < 2:
+    """Whether layers of that shape read packed weights in this step: where there are any, before all other ways."""
+    if len(x) not in packed_rows(shape) or len(layers) < 2:
         return False
     products = (product for layer, behind in pairwise(layers) for product in layer.chained(behind))
     return all(product.packed is not None for product in products) and use_packed(len(x), shape, x.dtype, x.device)

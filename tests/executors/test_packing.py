@@ -18,7 +18,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors import packing
 from minivllm.executors.packing import pack_weights
-from minivllm.kernels import chain_config, packed_weights
+from minivllm.kernels import packed_chain, packed_weights
 from minivllm.kernels.packed_weights import UNIT_BYTES
 from minivllm.layers.linear import LinearBase
 from minivllm.models.llama import LlamaForCausalLM
@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (its.free, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    monkeypatch.setattr(chain_config, "_MOST_SMALL", 0)
+    monkeypatch.setattr(packed_chain, "_ROWS", ((0, range(1, 65)),))
     return its
 
 
@@ -116,7 +116,7 @@ def test_sizes_that_are_no_whole_units(gpu: SimpleNamespace, tiny_checkpoint: Ch
 
 
 def test_small_layers(gpu: SimpleNamespace, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chain_config, "_MOST_SMALL", 1 << 27)
+    monkeypatch.setattr(packed_chain, "_ROWS", ((1 << 27, range(1, 65)),))
     refused(model, "in layers of 0 million weights packed ones are not faster")
 
 
