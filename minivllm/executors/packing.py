@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Model
 
-_LEFT_FOR_CACHE = 2 / 3  # of the memory that a cache would have, unless packing is asked for
+_LEFT_FOR_CACHE = 3 / 4  # of the memory that a cache would have, unless packing is asked for
 _CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, too
 
 

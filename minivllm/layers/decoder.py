@@ -255,7 +255,7 @@ class DecoderLayer(nn.Module):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """``chain`` from packed weights, which all that is ``chained`` has."""
-        o, gate_up, down, projection = (cast(PackedWeight, product.packed) for product in self.chained(behind))
+        o, gate_up, down, projection = (cast(PackedWeight, product.packed_weight) for product in self.chained(behind))
         eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
         qkv = packed_chain(heads, o, x, gate_up, eps, down, projection, eps_behind)
         return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention)
@@ -380,7 +380,7 @@ def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor)
     if len(x) not in packed_rows(shape) or len(layers) < 2:
         return False
     products = (product for layer, behind in pairwise(layers) for product in layer.chained(behind))
-    return all(product.packed is not None for product in products) and use_packed(len(x), shape, x.dtype, x.device)
+    return all(product.packed_weight is not None for product in products) and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):

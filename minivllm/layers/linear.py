@@ -29,12 +29,12 @@ SUMMED_IN_HALVES = 4096
 
 
 class LinearBase(nn.Module):
-    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it; ``packed`` what it was when the model was
+    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it; ``packed_weight`` what it was when the model was
     loaded, for steps of few rows (``layers/packed.py``)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    packed: PackedWeight | None = None
+    packed_weight: PackedWeight | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)

@@ -2,8 +2,8 @@
 rows read these, all others the weights themselves. ``executors/packing.py`` decides whether a model gets any.
 
 A copy is of the weights that ``load_weights`` brought, as a product's folded norm is; loaded anew, they are packed
-anew. Who changes a weight in another way sets its product's ``packed`` to None: then all layers go as without packed
-weights, but for CUDA graphs that are captured already.
+anew. Who changes a weight in another way sets its product's ``packed_weight`` to None: then all layers go as without
+packed weights, but for CUDA graphs that are captured already.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pack_layers(model: nn.Module) -> str | None:
     if None in packed:
         return _name_of(model, products[packed.index(None)])
     for product, its in zip(products, packed, strict=True):
-        product.packed = its
+        product.packed_weight = its
     return None
 
 
@@ -51,11 +51,11 @@ def pack_layers_again(model: nn.Module) -> None:
         CheckpointError: one cannot be packed where the one before was; then none is packed any more.
     """
     modules = (module for module in model.modules() if isinstance(module, LinearBase))
-    copies = {module: module.packed for module in modules if module.packed is not None}
+    copies = {module: module.packed_weight for module in modules if module.packed_weight is not None}
     fits = pack_again(list(copies.values()), [product.weight for product in copies]) if copies else []
     if not all(fits):
         for product in copies:
-            product.packed = None
+            product.packed_weight = None
         raise CheckpointError(
             f"{_name_of(model, list(copies)[fits.index(False)])} is so unlike the one before that it cannot be packed "
             "in its place, where CUDA graphs read it; make a new engine, or one with packed_weights=false"

@@ -50,7 +50,7 @@ class World:
         return torch.cat([*logits, run.step([0, 1], [[6], PROMPT[:5]], 1)])
 
     def packed(self) -> dict[str, PackedWeight]:
-        found = ((name, getattr(module, "packed", None)) for name, module in self.decoder.named_modules())
+        found = ((name, getattr(module, "packed_weight", None)) for name, module in self.decoder.named_modules())
         return {name: packed for name, packed in found if packed is not None}
 
 
@@ -136,7 +136,7 @@ def test_it_is_the_products_between_two_attentions_that_are_packed(folder: Path)
 
 
 def drop_one(world: World) -> None:
-    world.decoder.get_submodule("layers.1.mlp.down_proj").packed = None  # type: ignore[assignment]
+    world.decoder.get_submodule("layers.1.mlp.down_proj").packed_weight = None  # type: ignore[assignment]
 
 
 def hook(world: World) -> None:
