@@ -27,7 +27,7 @@ from minivllm.kernels.pdl import use_pdl
 _COLUMNS = 8, 16, 32  # rows that kernels are compiled for
 # For layers of so many weights, rows: with fewer one kernel of all layers is faster, with more what programs give each
 # other counts most.
-_ROWS = (1 << 27, range(1, 33)), (3 << 25, range(3, 33))
+_ROWS = (200_000_000, range(1, 33)), (100_000_000, range(3, 33))
 _THREADS = 384
 _MOST_STAGES = 8
 _SHARED_ROWS = 32  # from so many on clusters share their input
