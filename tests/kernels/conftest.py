@@ -1,6 +1,6 @@
 """Where a kernel's launcher runs: on the GPU, and on the CPU under Triton's interpreter, in float32 (its bf16 dot is
 wrong). Triton reads TRITON_INTERPRET when it is first imported, so it is set here, before any kernel is. Kernels in
-CUDA C++ are compiled and launched on the CPU, too, up to the driver; three of them also run there, see emulator.py."""
+CUDA C++ are compiled and launched on the CPU, too, up to the driver; some of them also run there, see emulator.py."""
 
 import ctypes
 import os
@@ -133,6 +133,7 @@ def told(monkeypatch):
         cluster_linear,
         hopper,
         megakernel,
+        packed_chain,
         persistent_linear,
         prompt_attention,
         stream_decode,
@@ -146,6 +147,7 @@ def told(monkeypatch):
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
+        "packed_chain": (3, [*[pointer] * 10, number, *[fraction] * 6]),
         "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3, pointer, number]),
         "prompt_attention": (3, [pointer, prompt_attention._Step]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
@@ -162,13 +164,14 @@ def told(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=72 + device))
-    for module in (hopper, chain_linear, megakernel, prompt_attention, stream_decode):
+    for module in (hopper, chain_linear, megakernel, packed_chain, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
     for kind in ("tensor_map", "page_map", "head_map"):
         monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
     monkeypatch.setattr(megakernel, "_map_bytes", lambda made: bytes(128))
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    for module in (cluster_linear, persistent_linear, chain_linear, megakernel, prompt_attention, stream_decode):
+    products = (cluster_linear, persistent_linear, chain_linear, packed_chain)
+    for module in (*products, megakernel, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: True)
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
     for module in (cluster_linear, persistent_linear):
@@ -180,14 +183,14 @@ def told(monkeypatch):
 
 @pytest.fixture
 def emulated(monkeypatch, tmp_path_factory):
-    """The megakernel on the CPU, of 16 programs, and ``stream_decode`` and ``prompt_attention``, of 4. ``seed`` draws
-    the order in which they go on; ``changes``, pairs of texts, are made in the source. Of ``gpus``, each launches in a
-    thread of its own."""
+    """The megakernel on the CPU, of 16 programs, ``packed_chain``, of 6, ``stream_decode`` and ``prompt_attention``, of
+    4. ``seed`` draws the order in which they go on; ``changes``, pairs of texts, are made in the source. Of ``gpus``,
+    each launches in a thread of its own."""
     if sys.platform != "linux" or which("g++") is None:
         pytest.skip("no g++, or not on Linux")
     import emulator
 
-    from minivllm.kernels import megakernel, nvrtc, prompt_attention, stream_decode
+    from minivllm.kernels import megakernel, nvrtc, packed_chain, packed_weights, prompt_attention, stream_decode
 
     asked = SimpleNamespace(seed=1, changes=(), gpus=1)
     there, met = {}, threading.Condition()
@@ -229,11 +232,13 @@ def emulated(monkeypatch, tmp_path_factory):
         ctypes.memmove(ctypes.addressof(kept) + at, data, 128)
         return nvrtc.TensorMap(kept, ctypes.addressof(kept) + at)
 
-    megakernel._words.cache_clear()  # of a run that went wrong
-    for module, programs in ((megakernel, 16), (stream_decode, 4), (prompt_attention, 4)):
+    for left in (megakernel._words, packed_chain._counts, packed_chain._parts):  # of a run that went wrong
+        left.cache_clear()
+    for module, programs in ((megakernel, 16), (packed_chain, 6), (stream_decode, 4), (prompt_attention, 4)):
         monkeypatch.setattr(module, "num_sms", lambda device, programs=programs: programs)
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
         monkeypatch.setattr(module, "use_pdl", lambda device: False)
+    monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)  # packed in torch
     monkeypatch.setattr(nvrtc, "available", lambda device: True)
     monkeypatch.setattr(nvrtc, "page_map", page_map)
     monkeypatch.setattr(nvrtc, "head_map", tensor_map)  # HeadsOfTokens

@@ -14,6 +14,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #define __device__
@@ -33,6 +34,7 @@ struct alignas(8) float2 { float x, y; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 template <class T> T __ldg(const T* from) { return *from; }
 template <class T> T __ldcg(const T* from) { return *from; }
 inline float __int_as_float(int x) { float y; memcpy(&y, &x, 4); return y; }
@@ -51,6 +53,7 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
 
 namespace emulated {
 constexpr size_t STACK = 128 << 10, DYNAMIC = 232 << 10, FIXED = 4 << 10, SHARED = DYNAMIC + 4 * FIXED;
+constexpr unsigned CLUSTER = 2, RANK = 1 << 20;  // programs of a cluster; in addresses of another's memory
 struct Barrier { unsigned count, left; int bytes; unsigned phase; };  // an mbarrier; stands beside shared memory
 struct Copy { int program; unsigned to, bar; std::vector<unsigned char> bytes; };
 struct Warp { uint64_t words[2][32][6]; unsigned arrived = 0, number = 0; };
@@ -58,14 +61,17 @@ struct Named { unsigned arrived = 0, number = 0; };
 struct Product {  // of a warpgroup: this thread's sums, and where the matrices are; the first may be in registers
   std::vector<float*> sums;
   std::vector<unsigned> held;
+  std::vector<const unsigned*> where;  // registers that are read when the product is made
   std::vector<unsigned long long> tiles;
-  bool adds;
+  bool adds, columns = false;  // of registers by a matrix whose lines are columns of the product
 };
 struct Program {
   unsigned char* shared;
   std::vector<Barrier> barriers = std::vector<Barrier>(SHARED / 8);
   std::vector<Warp> warps;
-  Named named[20];  // 16, and one of each warpgroup
+  Named named[20];    // 16, and one of each warpgroup
+  Named cluster;      // of its first program
+  unsigned left = 0;  // threads that are not done
 };
 struct Dim { unsigned x, y = 0, z = 0; };
 struct Thread {
@@ -143,10 +149,11 @@ inline unsigned char* shared(unsigned at, size_t size) {
 template <class T> T& fixed(int which) {  // of a program's variables in shared memory
   return *(T*)(program().shared + DYNAMIC + which * FIXED);
 }
-// A copy to this program's shared memory, for ``land`` some time later.
-inline void send(unsigned to, unsigned bar, std::vector<unsigned char> bytes) {
+// A copy to a program's shared memory, for ``land`` some time later.
+inline void send(unsigned to, unsigned bar, std::vector<unsigned char> bytes, unsigned program = now->program) {
   if (to % 16 || to + bytes.size() > SHARED) fail("a copy to where shared memory is not, or not aligned");
-  copies.push_back({(int)now->program, to, bar, std::move(bytes)});
+  if (!programs[program].left) fail("a copy to a program that is gone");
+  copies.push_back({(int)program, to, bar, std::move(bytes)});
 }
 inline void land(size_t which) {
   Copy copy = std::move(copies[which]);
@@ -177,14 +184,18 @@ template <class F> const char* run(unsigned many, unsigned each, unsigned block,
   };
   unsigned char *memory = mapped(number * SHARED), *stacks = mapped(threads.size() * STACK);
   memset(memory, 0xFF, number * SHARED);  // NaN
-  for (unsigned p = 0; p < number; p++) programs[p].shared = memory + p * SHARED, programs[p].warps.resize(block / 32);
+  for (unsigned p = 0; p < number; p++)
+    programs[p].shared = memory + p * SHARED, programs[p].warps.resize(block / 32), programs[p].left = block;
   for (size_t i = 0; i < threads.size(); i++) {
     Thread& its = threads[i];
     its.program = i / block, its.rank = its.program / each;
     its.block.x = its.program % each, its.thread.x = i % block;
     getcontext(&its.entry);
     its.entry.uc_stack.ss_sp = stacks + i * STACK, its.entry.uc_stack.ss_size = STACK;
-    makecontext(&its.entry, (void (*)()) + [] { (*body)(now->rank), now->done = true, progress++, _longjmp(scheduler, 1); }, 0);
+    makecontext(&its.entry, (void (*)()) + [] {
+      (*body)(now->rank), now->done = true, program().left--, progress++;
+      _longjmp(scheduler, 1);
+    }, 0);
   }
   std::vector<unsigned> order(number), asleep(number);
   std::iota(order.begin(), order.end(), 0);
@@ -258,6 +269,29 @@ inline void mbarrier_arrive(unsigned bar) {
   if (its.left-- == 0) emulated::fail("more arrivals than a barrier waits for");
   emulated::turn(its);
 }
+inline unsigned of_cluster(unsigned rank) { return emulated::now->program & ~(emulated::CLUSTER - 1) | rank; }
+inline void mapa(unsigned& there, unsigned address, unsigned rank) { there = (rank + 1) * emulated::RANK + address; }
+inline void mbarrier_arrive_there(unsigned bar) {
+  emulated::come_late();
+  auto& its = emulated::programs[of_cluster(bar / emulated::RANK - 1)];
+  if (!its.left) emulated::fail("an arrival at a program that is gone");
+  auto& there = its.barriers[bar % emulated::RANK / 8];
+  if (there.left-- == 0) emulated::fail("more arrivals than a barrier waits for");
+  emulated::turn(there);
+}
+inline void barrier_cluster() {  // of all threads that are not done
+  auto& its = emulated::programs[of_cluster(0)].cluster;
+  const unsigned number = its.number;
+  its.arrived++;
+  while (its.number == number) {
+    unsigned left = 0;
+    for (unsigned p = 0; p < emulated::CLUSTER; p++) left += emulated::programs[of_cluster(p)].left;
+    if (its.arrived >= left)
+      its.arrived = 0, its.number++, emulated::progress++;
+    else
+      emulated::yield("its cluster");
+  }
+}
 inline void mbarrier_try_wait(unsigned bar, unsigned parity) {
   while ((barrier(bar).phase & 1) == parity) emulated::yield("a barrier");
 }
@@ -271,7 +305,7 @@ inline void cp_async_bulk(unsigned to, const void* from, int size, unsigned bar,
   emulated::send(to, bar, {bytes, bytes + size});
 }
 struct Matrix { const unsigned char* pointer; long long rows, columns, stride, box_rows, box_columns; };  // or this
-inline void cp_async_bulk_tensor_2d(unsigned to, const void* map, unsigned bar, int column, int row) {
+inline std::vector<unsigned char> box(unsigned to, const void* map, int column, int row) {
   Matrix its;
   memcpy(&its, map, sizeof its);
   if (to % 1024 || its.box_columns != 64) emulated::fail("a tile is lines of 128 bytes, which are swizzled");
@@ -280,7 +314,14 @@ inline void cp_async_bulk_tensor_2d(unsigned to, const void* map, unsigned bar, 
     for (int i = 0; i < 64 && column + i < its.columns; i++)
       memcpy(&bytes[line * 128 + (i / 8 ^ (line & 7)) * 16 + i % 8 * 2],
              its.pointer + ((row + line) * its.stride + column + i) * 2, 2);
-  emulated::send(to, bar, std::move(bytes));
+  return bytes;
+}
+inline void cp_async_bulk_tensor_2d(unsigned to, const void* map, unsigned bar, int column, int row) {
+  emulated::send(to, bar, box(to, map, column, row));
+}
+inline void cp_async_bulk_tensor_2d(unsigned to, const void* map, unsigned bar, int column, int row, unsigned ranks) {
+  for (unsigned p = 0; p < emulated::CLUSTER; p++)
+    if (ranks >> p & 1) emulated::send(to, bar, box(to, map, column, row), of_cluster(p));
 }
 struct Pages { const unsigned char* pointer; long long size, width, columns; };  // what stands in a TensorMap here
 inline void cp_async_bulk_tensor_4d(unsigned to, const void* map, unsigned bar, int zero, int column, int page) {
@@ -320,6 +361,18 @@ inline void griddepcontrol_launch_dependents() {}
 inline void atom_add(unsigned& before, unsigned* count, unsigned more) {
   emulated::yield("its turn to count");
   before = *count, *count += more;
+}
+inline void atom_inc(unsigned& before, unsigned* count, unsigned most) {
+  emulated::yield("its turn to count");
+  before = *count, *count = before >= most ? 0 : before + 1;
+}
+inline void red_add_one(unsigned* count) {
+  emulated::come_late();
+  ++*count, emulated::progress++;
+}
+inline void ld_acquire(unsigned& x, const unsigned* from) {
+  x = *from;
+  emulated::yield("a count");
 }
 inline void trap() { emulated::fail("waited for a word too long"); }
 template <class... T> void nothing(T&...) {}  // a value that the compiler is not to know
@@ -396,6 +449,7 @@ inline unsigned bf16(float x) {
 }
 inline float of_bf16(unsigned x) { return __uint_as_float(x << 16); }
 inline void cvt_rn(unsigned& pair, float high, float low) { pair = bf16(high) << 16 | bf16(low); }
+inline void cvt_rn(unsigned short& y, float x) { y = bf16(x); }
 inline void mul_rn(unsigned& y, unsigned a, unsigned b) {
   y = bf16(of_bf16(a >> 16) * of_bf16(b >> 16)) << 16 | bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF));
 }
@@ -405,12 +459,29 @@ inline void take(emulated::Product& its, float& sum) { its.sums.push_back(&sum);
 inline void take(emulated::Product& its, unsigned word) { its.held.push_back(word); }
 inline void take(emulated::Product& its, unsigned long long tile) { its.tiles.push_back(tile); }
 template <class... T> void product(bool adds, T&&... operands) {
-  emulated::Product its{{}, {}, {}, adds};
+  emulated::Product its{{}, {}, {}, {}, adds};
   (take(its, operands), ...);
   emulated::now->products.back().push_back(std::move(its));
 }
 template <class... T> void wgmma(T&&... operands) { product(true, operands...); }
 template <class... T> void wgmma_first(T&&... operands) { product(false, operands...); }
+// Of 64 lines in registers, which must stay as they are until the product is waited for.
+template <class... T> void wgmma_by(T&... operands) {
+  emulated::Product its{{}, {}, {}, {}, true, true};
+  const auto take = [&](auto& x) {
+    typedef std::remove_cvref_t<decltype(x)> X;
+    if constexpr (std::is_same_v<X, float>)
+      its.sums.push_back(&x);
+    else if constexpr (std::is_same_v<X, unsigned>)
+      its.where.push_back(&x);
+    else if constexpr (std::is_same_v<X, int>)
+      its.adds = x;
+    else
+      its.tiles.push_back(x);
+  };
+  (take(operands), ...);
+  emulated::now->products.back().push_back(std::move(its));
+}
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulated::now->products.emplace_back(); }
 // Of 64 elements a line, swizzled; leading and stride: from the first to the next 64 elements, and to the next 8 lines.
@@ -422,9 +493,10 @@ inline float element(unsigned long long tile, int line, int i) {
 }
 inline void make(const emulated::Product& its) {
   const int lane = emulated::lane(), row = emulated::now->thread.x / 32 % 4 * 16 + lane / 4;
-  const bool held = its.held.size();
+  const bool held = its.held.size() || its.where.size(), by_line = held && !its.columns;
   const auto b = its.tiles.back();
-  auto* words = held ? emulated::exchange({its.held[0], its.held[1], its.held[2], its.held[3]}) : nullptr;
+  const auto word = [&](int i) { return its.columns ? *its.where[i] : its.held[i]; };
+  auto* words = held ? emulated::exchange({word(0), word(1), word(2), word(3)}) : nullptr;
   float a[2][16];
   for (int h = 0; h < 2; h++)
     for (int k = 0; k < 16; k++)
@@ -433,7 +505,7 @@ inline void make(const emulated::Product& its) {
   for (size_t i = 0; i < its.sums.size(); i++) {
     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     float sum = its.adds ? *its.sums[i] : 0.f;
-    for (int k = 0; k < 16; k++) sum += a[i / 2 % 2][k] * (held ? element(b, k, column) : element(b, column, k));
+    for (int k = 0; k < 16; k++) sum += a[i / 2 % 2][k] * (by_line ? element(b, k, column) : element(b, column, k));
     *its.sums[i] = sum;
   }
 }
@@ -445,6 +517,7 @@ inline void wgmma_wait(unsigned left) {
     for (const auto& each : groups.front()) make(each);
   emulated::meet(warpgroup, 128);
 }
+template <unsigned LEFT> void wgmma_wait() { wgmma_wait(LEFT); }
 // m16n8k16: a lane has of A rows lane / 4 and that + 8, of B and D the columns that PTX's pictures show.
 inline void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                      unsigned b0, unsigned b1) {
