@@ -153,8 +153,8 @@ class EngineSchema:
     packed_weights: PackedWeights = key(
         PackedWeights.auto,
         "keep the weights of large dense layers a second time, in 12 bits without loss, for decode steps of few "
-        "sequences, which wait for them; on one Hopper GPU, in bfloat16. auto: where that works and leaves three quarters "
-        "of the memory for the cache; true: or refuse to start",
+        "sequences, which wait for them; on one Hopper GPU, in bfloat16. auto: where that works and leaves three "
+        "quarters of the memory for the cache; true: or refuse to start",
         text=True,
     )
     mode: str = key("generate", "what to do")

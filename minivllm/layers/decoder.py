@@ -379,8 +379,9 @@ def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor)
     """Whether layers of that shape read packed weights in this step: where there are any, before all other ways."""
     if len(x) not in packed_rows(shape) or len(layers) < 2:
         return False
-    products = (product for layer, behind in pairwise(layers) for product in layer.chained(behind))
-    return all(product.packed_weight is not None for product in products) and use_packed(len(x), shape, x.dtype, x.device)
+    chained = (product for layer, behind in pairwise(layers) for product in layer.chained(behind))
+    packed = all(product.packed_weight is not None for product in chained)
+    return packed and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):

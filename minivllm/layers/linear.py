@@ -29,8 +29,8 @@ SUMMED_IN_HALVES = 4096
 
 
 class LinearBase(nn.Module):
-    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it; ``packed_weight`` what it was when the model was
-    loaded, for steps of few rows (``layers/packed.py``)."""
+    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it; ``packed_weight`` what it was when the
+    model was loaded, for steps of few rows (``layers/packed.py``)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -76,8 +76,8 @@ def ask(
 def test_it_is_done_unless_it_is_not_wished(gpu: SimpleNamespace, model: Any, asked: str) -> None:
     assert ask(model, asked) == (asked != "false")
     assert packed(model) == (0 if asked == "false" else 8)
-    units = sum(len(module.packed_weight.data) for module in model.modules() if getattr(module, "packed_weight", None) and
-                isinstance(module, LinearBase))  # fmt: skip
+    products = (module for module in model.modules() if isinstance(module, LinearBase) and module.packed_weight)
+    units = sum(len(product.packed_weight.data) for product in products if product.packed_weight is not None)
     assert units == (0 if asked == "false" else UNITS)
 
 
