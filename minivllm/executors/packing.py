@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,6 +18,8 @@ from minivllm.layers.packed import pack_layers, packable_decoders, products_of
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Model
+
+logger = logging.getLogger("minivllm")
 
 _LEFT_FOR_CACHE = 3 / 4  # of the memory that a cache would have, unless packing is asked for
 _CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, too
@@ -39,9 +42,12 @@ def pack_weights(
         why = "the kernel that reads packed weights is not for layers of these sizes, or does not run here"
     if why is None and (name := pack_layers(module)) is not None:
         why = f"{name} has weights whose exponents lie too far apart"
-    if why is not None and config.packed_weights == "true":
+    if why is None:
+        return True
+    if config.packed_weights == "true":
         raise ConfigError(f"packed_weights=true, but {why}; packed_weights=auto packs where it can")
-    return why is None
+    logger.debug("weights are not packed: %s", why)
+    return False
 
 
 def _unfit(model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
