@@ -119,7 +119,7 @@ def test_where_it_runs(monkeypatch):
     packed._fits.cache_clear()
 
 
-@pytest.mark.parametrize(("model", "rows"), [("Qwen3-14B", 8), ("Qwen3-14B", 32), ("Qwen3-4B", 8)])
+@pytest.mark.parametrize(("model", "rows"), [("Qwen3-14B", 32), ("Qwen3-4B", 8)])
 def test_published_models_compile(compiled, reads_in_time, model, rows):
     shape = SHAPES[model]
     cubin = nvrtc.compile_cubin(packed_kernel(shape, packed_config(rows, shape)).source)
@@ -223,7 +223,6 @@ def test_it_computes_what_the_four_products_do_wherever_it_runs(emulated, close,
 MISTAKES = {
     "registers written over while they are multiplied": ("wgmma.wait_group.sync.aligned 1", "wgmma.fence"),
     "an input that is not finished": ("        wait_for(counts + 2, PROGRAMS);\n", ""),
-    "a stage that one of two programs gives up": ("8 * s, SHARING * THREADS / 32)", "8 * s, THREADS / 32)"),
     "a program that goes before the other": ("cluster_meet();  // nobody", "; // nobody"),
 }
 
