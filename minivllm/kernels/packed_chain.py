@@ -127,12 +127,11 @@ def packed_chain(
     down: PackedWeight,
     qkv: PackedWeight,
     eps_behind: float,
-    config: PackedConfig | None = None,
 ) -> torch.Tensor:
     """``chain_linear`` of a large layer: x (t, hidden) in place; returns (t, qkv). ``gate_up`` is packed as gated."""
     rows, device = x.shape[0], x.device
     shape = ChainShape(x.shape[1], heads.shape[1], down.k, qkv.lines)
-    config = config or packed_config(rows, shape, num_sms(device))
+    config = packed_config(rows, shape, num_sms(device))
     assert config is not None and x.is_contiguous() and heads.stride(1) == 1 and gate_up.gated
     projection = x.new_empty((rows, shape.qkv))
     if compiling():
