@@ -7,12 +7,13 @@
 // Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a
 // unit, 128 of k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets
 // as many units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share
-// of it. A warp asks for weights, some units ahead, from one product to the next; another for inputs, and waits between
-// products until all programs are done with the one before; two find the rows' factors meanwhile.
+// of it, while its last whole block's weights come, if it has one. A warp asks for weights, some units ahead, and between
+// products for as many as there is room for; another for inputs, and waits between products until all programs are done
+// with the one before; two find the rows' factors meanwhile.
 
 constexpr int THREADS = 256, LINES = 128, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
-constexpr int TILE_OF_X = ROWS * LINE, X_BYTES = 2 * TILE_OF_X, STAGE_BYTES = X_BYTES + 25600;
+constexpr int TILE_OF_X = ROWS * LINE;
 constexpr int FACTOR_THREADS = 64, PARTS = HIDDEN / 16;  // that a row's squares come in
 constexpr int PART_FOURS = LINES * ROWS / 4;             // of a block's sums
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_chain.py");
@@ -44,22 +45,29 @@ typedef Product<QKV, HIDDEN, false, false> Qkv;
 __device__ __forceinline__ int cluster_of() { return blockIdx.x / 2; }
 __device__ __forceinline__ int member() { return blockIdx.x % 2; }
 
-struct Ring {
+// Stages that one warp fills and those that multiply let go.
+template <int OF, int BYTES> struct Ring {
   u32 tiles, full, empty;
   int stage = 0, round = 0;
 
-  __device__ __forceinline__ u32 at() const { return tiles + stage * STAGE_BYTES; }
+  __device__ __forceinline__ u32 at() const { return tiles + stage * BYTES; }
+  __device__ __forceinline__ u32 bar() const { return full + 8 * stage; }
   __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, round++;
+    if (++stage == OF) stage = 0, round++;
   }
+  // Once there is room: tells the stage's barrier how much comes.
   __device__ __forceinline__ u32 fill(u32 bytes) const {
     barrier_wait(empty + 8 * stage, round & 1 ^ 1);
-    barrier_expect(full + 8 * stage, bytes);
-    return full + 8 * stage;
+    barrier_expect(bar(), bytes);
+    return bar();
   }
+  __device__ __forceinline__ void wait() const { barrier_wait(bar(), round & 1); }
 };
+typedef Ring<STAGES, UNIT_BYTES> Weights;  // of a unit each
+typedef Ring<INPUTS, TILE_OF_X> Inputs;    // of 64 of k each
 
-template <class P> __device__ __forceinline__ void load_weights(const unsigned char* weight, Ring& ring, u64 policy) {
+template <class P>
+__device__ __forceinline__ void load_weights(const unsigned char* weight, Weights& ring, u64 policy) {
   const int units = P::units(cluster_of());
   const auto place = [&](int i) {
     int pair, k;
@@ -75,21 +83,22 @@ template <class P> __device__ __forceinline__ void load_weights(const unsigned c
     const u32 bar = ring.fill(UNIT_BYTES);
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-        "r"(ring.at() + X_BYTES), "l"(place(i)), "r"(UNIT_BYTES), "r"(bar), "l"(policy)
+        "r"(ring.at()), "l"(place(i)), "r"(UNIT_BYTES), "r"(bar), "l"(policy)
         : "memory");
   }
 }
-template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& input, Ring& ring) {
+template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& input, Inputs& ring) {
   constexpr int ITS_ROWS = ROWS / SHARING;
   const int units = P::units(cluster_of()), first = SHARING == 1 ? 0 : member() * ITS_ROWS;
 #pragma unroll 1
-  for (int i = 0; i < units; i++, ring.next()) {
+  for (int i = 0; i < units; i++) {
     int pair, k;
     P::unit(cluster_of(), i, pair, k);
-    const u32 bar = ring.fill(X_BYTES);
 #pragma unroll
-    for (int t = 0; t < 2; t++)
-      load_tile(ring.at() + t * TILE_OF_X + first * LINE, &input, k * 128 + t * 64, first, bar, SHARING, 3);
+    for (int t = 0; t < 2; t++, ring.next()) {
+      const u32 bar = ring.fill(TILE_OF_X);
+      load_tile(ring.at() + first * LINE, &input, k * 128 + t * 64, first, bar, SHARING, 3);
+    }
   }
 }
 
@@ -127,7 +136,7 @@ __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin
   }
 }
 
-// This warp is done with a stage, which both programs fill.
+// This warp is done with a stage of inputs, which both programs fill.
 __device__ __forceinline__ void leave(u32 bar) {
   const int lane = threadIdx.x % 32;
   if (SHARING == 1) {
@@ -137,33 +146,37 @@ __device__ __forceinline__ void leave(u32 bar) {
   }
 }
 // A block's sums, or those of a part of k.
-__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Ring& ring, int units) {
+__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x / 32;
-  u32 a[2][16], before = 0;
+  u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
-    barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
-    const u32 weights = ring.at() + X_BYTES, tail = weights + TAIL;
-    const u64 ends = (u64)read4_of(tail + 4) << 32 | read4_of(tail);
-    const int end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
-    const u64 x[2] = {matrix(ring.at()), matrix(ring.at() + TILE_OF_X)};
+    const u32 weights = ring.at(), tail = weights + TAIL;
+    int begin, end;  // of this warp's exceptions
 #pragma unroll
-    for (int t = 0; t < 2; t++) {
+    for (int t = 0; t < 2; t++, inputs.next()) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (t == 1) {
-        if (u) leave(before);
-        before = ring.empty + 8 * ring.stage;
+      if (u) leave(before[t]);
+      before[t] = inputs.empty + 8 * inputs.stage;
+      if (t == 0) {
+        ring.wait();
+        const u64 ends = (u64)read4_of(tail + 4) << 32 | read4_of(tail);
+        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
       }
       decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
       if (begin < end) put_exceptions(a[t], tail, begin, end, t);
+      inputs.wait();
+      const u64 x = matrix(inputs.at());
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4; k++) multiply_by(sums, a[t] + 4 * k, x[t] + 2 * k, k || t || u);
+      for (int k = 0; k < 4; k++) multiply_by(sums, a[t] + 4 * k, x + 2 * k, k || t || u);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
+    __syncwarp();  // what was read of the weights is in registers, or wgmma would not have begun
+    if (threadIdx.x % 32 == 0) here_arrive(ring.empty + 8 * ring.stage);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  leave(before);
+  leave(before[0]), leave(before[1]);
 #pragma unroll
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
@@ -303,15 +316,15 @@ __device__ __forceinline__ void wait_for_factors(int bar) {
 }
 // factors_bar: where the rows' factors are told, if any.
 template <class P>
-__device__ __forceinline__ void run_product(const Step& step, Ring& ring, const float* factors, int factors_bar,
-                                            float scale) {
+__device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const float* factors,
+                                            int factors_bar, float scale) {
   float sums[ROWS / 2];
   const int begin = P::begin(cluster_of()), end = P::begin(cluster_of() + 1);
   const int first = begin / P::STEPS, last = (end - 1) / P::STEPS;  // pairs of which this has a part
   if constexpr (P::REST > 0) {
 #pragma unroll 1
     for (int pair = first; pair <= last; pair++) {
-      multiply_units(sums, ring, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
+      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
       float4* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_FOURS + threadIdx.x;
 #pragma unroll
       for (int part = 0; part < ROWS / 8; part++)
@@ -319,10 +332,22 @@ __device__ __forceinline__ void run_product(const Step& step, Ring& ring, const 
           leave_four(to + part * THREADS, sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
     }
   }
+  bool knows = !factors_bar;
+  const auto know_factors = [&] {
+    if (!knows) wait_for_factors(factors_bar);
+    knows = true;
+  };
+  const auto finish = [&] {
+    know_factors();
+    if constexpr (P::REST > 0)
+#pragma unroll 1
+      for (int pair = first; pair <= last; pair++) finish_share<P>(step, factors, scale, pair);
+  };
 #pragma unroll 1
   for (int w = 0; w < P::WHOLE; w++) {
-    multiply_units(sums, ring, P::STEPS);
-    if (factors_bar && w == 0) wait_for_factors(factors_bar);
+    if (w == P::WHOLE - 1) finish();
+    multiply_units(sums, ring, inputs, P::STEPS);
+    know_factors();
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
@@ -333,11 +358,7 @@ __device__ __forceinline__ void run_product(const Step& step, Ring& ring, const 
         piece.write(step, stream, factors, scale);
       }
   }
-  if constexpr (P::REST > 0) {
-    if (factors_bar && P::WHOLE == 0) wait_for_factors(factors_bar);
-#pragma unroll 1
-    for (int pair = first; pair <= last; pair++) finish_share<P>(step, factors, scale, pair);
-  }
+  if (P::WHOLE == 0) finish();
 }
 
 // 1 / rms of each row, eight lanes a row.
@@ -370,24 +391,25 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
              float4* parts, u32* counts, int rows, float o_scale, float gate_scale, float down_scale, float qkv_scale,
              float eps, float eps_behind) {
   extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * STAGES];
+  __shared__ u64 barriers[2 * (STAGES + INPUTS)];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Ring ring;
-  ring.tiles = (shared_address(memory) + 1023) & ~1023u;
+  Weights ring;
+  Inputs inputs;
+  inputs.tiles = (shared_address(memory) + 1023) & ~1023u, ring.tiles = inputs.tiles + INPUTS * TILE_OF_X;
   ring.full = shared_address(barriers), ring.empty = ring.full + 8 * STAGES;
-  float* const factors = (float*)(memory + STAGES * STAGE_BYTES + 1024);  // of two products
+  inputs.full = ring.empty + 8 * STAGES, inputs.empty = inputs.full + 8 * INPUTS;
+  float* const factors = (float*)(memory + INPUTS * TILE_OF_X + STAGES * UNIT_BYTES + 1024);  // of two products
   const Step step{x, hidden, projection, squares, parts, counts, rows};
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(ring.full + 8 * s, 2);
-      barrier_init(ring.empty + 8 * s, SHARING * THREADS / 32);
-    }
+    for (int s = 0; s < STAGES; s++) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, THREADS / 32);
+    for (int s = 0; s < INPUTS; s++)
+      barrier_init(inputs.full + 8 * s, 1), barrier_init(inputs.empty + 8 * s, SHARING * THREADS / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   if (SHARING > 1) cluster_meet();
   if (warp >= THREADS / 32) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == THREADS / 32) {
       if (lane == 0) {
         const u64 policy = read_once();
@@ -399,17 +421,17 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
     } else if (warp == THREADS / 32 + 1) {
       if (lane == 0) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        load_inputs<O>(heads, ring);
+        load_inputs<O>(heads, inputs);
         wait_for(counts, PROGRAMS);
         asm volatile("fence.proxy.async.global;" ::: "memory");
-        load_inputs<Gate>(x_in, ring);
+        load_inputs<Gate>(x_in, inputs);
         wait_for(counts + 1, PROGRAMS);
         asm volatile("fence.proxy.async.global;" ::: "memory");
-        load_inputs<Down>(hidden_in, ring);
+        load_inputs<Down>(hidden_in, inputs);
         asm volatile("griddepcontrol.launch_dependents;");
         wait_for(counts + 2, PROGRAMS);
         asm volatile("fence.proxy.async.global;" ::: "memory");
-        load_inputs<Qkv>(x_in, ring);
+        load_inputs<Qkv>(x_in, inputs);
       }
     } else {
       asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -418,15 +440,15 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
     }
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  run_product<O>(step, ring, nullptr, 0, o_scale);
+  run_product<O>(step, ring, inputs, nullptr, 0, o_scale);
   tell(counts);
-  run_product<Gate>(step, ring, factors, 2, gate_scale);
+  run_product<Gate>(step, ring, inputs, factors, 2, gate_scale);
   tell(counts + 1);
-  run_product<Down>(step, ring, nullptr, 0, down_scale);
+  run_product<Down>(step, ring, inputs, nullptr, 0, down_scale);
   tell(counts + 2);
-  run_product<Qkv>(step, ring, factors + ROWS, 3, qkv_scale);
+  run_product<Qkv>(step, ring, inputs, factors + ROWS, 3, qkv_scale);
   meet();
   if (SHARING > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
   if (threadIdx.x == 0) {

@@ -24,29 +24,32 @@ from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loa
 from minivllm.kernels.packed_weights import LINES, STEP, UNIT_BYTES, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
-_COLUMNS = 8, 16, 32  # rows that kernels are compiled for
+_COLUMNS = 8, 16, 32, 48  # rows that kernels are compiled for
 # For layers of so many weights, rows: with fewer one kernel of all layers is faster, with more what programs give each
 # other counts most.
-_ROWS = (200_000_000, range(1, 33)), (100_000_000, range(3, 33))
+_ROWS = (190_000_000, range(1, 49)), (100_000_000, range(3, 33))
 _THREADS = 384
-_MOST_STAGES = 8
+_MOST_STAGES = 8  # of weights
+_LEAST_INPUTS, _MOST_INPUTS = 8, 16
 _SHARED_ROWS = 32  # from so many on clusters share their input
-_AHEAD = 4  # units of weights under way: with more, programs get theirs at different paces
+_AHEAD = 2  # units of weights under way: with more, programs get theirs at different paces
 
 
 @dataclass(frozen=True, slots=True)
 class PackedConfig:
     rows: int  # at most
     programs: int
-    stages: int
+    stages: int  # of weights, a unit each
+    inputs: int  # stages of inputs, 64 of the rows' k each
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * _stage_bytes(self.rows) + 1024 + 2 * 4 * self.rows  # of two products the rows' factors
+        factors = 2 * 4 * self.rows  # the rows', of two products
+        return self.stages * UNIT_BYTES + self.inputs * _tile_bytes(self.rows) + 1024 + factors
 
 
-def _stage_bytes(rows: int) -> int:
-    return rows * 2 * STEP + -(-UNIT_BYTES // 1024) * 1024
+def _tile_bytes(rows: int) -> int:
+    return rows * STEP  # 64 of k
 
 
 def _cuts(shape: ChainShape) -> list[tuple[int, int]]:
@@ -67,15 +70,17 @@ def packed_config(rows: int, shape: ChainShape, sms: int = 132) -> PackedConfig 
         return None
     if any(0 < pairs % clusters * steps < clusters for pairs, steps in _cuts(shape)):
         return None  # not even a unit each
-    stages = min((SHARED_BYTES - FIXED_BYTES - 2 * 4 * columns) // _stage_bytes(columns), _MOST_STAGES)
-    return PackedConfig(columns, 2 * clusters, stages)
+    room, tile = SHARED_BYTES - FIXED_BYTES - 2 * 4 * columns, _tile_bytes(columns)
+    stages = min((room - _LEAST_INPUTS * tile) // UNIT_BYTES, _MOST_STAGES)
+    inputs = min((room - stages * UNIT_BYTES) // tile, _MOST_INPUTS)
+    return PackedConfig(columns, 2 * clusters, stages, inputs)
 
 
 @cache
 def packed_kernel(shape: ChainShape, config: PackedConfig) -> Kernel:
     macros = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "INNER": shape.inner, "QKV": shape.qkv,
               "ROWS": config.rows, "PROGRAMS": config.programs, "STAGES": config.stages,
-              "AHEAD": _AHEAD}  # fmt: skip
+              "INPUTS": config.inputs, "AHEAD": _AHEAD}  # fmt: skip
     return Kernel("packed_chain", (), tuple(macros.items()), by=(config.rows,))
 
 
