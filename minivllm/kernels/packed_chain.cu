@@ -7,9 +7,9 @@
 // Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a
 // unit, 128 of k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets
 // as many units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share
-// of it, while its last whole block's weights come, if it has one. A warp asks for weights, some units ahead, and between
-// products for as many as there is room for; another for inputs, and waits between products until all programs are done
-// with the one before; two find the rows' factors meanwhile.
+// of it, if it has several whole blocks before the last, while weights come. A warp asks for weights, two units at a
+// time, and between products for as many as there is room for; another for inputs, and waits between products until all
+// programs are done with the one before; two find the rows' factors meanwhile.
 
 constexpr int THREADS = 256, LINES = 128, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
@@ -332,22 +332,16 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
           leave_four(to + part * THREADS, sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
     }
   }
-  bool knows = !factors_bar;
-  const auto know_factors = [&] {
-    if (!knows) wait_for_factors(factors_bar);
-    knows = true;
-  };
   const auto finish = [&] {
-    know_factors();
     if constexpr (P::REST > 0)
 #pragma unroll 1
       for (int pair = first; pair <= last; pair++) finish_share<P>(step, factors, scale, pair);
   };
 #pragma unroll 1
   for (int w = 0; w < P::WHOLE; w++) {
-    if (w == P::WHOLE - 1) finish();
+    if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
     multiply_units(sums, ring, inputs, P::STEPS);
-    know_factors();
+    if (factors_bar && w == 0) wait_for_factors(factors_bar);
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
@@ -358,7 +352,8 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
         piece.write(step, stream, factors, scale);
       }
   }
-  if (P::WHOLE == 0) finish();
+  if (factors_bar && P::WHOLE == 0) wait_for_factors(factors_bar);
+  if (P::WHOLE < 2) finish();
 }
 
 // 1 / rms of each row, eight lanes a row.

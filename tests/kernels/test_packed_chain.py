@@ -197,9 +197,9 @@ def test_the_driver_is_told_the_launch(told, rows, columns, box):
 
 # --------------------------------------------------------------------------- emulated
 
-# Three clusters. Of o a cluster has parts of two pairs of blocks, of gate and up whole blocks and a part, of the last
-# only whole blocks.
-SMALL = ChainShape(512, 384, 512, 768)
+# Three clusters. Of o and down a cluster has parts of pairs of blocks, of two of them or one; of gate and up two whole
+# blocks and a part, of the last one and a part.
+SMALL = ChainShape(512, 384, 896, 1024)
 
 
 def run_small(tensors, close):
@@ -213,7 +213,7 @@ def run_small(tensors, close):
     return outs
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 27, 48])
+@pytest.mark.parametrize("rows", [1, 8, 27, 48])
 def test_it_computes_what_the_four_products_do_wherever_it_runs(emulated, close, rows):
     tensors = Tensors(rows, SMALL, "cpu")
     first = run_small(tensors, close)
