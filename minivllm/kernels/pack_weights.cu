@@ -9,20 +9,26 @@ __device__ __forceinline__ bool inside(u32 bits, int base) { return (bits >> 7 &
 __device__ __forceinline__ u32 code(u32 bits, int base) {
   return inside(bits, base) ? bits & 0x807F | (bits >> 7 & 255) - base << 7 : 0;
 }
-// A weight kept beside, times the power of two that the others are multiplied by, if that leaves it as exact.
-__device__ __forceinline__ u32 moved(u32 bits, int base, bool& lost) {
-  if ((bits & 0x7FFF) == 0) return bits;
-  const int exponent = bits >> 7 & 255, its = exponent - base + FIRST_EXPONENT;
-  lost |= exponent == 0 || exponent == 255 || its < 1 || its > 254;
-  return bits & 0x807F | its << 7;
+// Times the power of two that all are multiplied by.
+__device__ __forceinline__ u32 moved(u32 bits, int base) {
+  return (bits & 0x7FFF) == 0 ? bits : bits & 0x807F | (bits >> 7 & 255) - base + FIRST_EXPONENT << 7;
+}
+__device__ __forceinline__ bool is_odd(u32 bits) {  // denormal, infinite, or no number: no exponent to be moved
+  return (bits & 0x7F80) == 0x7F80 || ((bits & 0x7F80) == 0 && (bits & 0x7F));
+}
+// Whether it is not as exact times that power.
+__device__ __forceinline__ bool is_lost(u32 bits, int base) {
+  if (is_odd(bits)) return (bits & 0x7F80) == 0 && base > FIRST_EXPONENT;
+  return (bits & 0x7FFF) && ((bits >> 7 & 255) - base + FIRST_EXPONENT < 1 || (bits >> 7 & 255) - base + FIRST_EXPONENT > 254);
 }
 
-// weight (lines, k); data (units, UNIT_BYTES); base: the first exponent; failed becomes 1 where a unit's exceptions are
-// too many or lost.
+// weight (lines, k); data (units, UNIT_BYTES); base: the first exponent. told: to its first number is added how many
+// units are raw, its second becomes 1 if something is lost.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-pack_weights(const u16* weight, unsigned char* data, const long long* base_at, int* failed, int lines, int k, int gated) {
+pack_weights(const u16* weight, unsigned char* data, const long long* base_at, u32* told, int lines, int k, int gated) {
   __shared__ u32 tail[TAIL_WORDS];
   __shared__ u32 of_warps[WARPS];  // exceptions of the first tile, and of the second in the upper half
+  __shared__ bool has_odd;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = warp / 4, base = (int)*base_at;
   const int block = blockIdx.x / (k / 128), step = blockIdx.x % (k / 128);
   const int line = (gated ? block * 64 + warp * 8 : block * 128 + warp * 16) + lane / 4;
@@ -30,6 +36,8 @@ pack_weights(const u16* weight, unsigned char* data, const long long* base_at, i
   const u16* from = weight + (u64)line * k + step * 128 + lane % 4 * 2;
   unsigned char* unit = data + (u64)blockIdx.x * UNIT_BYTES;
   if (thread < TAIL_WORDS) tail[thread] = 0;
+  if (thread == 0) has_odd = false;
+  __syncthreads();
 
   u32 pairs[2][16], outside[2] = {0, 0};
 #pragma unroll
@@ -67,7 +75,7 @@ pack_weights(const u16* weight, unsigned char* data, const long long* base_at, i
   for (int w = 0; w < warp; w++) begin += (of_warps[w] & 0xFFFF) + (of_warps[w] >> 16);
   const int first = of_warps[warp] & 0xFFFF, end = begin + first + (of_warps[warp] >> 16);
   if (lane == 0) ((unsigned char*)tail)[warp] = min(end, MOST_EXCEPTIONS);
-  bool lost = end > MOST_EXCEPTIONS;
+  bool lost = false;
 #pragma unroll
   for (int t = 0; t < 2; t++) {
     int place = t ? begin + first + (until >> 16) - outside[1] : begin + (until & 0xFFFF) - outside[0];
@@ -76,12 +84,19 @@ pack_weights(const u16* weight, unsigned char* data, const long long* base_at, i
     for (int i = 0; i < 32; i++) {
       const u32 bits = pairs[t][i / 2] >> i % 2 * 16 & 0xFFFF;
       if (inside(bits, base)) continue;
-      const u32 entry = moved(bits, base, lost) << 16 | i % 2 << 10 | t << 9 | i / 2 << 5 | lane;
+      lost |= is_lost(bits, base);
+      if (is_odd(bits)) has_odd = true;
+      const u32 entry = moved(bits, base) << 16 | i % 2 << 10 | t << 9 | i / 2 << 5 | lane;
       if (place < MOST_EXCEPTIONS) tail[2 + place] = entry;
       place++;
     }
   }
-  if (lost) *failed = 1;
+  if (lost) told[1] = 1;
   __syncthreads();
-  if (thread < TAIL_WORDS) ((u32*)(unit + TILES * TILE_BYTES))[thread] = tail[thread];
+  int all = 0;
+  for (int w = 0; w < WARPS; w++) all += (of_warps[w] & 0xFFFF) + (of_warps[w] >> 16);
+  const bool raw = all > MOST_EXCEPTIONS || has_odd;
+  if (raw && thread == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(told) : "memory");
+  if (thread < TAIL_WORDS)
+    ((u32*)(unit + TILES * TILE_BYTES))[thread] = !raw ? tail[thread] : thread < WARPS / 4 ? ~0u : 0;
 }

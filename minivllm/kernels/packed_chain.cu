@@ -136,6 +136,28 @@ __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin
   }
 }
 
+// Where this thread's weights of a unit are, as they were: of a block from a unit of k on. inverse: of a product's scale.
+template <class P> struct Raw {
+  const u16* at;
+  float inverse;
+
+  __device__ __forceinline__ Raw(const u16* weight, float scale, int block, int k) : inverse(1.f / scale) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int line = (P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16) + lane / 4;
+    at = weight + (u64)line * (P::STEPS * 128) + k * 128 + lane % 4 * 2;
+  }
+  // Of the u-th unit from there on.
+  __device__ __forceinline__ void read(u32 (&a)[16], int u, int tile) const {
+    constexpr u64 APART = (u64)(P::GATED ? INNER : 8) * (P::STEPS * 128);  // from gate to up, or eight lines
+    u32 pairs[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      pairs[i] = __ldg((const u32*)(at + i % 2 * APART + u * 128 + tile * 64 + i / 4 * 16 + i / 2 % 2 * 8));
+#pragma unroll
+    for (int i = 0; i < 16; i++) a[i] = scaled(pairs[i], inverse);
+  }
+};
+
 // This warp is done with a stage of inputs, which both programs fill.
 __device__ __forceinline__ void leave(u32 bar) {
   const int lane = threadIdx.x % 32;
@@ -146,13 +168,16 @@ __device__ __forceinline__ void leave(u32 bar) {
   }
 }
 // A block's sums, or those of a part of k.
-__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units) {
+template <class P>
+__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units,
+                                               const Raw<P>& raw) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x / 32;
   u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
     const u32 weights = ring.at(), tail = weights + TAIL;
     int begin, end;  // of this warp's exceptions
+    bool is_raw;
 #pragma unroll
     for (int t = 0; t < 2; t++, inputs.next()) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -161,10 +186,14 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       if (t == 0) {
         ring.wait();
         const u64 ends = (u64)read4_of(tail + 4) << 32 | read4_of(tail);
-        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
+        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0, is_raw = ends >> 56 == 255;
       }
-      decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
-      if (begin < end) put_exceptions(a[t], tail, begin, end, t);
+      if (is_raw) {
+        raw.read(a[t], u, t);
+      } else {
+        decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
+        if (begin < end) put_exceptions(a[t], tail, begin, end, t);
+      }
       inputs.wait();
       const u64 x = matrix(inputs.at());
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -316,15 +345,17 @@ __device__ __forceinline__ void wait_for_factors(int bar) {
 }
 // factors_bar: where the rows' factors are told, if any.
 template <class P>
-__device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const float* factors,
-                                            int factors_bar, float scale) {
+__device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const u16* weight,
+                                            const float* factors, int factors_bar, float scale) {
   float sums[ROWS / 2];
   const int begin = P::begin(cluster_of()), end = P::begin(cluster_of() + 1);
   const int first = begin / P::STEPS, last = (end - 1) / P::STEPS;  // pairs of which this has a part
   if constexpr (P::REST > 0) {
 #pragma unroll 1
     for (int pair = first; pair <= last; pair++) {
-      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
+      const int from = max(begin, pair * P::STEPS), block = 2 * (P::WHOLE * CLUSTERS + pair) + member();
+      const Raw<P> raw(weight, scale, block, from - pair * P::STEPS);
+      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - from, raw);
       float4* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_FOURS + threadIdx.x;
 #pragma unroll
       for (int part = 0; part < ROWS / 8; part++)
@@ -340,12 +371,13 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
 #pragma unroll 1
   for (int w = 0; w < P::WHOLE; w++) {
     if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
-    multiply_units(sums, ring, inputs, P::STEPS);
+    const int block = 2 * (w * CLUSTERS + cluster_of()) + member();
+    multiply_units(sums, ring, inputs, P::STEPS, Raw<P>(weight, scale, block, 0));
     if (factors_bar && w == 0) wait_for_factors(factors_bar);
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
-        const Piece<P> piece{2 * (w * CLUSTERS + cluster_of()) + member(), part, (int)threadIdx.x / 32,
+        const Piece<P> piece{block, part, (int)threadIdx.x / 32,
                              {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
         u16 stream[4];
         piece.read_stream(step, stream);
@@ -377,14 +409,15 @@ __device__ __forceinline__ void find_factors(const Step& step, float* factors, c
   asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
 }
 
-// parts: of sums, ABSENT between launches. counts: programs done with each of the first three products, and at the end;
+// raw_…: the weights as they were; …_scale: what they are packed by. parts: of sums, ABSENT between launches. counts: programs done with each of the first three products, and at the end;
 // zeros between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
-             const unsigned char* down, const unsigned char* qkv, u16* x, u16* hidden, u16* projection, float* squares,
-             float4* parts, u32* counts, int rows, float o_scale, float gate_scale, float down_scale, float qkv_scale,
-             float eps, float eps_behind) {
+             const unsigned char* down, const unsigned char* qkv, const u16* raw_o, const u16* raw_gate_up,
+             const u16* raw_down, const u16* raw_qkv, const float* o_scale, const float* gate_up_scale,
+             const float* down_scale, const float* qkv_scale, u16* x, u16* hidden, u16* projection, float* squares,
+             float4* parts, u32* counts, int rows, float eps, float eps_behind) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * (STAGES + INPUTS)];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -437,13 +470,13 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  run_product<O>(step, ring, inputs, nullptr, 0, o_scale);
+  run_product<O>(step, ring, inputs, raw_o, nullptr, 0, __ldg(o_scale));
   tell(counts);
-  run_product<Gate>(step, ring, inputs, factors, 2, gate_scale);
+  run_product<Gate>(step, ring, inputs, raw_gate_up, factors, 2, __ldg(gate_up_scale));
   tell(counts + 1);
-  run_product<Down>(step, ring, inputs, nullptr, 0, down_scale);
+  run_product<Down>(step, ring, inputs, raw_down, nullptr, 0, __ldg(down_scale));
   tell(counts + 2);
-  run_product<Qkv>(step, ring, inputs, factors + ROWS, 3, qkv_scale);
+  run_product<Qkv>(step, ring, inputs, raw_qkv, factors + ROWS, 3, __ldg(qkv_scale));
   meet();
   if (SHARING > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
   if (threadIdx.x == 0) {

@@ -14,6 +14,7 @@ that are cut along k, a float an element, there and back.
 import ctypes
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 
@@ -135,7 +136,7 @@ def packed_chain(
 ) -> torch.Tensor:
     """``chain_linear`` of a large layer: x (t, hidden) in place; returns (t, qkv). ``gate_up`` is packed as gated."""
     rows, device = x.shape[0], x.device
-    shape = ChainShape(x.shape[1], heads.shape[1], down.k, qkv.lines)
+    shape = ChainShape(x.shape[1], heads.shape[1], down.weight.shape[1], qkv.weight.shape[0])
     config = packed_config(rows, shape, num_sms(device))
     assert config is not None and x.is_contiguous() and heads.stride(1) == 1 and gate_up.gated
     projection = x.new_empty((rows, shape.qkv))
@@ -148,15 +149,16 @@ def packed_chain(
     box = config.rows // (2 if config.rows >= _SHARED_ROWS else 1)
     maps = [nvrtc.tensor_map(t.data_ptr(), rows, t.shape[1], t.stride(0), box, STEP // 2) for t in (heads, x, hidden)]
     weights = (o, gate_up, down, qkv)
-    tensors = (*(weight.data for weight in weights), x, hidden, projection, squares, parts, counts)
+    of_weights = zip(*((its.data, its.weight, its.scale) for its in weights), strict=True)
+    tensors = (*chain.from_iterable(of_weights), x, hidden, projection, squares, parts, counts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     number = ctypes.c_int(rows)
-    floats = (ctypes.c_float * 6)(*(weight.scale for weight in weights), eps, eps_behind)
+    floats = (ctypes.c_float * 2)(eps, eps_behind)
     addresses = [
         *(made.address for made in maps),
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
         ctypes.addressof(number),
-        *(ctypes.addressof(floats) + 4 * i for i in range(6)),
+        *(ctypes.addressof(floats) + 4 * i for i in range(2)),
     ]
     nvrtc.launch(load(packed_kernel(shape, config), device), _launch_shape(config, use_pdl(device)), addresses)
     return projection

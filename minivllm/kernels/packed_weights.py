@@ -4,13 +4,13 @@ less.
 Of a bfloat16 the sign and the seven bits of the mantissa are as good as random, but a matrix's exponents are few:
 sixteen neighbours hold all but some 0.01% of a trained or a random one's. So a weight is its sign, its mantissa and
 four bits of exponent, counted from the matrix's ``base``; the few others are kept beside, whole, with their places.
-What a kernel makes of the bits is the weight times a power of two, by which it divides the sums: nothing is rounded,
-nothing is lost.
+Where they are many, as in a line that training has left near zero, the weight itself is read. What a kernel makes of
+the bits is the weight times a power of two, by which it divides the sums: nothing is rounded, nothing is lost.
 
 Weights lie in units of 128 lines by 128 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles
 of 64 by 64, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48
 bytes. Of three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a
-fourth pair. Behind the tiles stand the unit's exceptions.
+fourth pair. Behind the tiles stand the unit's exceptions, or that it is raw: to be read from the weight.
 
 The kernel that packs is CUDA C++ (``pack_weights.cu``). Bytes moved: a weight's, once, and three quarters as many back.
 
@@ -19,7 +19,6 @@ decode; fixed lengths decode where they are multiplied, 1.4 instructions a weigh
 """
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +33,7 @@ LINES, STEP = 128, 128  # of a unit: lines of the weight, elements of k
 _TILES, _TILE_BYTES = 4, 6144  # of 64 lines by 64 of k
 _TAIL_BYTES = 256  # ends of the warps' lists of exceptions, one byte each, then exceptions of four bytes
 MOST_EXCEPTIONS = _TAIL_BYTES // 4 - 2
+_RAW_SHARE = 64  # of a weight's units one may be raw: a program reads it in 2 µs instead of 0.7, and all wait
 UNIT_BYTES = _TILES * _TILE_BYTES + _TAIL_BYTES
 _WINDOW = 16  # exponents
 FIRST_EXPONENT = 0x70  # that a kernel gives the first of them
@@ -54,14 +54,13 @@ PACK_KERNEL = Kernel(
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """data (units, UNIT_BYTES) uint8, a unit's index (lines / 128) * (k / 128) + k / 128; a weight is what its bits
-    say times ``scale``, a power of two. ``gated``: units have 64 lines of the first half (gate) and the same of the
-    second (up), by eights."""
+    """Of ``weight`` (lines, k). data (units, UNIT_BYTES) uint8, a unit's index (lines / 128) * (k / 128) + k / 128; a
+    weight is what its bits say times ``scale``, () float32, a power of two. ``gated``: units have 64 lines of the first
+    half (gate) and the same of the second (up), by eights."""
 
+    weight: torch.Tensor
     data: torch.Tensor
-    scale: float
-    lines: int
-    k: int
+    scale: torch.Tensor
     gated: bool
 
 
@@ -74,44 +73,46 @@ def packed_bytes(lines: int, k: int) -> int:
 
 
 def pack(weight: torch.Tensor, gated: bool = False) -> PackedWeight | None:
-    """Of weight (lines, k) bfloat16, contiguous. None: too many exponents lie apart, in one unit more than
-    ``MOST_EXCEPTIONS`` weights', or one so far that it cannot be kept exactly."""
+    """Of weight (lines, k) bfloat16, contiguous. None: too many units would be raw, whose exponents lie apart in more
+    than ``MOST_EXCEPTIONS`` places, or one lies so far apart that no power of two leaves it as exact."""
     return _packed([weight], [gated], _write)[0]
 
 
 def pack_all(weights: Sequence[torch.Tensor], gated: Sequence[bool]) -> list[PackedWeight | None]:
     """``pack`` of each, all on one device; on Hopper by a kernel, whose answers the host waits for once."""
-    return _packed(weights, gated, _writer(weights))
+    return _packed(weights, gated, _writer(weights[0].device))
 
 
-def pack_again(packed: Sequence[PackedWeight], weights: Sequence[torch.Tensor]) -> list[bool]:
-    """What ``weights`` are by now, written to where ``packed`` are and by their scales, as graphs know both. Of each,
-    whether it could be; what could not is nothing sensible."""
-    write, device = _writer(weights), weights[0].device
-    bases = torch.tensor([round(math.log2(its.scale)) + FIRST_EXPONENT for its in packed], device=device)
-    failed = torch.zeros(len(packed), dtype=torch.int32, device=device)
-    for weight, its, base, flag in zip(weights, packed, bases, failed, strict=True):
-        write(weight, its.gated, base, its.data, flag)
-    return [not flag for flag in failed.tolist()]
+def pack_again(packed: Sequence[PackedWeight]) -> list[bool]:
+    """What their weights are by now, written to where they are, as graphs know it, with as many raw units as it takes.
+    Of each, whether it could be; what could not is nothing sensible."""
+    return [not lost for _, lost in _fill(packed, _writer(packed[0].data.device))]
 
 
-# weight (lines, k), gated, base () int64, data (units, UNIT_BYTES), failed () int32, which becomes 1
-_Writer = Callable[[torch.Tensor, bool, torch.Tensor, torch.Tensor, torch.Tensor], None]
+# what is packed, whose data is written; its base () int64; told (2,) int32: to the first is added how many units are
+# raw, the second becomes 1 if something is lost
+_Writer = Callable[[PackedWeight, torch.Tensor, torch.Tensor], None]
 
 
 def _packed(weights: Sequence[torch.Tensor], gated: Sequence[bool], write: _Writer) -> list[PackedWeight | None]:
-    bases = torch.stack([_base(weight) for weight in weights])
-    failed, datas = torch.zeros_like(bases, dtype=torch.int32), []
-    for weight, its, base, flag in zip(weights, gated, bases, failed, strict=True):
+    packed = []
+    for weight, its in zip(weights, gated, strict=True):
         assert weight.dtype == torch.bfloat16 and weight.is_contiguous() and packable(*weight.shape)
-        units = packed_bytes(*weight.shape) // UNIT_BYTES
-        datas.append(torch.empty((units, UNIT_BYTES), dtype=torch.uint8, device=weight.device))
-        write(weight, its, base, datas[-1], flag)
-    found = zip(weights, gated, datas, *torch.stack((bases, failed)).tolist(), strict=True)
-    return [
-        None if flag else PackedWeight(data, 2.0 ** (base - FIRST_EXPONENT), weight.shape[0], weight.shape[1], its)
-        for weight, its, data, base, flag in found
-    ]
+        data = weight.new_empty((packed_bytes(*weight.shape) // UNIT_BYTES, UNIT_BYTES), dtype=torch.uint8)
+        packed.append(PackedWeight(weight, data, weight.new_empty((), dtype=torch.float32), its))
+    found = zip(packed, _fill(packed, write), strict=True)
+    return [None if lost or raw > cdiv(len(its.data), _RAW_SHARE) else its for its, (raw, lost) in found]
+
+
+def _fill(packed: Sequence[PackedWeight], write: _Writer) -> list[tuple[int, int]]:
+    """Raw units, and whether something is lost, of each."""
+    bases = torch.stack([_base(its.weight) for its in packed])
+    scales = (bases - FIRST_EXPONENT + 127 << 23).int().view(torch.float32)  # powers of two
+    told = torch.zeros((len(packed), 2), dtype=torch.int32, device=bases.device)
+    for its, base, scale, its_own in zip(packed, bases, scales, told, strict=True):
+        its.scale.copy_(scale)
+        write(its, base, its_own)
+    return [(raw, lost) for raw, lost in told.tolist()]
 
 
 def _base(weight: torch.Tensor) -> torch.Tensor:
@@ -127,8 +128,7 @@ def _base(weight: torch.Tensor) -> torch.Tensor:
 # --------------------------------------------------------------------------- the kernel
 
 
-def _writer(weights: Sequence[torch.Tensor]) -> _Writer:
-    device = weights[0].device
+def _writer(device: torch.device) -> _Writer:
     return _launch if nvrtc.available(device) and loads(PACK_KERNEL, device) else _write
 
 
@@ -137,9 +137,10 @@ def _launch_shape(units: int) -> nvrtc.LaunchShape:
     return nvrtc.LaunchShape((units, 1, 1), (1, 1, 1), _THREADS, 0, False)
 
 
-def _launch(weight: torch.Tensor, gated: bool, base: torch.Tensor, data: torch.Tensor, failed: torch.Tensor) -> None:
-    pointers = (ctypes.c_void_p * 4)(*(tensor.data_ptr() for tensor in (weight, data, base, failed)))
-    numbers = (ctypes.c_int * 3)(*weight.shape, gated)
+def _launch(packed: PackedWeight, base: torch.Tensor, told: torch.Tensor) -> None:
+    weight, data = packed.weight, packed.data
+    pointers = (ctypes.c_void_p * 4)(*(tensor.data_ptr() for tensor in (weight, data, base, told)))
+    numbers = (ctypes.c_int * 3)(*weight.shape, packed.gated)
     addresses = [
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(pointers))),
         *(ctypes.addressof(numbers) + 4 * i for i in range(len(numbers))),
@@ -150,13 +151,13 @@ def _launch(weight: torch.Tensor, gated: bool, base: torch.Tensor, data: torch.T
 # --------------------------------------------------------------------------- its reference
 
 
-def _write(weight: torch.Tensor, gated: bool, base: torch.Tensor, data: torch.Tensor, failed: torch.Tensor) -> None:
-    lines, k = weight.shape
+def _write(packed: PackedWeight, base: torch.Tensor, told: torch.Tensor) -> None:
+    lines, k = packed.weight.shape
     blocks = lines // LINES
-    by_block, units = _by_block(weight, gated), data.view(blocks, k // STEP, UNIT_BYTES)
+    by_block, units = _by_block(packed.weight, packed.gated), packed.data.view(blocks, k // STEP, UNIT_BYTES)
     some = max(1, _AT_ONCE // (LINES * k))
     for first in range(0, blocks, some):
-        failed |= _pack_blocks(by_block[first : first + some], base, units[first : first + some])
+        _pack_blocks(by_block[first : first + some], base, units[first : first + some], told)
 
 
 def _by_block(weight: torch.Tensor, gated: bool) -> torch.Tensor:
@@ -168,8 +169,8 @@ def _by_block(weight: torch.Tensor, gated: bool) -> torch.Tensor:
     return bits.view(2, lines // LINES, 8, 8, k).permute(1, 2, 0, 3, 4)
 
 
-def _pack_blocks(bits: torch.Tensor, base: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """bits (blocks, 8, 2, 8, k) -> data (blocks, k / 128, UNIT_BYTES). Whether a unit has too many exceptions."""
+def _pack_blocks(bits: torch.Tensor, base: torch.Tensor, data: torch.Tensor, told: torch.Tensor) -> None:
+    """bits (blocks, 8, 2, 8, k) -> data (blocks, k / 128, UNIT_BYTES)."""
     blocks, k = bits.shape[0], bits.shape[-1]
     steps = k // STEP
     # A unit's lines are (warpgroup 2, warp 4, half 2, eighth 8), its k is (tile 2, 16th 4, half 2, quarter 4, pair 2);
@@ -188,10 +189,12 @@ def _pack_blocks(bits: torch.Tensor, base: torch.Tensor, data: torch.Tensor) -> 
     words = torch.stack((pairs[..., 0] | exponent, pairs[..., 1] | upper, pairs[..., 2] | lower | sign), dim=-1)
     tiles = words.permute(0, 1, 2, 3, 7, 4, 5, 6).contiguous()  # (blocks, steps, wg, tile, word, warp, lane, 16th)
     data[..., : _TILES * _TILE_BYTES] = tiles.view(blocks, steps, -1).view(torch.uint8)
-    return _put_exceptions(bits, inside, base, data[..., _TILES * _TILE_BYTES :])
+    _put_exceptions(bits, inside, base, data[..., _TILES * _TILE_BYTES :], told)
 
 
-def _put_exceptions(bits: torch.Tensor, inside: torch.Tensor, base: torch.Tensor, tails: torch.Tensor) -> torch.Tensor:
+def _put_exceptions(
+    bits: torch.Tensor, inside: torch.Tensor, base: torch.Tensor, tails: torch.Tensor, told: torch.Tensor
+) -> None:
     """Of a warp of a unit those of one list, as value << 16 | half << 10 | tile << 9 | 16th << 7 | register << 5 |
     lane, in the order of tiles, lanes and the rest."""
     blocks, steps = bits.shape[:2]
@@ -200,8 +203,9 @@ def _put_exceptions(bits: torch.Tensor, inside: torch.Tensor, base: torch.Tensor
     value = bits[block, step, group, tile, warp, eighth, quarter, sixteenth, back, lower, pair]
     exponent = (value >> 7) & 0xFF
     moved = exponent - base + FIRST_EXPONENT  # as the others are
-    zero = (value & 0x7FFF) == 0
-    lost = ~zero & ((exponent == 0) | (exponent == 0xFF) | (moved < 1) | (moved > 0xFE))  # denormal, infinite, too far
+    zero, denormal = (value & 0x7FFF) == 0, (exponent == 0) & ((value & 0x7F) != 0)
+    odd = denormal | (exponent == 0xFF)  # the last are infinite, or no numbers
+    lost = torch.where(odd, denormal & (base > FIRST_EXPONENT), ~zero & ((moved < 1) | (moved > 0xFE)))
     value = torch.where(zero, value, (value & 0x807F) | moved << 7)
     entry = value << 16 | pair << 10 | tile << 9 | sixteenth << 7 | back << 6 | lower << 5 | eighth << 2 | quarter
     unit, its_warp = block * steps + step, group * 4 + warp
@@ -212,18 +216,23 @@ def _put_exceptions(bits: torch.Tensor, inside: torch.Tensor, base: torch.Tensor
     ends = counts.cumsum(1)
     firsts = ends[:, -1].cumsum(0) - ends[:, -1]
     place = torch.arange(len(unit), device=bits.device) - firsts[unit]
-    full = (ends[:, -1] > MOST_EXCEPTIONS).any() | lost.any()
+    raw = ends[:, -1] > MOST_EXCEPTIONS
+    raw[(block * steps + step)[odd]] = True
     tail = torch.zeros(blocks * steps, _TAIL_BYTES // 4, dtype=torch.int32, device=bits.device)
     fits = place < MOST_EXCEPTIONS
     tail[unit[fits], place[fits] + 2] = entry[fits].int()
     tail.view(torch.uint8)[:, :8] = ends.clamp(max=MOST_EXCEPTIONS).to(torch.uint8)
+    tail[raw] = 0
+    tail[raw, :2] = -1
     tails.copy_(tail.view(torch.uint8).view(blocks, steps, _TAIL_BYTES))
-    return full
+    told[0] += raw.sum()
+    told[1] |= lost.any()
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
     """The weight (lines, k) again, by the arithmetic of the kernels that read it."""
-    blocks, steps = packed.lines // LINES, packed.k // STEP
+    lines, k = packed.weight.shape
+    blocks, steps = lines // LINES, k // STEP
     data = packed.data.view(blocks, steps, UNIT_BYTES)
     tiles = data[..., : _TILES * _TILE_BYTES].contiguous().view(torch.int32)
     words = tiles.view(blocks, steps, 2, 2, 3, 4, 32, 4).permute(4, 0, 1, 2, 3, 5, 6, 7)
@@ -235,7 +244,8 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
     halves = torch.stack((pairs & 0xFFFF, (pairs >> 16) & 0xFFFF), dim=-1)
     tails = data[..., _TILES * _TILE_BYTES :].contiguous()
     entries = tails.view(torch.int32)
-    for block, step in (tails[..., 7] > 0).nonzero().tolist():
+    raw = tails[..., 7] == 255
+    for block, step in ((tails[..., 7] > 0) & ~raw).nonzero().tolist():
         begin = 0
         for warp, end in enumerate(tails[block, step, :8].tolist()):
             for entry in entries[block, step, 2 + begin : 2 + end].tolist():
@@ -243,8 +253,11 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
                 halves[block, step][at] = entry >> 16 & 0xFFFF
             begin = end
     bits = halves.view(blocks, steps, 2, 2, 4, 8, 4, 4, 2, 2, 2).permute(0, 2, 4, 9, 5, 1, 3, 7, 8, 6, 10)
-    bits = bits.reshape(blocks, 8, 2, 8, packed.k)
+    bits = bits.reshape(blocks, 8, 2, 8, k)
     if packed.gated:
         bits = bits.permute(2, 0, 1, 3, 4)
-    values = bits.reshape(packed.lines, packed.k).to(torch.int16).view(torch.bfloat16)
-    return (values.float() * packed.scale).to(torch.bfloat16)
+    values = bits.reshape(lines, k).to(torch.int16).view(torch.bfloat16)
+    weight = (values.float() * packed.scale).to(torch.bfloat16)
+    to, of = (_by_block(t, packed.gated).unflatten(-1, (steps, STEP)) for t in (weight, packed.weight))
+    to.copy_(torch.where(raw[:, None, None, None, :, None], of, to))
+    return weight

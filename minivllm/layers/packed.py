@@ -48,17 +48,17 @@ def pack_layers_again(model: nn.Module) -> None:
     """After weights were loaded into a model that may have packed ones.
 
     Raises:
-        CheckpointError: one cannot be packed where the one before was; then none is packed any more.
+        CheckpointError: one cannot be packed; then none is packed any more.
     """
     modules = (module for module in model.modules() if isinstance(module, LinearBase))
     copies = {module: module.packed_weight for module in modules if module.packed_weight is not None}
-    fits = pack_again(list(copies.values()), [product.weight for product in copies]) if copies else []
+    fits = pack_again(list(copies.values())) if copies else []
     if not all(fits):
         for product in copies:
             product.packed_weight = None
         raise CheckpointError(
-            f"{_name_of(model, list(copies)[fits.index(False)])} is so unlike the one before that it cannot be packed "
-            "in its place, where CUDA graphs read it; make a new engine, or one with packed_weights=false"
+            f"{_name_of(model, list(copies)[fits.index(False)])} has weights whose exponents lie too far apart to be "
+            "packed, where CUDA graphs read packed ones; make a new engine, or one with packed_weights=false"
         )
 
 
