@@ -98,5 +98,5 @@ pack_weights(const u16* weight, unsigned char* data, const long long* base_at, u
   const bool raw = all > MOST_EXCEPTIONS || has_odd;
   if (raw && thread == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(told) : "memory");
   if (thread < TAIL_WORDS)
-    ((u32*)(unit + TILES * TILE_BYTES))[thread] = !raw ? tail[thread] : thread < WARPS / 4 ? ~0u : 0;
+    ((u32*)(unit + TILES * TILE_BYTES))[thread] = !raw ? tail[thread] : thread < WARPS / 4 ? RAW_ENDS : 0;
 }

@@ -14,6 +14,7 @@
 constexpr int THREADS = 256, LINES = 128, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
 constexpr int TILE_OF_X = ROWS * LINE;
+constexpr int RAW = 254;  // an end of a warp's exceptions, or 255: its unit is raw
 constexpr int FACTOR_THREADS = 64, PARTS = HIDDEN / 16;  // that a row's squares come in
 constexpr int PART_FOURS = LINES * ROWS / 4;             // of a block's sums
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_chain.py");
@@ -176,8 +177,7 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
     const u32 weights = ring.at(), tail = weights + TAIL;
-    int begin, end;  // of this warp's exceptions
-    bool is_raw;
+    int begin, end;  // of this warp's exceptions; no number of these is RAW
 #pragma unroll
     for (int t = 0; t < 2; t++, inputs.next()) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -186,13 +186,14 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       if (t == 0) {
         ring.wait();
         const u64 ends = (u64)read4_of(tail + 4) << 32 | read4_of(tail);
-        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0, is_raw = ends >> 56 == 255;
+        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
       }
-      if (is_raw) {
-        raw.read(a[t], u, t);
-      } else {
-        decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
-        if (begin < end) put_exceptions(a[t], tail, begin, end, t);
+      decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
+      if (begin != end) {  // asked once, and behind decoding, whose loads would wait for an answer
+        if (end >= RAW)
+          raw.read(a[t], u, t);
+        else
+          put_exceptions(a[t], tail, begin, end, t);
       }
       inputs.wait();
       const u64 x = matrix(inputs.at());

@@ -33,8 +33,9 @@ LINES, STEP = 128, 128  # of a unit: lines of the weight, elements of k
 _TILES, _TILE_BYTES = 4, 6144  # of 64 lines by 64 of k
 _TAIL_BYTES = 256  # ends of the warps' lists of exceptions, one byte each, then exceptions of four bytes
 MOST_EXCEPTIONS = _TAIL_BYTES // 4 - 2
-_RAW_SHARE = 64  # of a weight's units one may be raw: a program reads it in 2 µs instead of 0.7, and all wait
+_RAW_SHARE = 64  # of a weight's units one may be raw: reading it takes two trips to memory (2 µs, computed)
 UNIT_BYTES = _TILES * _TILE_BYTES + _TAIL_BYTES
+_RAW_ENDS = 0xFEFFFEFF  # of the lists of a raw unit's warps, of which none then looks empty
 _WINDOW = 16  # exponents
 FIRST_EXPONENT = 0x70  # that a kernel gives the first of them
 _AT_ONCE = 1 << 25  # weights, whose bits are taken apart at the same time
@@ -46,6 +47,7 @@ PACK_KERNEL = Kernel(
     (
         ("UNIT_BYTES", UNIT_BYTES),
         ("MOST_EXCEPTIONS", MOST_EXCEPTIONS),
+        ("RAW_ENDS", _RAW_ENDS),
         ("WINDOW", _WINDOW),
         ("FIRST_EXPONENT", FIRST_EXPONENT),
     ),
@@ -223,7 +225,7 @@ def _put_exceptions(
     tail[unit[fits], place[fits] + 2] = entry[fits].int()
     tail.view(torch.uint8)[:, :8] = ends.clamp(max=MOST_EXCEPTIONS).to(torch.uint8)
     tail[raw] = 0
-    tail[raw, :2] = -1
+    tail[raw, :2] = _RAW_ENDS - (1 << 32)
     tails.copy_(tail.view(torch.uint8).view(blocks, steps, _TAIL_BYTES))
     told[0] += raw.sum()
     told[1] |= lost.any()
@@ -244,7 +246,7 @@ def unpack(packed: PackedWeight) -> torch.Tensor:
     halves = torch.stack((pairs & 0xFFFF, (pairs >> 16) & 0xFFFF), dim=-1)
     tails = data[..., _TILES * _TILE_BYTES :].contiguous()
     entries = tails.view(torch.int32)
-    raw = tails[..., 7] == 255
+    raw = tails[..., 7] > MOST_EXCEPTIONS
     for block, step in ((tails[..., 7] > 0) & ~raw).nonzero().tolist():
         begin = 0
         for warp, end in enumerate(tails[block, step, :8].tolist()):

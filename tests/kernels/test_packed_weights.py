@@ -95,7 +95,7 @@ def test_a_weight_comes_back_bit_for_bit(case, gated):
     assert packed.data.shape == (lines // LINES * (k // STEP), UNIT_BYTES) and packed.gated == gated
     assert packed.weight is weight and packed.data.numel() < 0.76 * 2 * weight.numel()
     assert same_bits(unpack(packed), weight)
-    assert (packed.data[:, -249] == 255).sum() == (case in RAW)
+    assert (packed.data[:, -249] > MOST_EXCEPTIONS).sum() == (case in RAW)
 
 
 @st.composite
@@ -165,7 +165,7 @@ def test_it_is_packed_again_where_it_stands():
 
     assert again(second, third) == [True, True]
     assert all(same_bits(unpack(its), other) for its, other in zip(packed, (second, third), strict=True))
-    assert [(its.data[:, -249] == 255).sum() for its in packed] == [2, 0], "more raw units than at first"
+    assert [(its.data[:, -249] > MOST_EXCEPTIONS).sum() for its in packed] == [2, 0], "more raw units than at first"
     assert again(REFUSED["too far"](), first) == [False, True] and same_bits(unpack(packed[1]), first)
     assert [(its.data.data_ptr(), its.scale.data_ptr()) for its in packed] == places
 
