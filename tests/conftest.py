@@ -22,6 +22,12 @@ if not torch.cuda.is_available():
 from helpers import save_checkpoint
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``-n 2 --dist loadfile`` files go in their order. xdist would have those of few tests last, which are the
+    longest ones here, so that one worker waits for the other."""
+    config.option.loadscopereorder = False
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test has random numbers of its own, the same in every run and in any order: a failure can be repeated."""
     seed = zlib.crc32(item.nodeid.encode())

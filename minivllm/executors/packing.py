@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
+from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
 from minivllm.kernels.packed_chain import packed_rows, use_packed
 from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
@@ -37,9 +39,13 @@ def pack_weights(
     if config.packed_weights == "false":
         return False
     module = cast(nn.Module, model)
-    why = _unfit(module, config, dtype, device) or _lacks_room(module, config, device, cache_bytes)
-    if why is None and not _runs(module, dtype, device):
-        why = "the kernel that reads packed weights is not for layers of these sizes, or does not run here"
+    if (why := _impossible(config, dtype, device)) is None:
+        decoders = packable_decoders(module)
+        shapes = {shape for decoder in decoders if (shape := decoder.chain_shape()) is not None}
+        weights = [product.weight for product in products_of(decoders)]
+        why = _unfit(type(model).__name__, shapes, weights, dtype) or _lacks_room(weights, config, device, cache_bytes)
+        if why is None and not _runs(shapes, weights, dtype, device):
+            why = "the kernel that reads packed weights is not for layers of these sizes, or does not run here"
     if why is None and (name := pack_layers(module)) is not None:
         why = f"{name} has weights whose exponents lie too far apart"
     if why is None:
@@ -50,8 +56,8 @@ def pack_weights(
     return False
 
 
-def _unfit(model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What it is about the configuration, the device or the model."""
+def _impossible(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What it is about the configuration or the device."""
     if config.tp > 1:
         return f"only tp=1 reads packed weights, not tp={config.tp}"
     if not nvrtc.available(device):
@@ -59,19 +65,24 @@ def _unfit(model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: t
         return f"{name} is no Hopper GPU (H100, H200), or the package cuda-bindings is missing"
     if dtype != torch.bfloat16:
         return f"only weights of dtype=bfloat16 are packed, not of dtype={str(dtype).removeprefix('torch.')}"
-    decoders = packable_decoders(model)
-    products = products_of(decoders)
-    if not products or any(its.weight.dtype != dtype or not its.weight.is_contiguous() for its in products):
-        return f"the layers of {type(model).__name__} are not of the kind that reads packed weights"
-    for shape in (decoder.chain_shape() for decoder in decoders):
-        if shape is not None and not packed_rows(shape):
+    return None
+
+
+def _unfit(model: str, shapes: set[ChainShape], weights: Sequence[torch.Tensor], dtype: torch.dtype) -> str | None:
+    """What it is about a model of that class."""
+    if not weights or any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
+        return f"the layers of {model} are not of the kind that reads packed weights"
+    for shape in shapes:
+        if not packed_rows(shape):
             return f"in layers of {shape.weights / 1e6:.0f} million weights packed ones are not faster"
     return None
 
 
-def _lacks_room(model: nn.Module, config: EngineConfig, device: torch.device, cache_bytes: int) -> str | None:
+def _lacks_room(
+    weights: Sequence[torch.Tensor], config: EngineConfig, device: torch.device, cache_bytes: int
+) -> str | None:
     """For what there is not enough memory."""
-    needed = sum(packed_bytes(*product.weight.shape) for product in products_of(packable_decoders(model)))
+    needed = sum(packed_bytes(*weight.shape) for weight in weights)
     torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info(device)[0] * config.cache.gpu_memory_utilization
     left, asked = room - needed, config.packed_weights == "true"
@@ -84,10 +95,8 @@ def _lacks_room(model: nn.Module, config: EngineConfig, device: torch.device, ca
     )
 
 
-def _runs(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+def _runs(shapes: set[ChainShape], weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel is for those sizes and loads here; compiles it, and beside it the one that packs."""
     compile_ahead(PACK_KERNEL)
-    decoders = packable_decoders(model)
-    fits = all(packable(*product.weight.shape) for product in products_of(decoders))
-    shapes = {shape for decoder in decoders if (shape := decoder.chain_shape()) is not None}
+    fits = all(packable(*weight.shape) for weight in weights)
     return fits and all(use_packed(packed_rows(shape)[0], shape, dtype, device) for shape in shapes)
