@@ -9,9 +9,10 @@ __device__ __forceinline__ bool inside(u32 bits, int base) { return (bits >> 7 &
 __device__ __forceinline__ u32 code(u32 bits, int base) {
   return inside(bits, base) ? bits & 0x807F | (bits >> 7 & 255) - base << 7 : 0;
 }
-// Times the power of two that all are multiplied by.
+// The exponent of what is multiplied by the power of two that all are; the bits of that.
+__device__ __forceinline__ int moved_exponent(u32 bits, int base) { return (bits >> 7 & 255) - base + FIRST_EXPONENT; }
 __device__ __forceinline__ u32 moved(u32 bits, int base) {
-  return (bits & 0x7FFF) == 0 ? bits : bits & 0x807F | (bits >> 7 & 255) - base + FIRST_EXPONENT << 7;
+  return (bits & 0x7FFF) == 0 ? bits : bits & 0x807F | moved_exponent(bits, base) << 7;
 }
 __device__ __forceinline__ bool is_odd(u32 bits) {  // denormal, infinite, or no number: no exponent to be moved
   return (bits & 0x7F80) == 0x7F80 || ((bits & 0x7F80) == 0 && (bits & 0x7F));
@@ -19,7 +20,8 @@ __device__ __forceinline__ bool is_odd(u32 bits) {  // denormal, infinite, or no
 // Whether it is not as exact times that power.
 __device__ __forceinline__ bool is_lost(u32 bits, int base) {
   if (is_odd(bits)) return (bits & 0x7F80) == 0 && base > FIRST_EXPONENT;
-  return (bits & 0x7FFF) && ((bits >> 7 & 255) - base + FIRST_EXPONENT < 1 || (bits >> 7 & 255) - base + FIRST_EXPONENT > 254);
+  const int exponent = moved_exponent(bits, base);
+  return (bits & 0x7FFF) && (exponent < 1 || exponent > 254);
 }
 
 // weight (lines, k); data (units, UNIT_BYTES); base: the first exponent. told: to its first number is added how many
