@@ -410,8 +410,8 @@ __device__ __forceinline__ void find_factors(const Step& step, float* factors, c
   asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
 }
 
-// raw_…: the weights as they were; …_scale: what they are packed by. parts: of sums, ABSENT between launches. counts: programs done with each of the first three products, and at the end;
-// zeros between launches.
+// raw_o and so on: the weights as they were; o_scale and so on: what they are packed by. parts: of sums, ABSENT between
+// launches. counts: programs done with each of the first three products, and at the end; zeros between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
