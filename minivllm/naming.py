@@ -9,10 +9,10 @@ _ALIKE = 0.6  # difflib's ratio from which a name is worth naming
 _CLOSE = 0.12  # and how much less than the best match the others may have
 
 
-def nearest(value: str, allowed: Iterable[str], n: int = 3) -> list[str]:
+def nearest(value: str, allowed: Iterable[str]) -> list[str]:
     """The names most like ``value``, best first; case does not matter."""
     by_lower = {name.lower(): name for name in allowed}
-    matches = difflib.get_close_matches(value.lower(), by_lower, n=n, cutoff=_ALIKE)
+    matches = difflib.get_close_matches(value.lower(), by_lower, n=3, cutoff=_ALIKE)
     ratios = [difflib.SequenceMatcher(None, m, value.lower()).ratio() for m in matches]
     return [by_lower[m] for m, ratio in zip(matches, ratios, strict=True) if ratio >= ratios[0] - _CLOSE]
 

@@ -87,7 +87,7 @@ class TritonBackend(AttentionBackend):
             if self.cascade_limits is not None:
                 blocks = -(-s.max_model_len // s.block_size)
                 self._cascade = CascadeWorkspace(
-                    self.max_rows, self.cascade_limits.parts, blocks, *shape, kv_cache.device
+                    self.max_rows, self.cascade_limits.parts, blocks, s.num_heads, s.head_dim, kv_cache.device
                 )
 
     def _cascade_limits(self) -> CascadeLimits | None:

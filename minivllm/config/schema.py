@@ -85,7 +85,9 @@ class AttentionSchema:
     name: str = key("auto", "the backend")
     prefill: str | None = key(None, "another backend for prompt chunks")
     decode: str | None = key(None, "another backend for decode rows")
-    cascade: bool = key(True, "read prefixes that decodes share once, where the backend can (triton) and it is faster")
+    cascade: bool = key(
+        True, "read prefixes that decodes share once, where the backend can (triton, hopper) and it is faster"
+    )
     options: dict[str, Any] = key(dict, "the backend's own settings")
 
 

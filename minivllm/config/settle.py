@@ -155,7 +155,7 @@ def freeze(node: Any, target: type) -> Any:
     return target(**{f.name: _freeze_value(getattr(node, f.name), hints[f.name]) for f in fields(target)})
 
 
-def _freeze_value(value: Any, target: Any = None) -> Any:
+def _freeze_value(value: Any, target: Any) -> Any:
     if is_dataclass(value):
         return freeze(value, target)
     if isinstance(value, Enum):

@@ -210,7 +210,9 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
-    plans_on_host: bool = False  # whether ``plan`` reads the batch's host arrays (else replays skip it)
+    plans_on_host: bool = (
+        False  # whether ``plan`` reads the batch's host arrays (else replays of decodes alone skip it)
+    )
     captures_prompts: bool = True  # False: ``CudaGraphs.ALWAYS`` does not hold for steps with prompts of this spec
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
     # Whether ``decode`` is causal attention to all of a context and no more: a kernel of all layers may do it instead.
@@ -264,7 +266,8 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Called once a step on the host, before the model runs (before capture and before each replay, too)."""
+        """Called once a step on the host, before the model runs; also before capture, and before each replay of a step
+        with prompts, and of decodes alone if it ``plans_on_host``."""
 
     @abstractmethod
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:

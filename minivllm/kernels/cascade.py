@@ -132,8 +132,7 @@ class CascadeWorkspace:
     """
 
     def __init__(
-        self, max_rows: int, max_parts: int, max_blocks: int, num_heads: int, num_kv_heads: int, head_dim: int,
-        device: torch.device | str,
+        self, max_rows: int, max_parts: int, max_blocks: int, num_heads: int, head_dim: int, device: torch.device | str,
     ) -> None:  # fmt: skip
         device = torch.device(device)
         self.partial = torch.zeros((max_parts, num_heads, head_dim), dtype=torch.float32, device=device)

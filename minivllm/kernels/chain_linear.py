@@ -78,7 +78,6 @@ def chain_linear(
     down: torch.Tensor,
     qkv: torch.Tensor,
     eps_behind: float,
-    config: ChainConfig | None = None,
 ) -> tuple[torch.Tensor, RowScale | None]:
     """x (t, hidden) += heads @ o.T; then += (SiLU(gate) * up) @ down.T of x divided by its rows' rms; in place, each
     rounded once. Returns x @ qkv.T, (t, qkv), and what its rows are still to be multiplied by, or None: they are.
@@ -89,7 +88,7 @@ def chain_linear(
     """
     rows, device = x.shape[0], x.device
     shape = ChainShape(x.shape[1], heads.shape[1], down.shape[1], qkv.shape[0])
-    config = config or chain_config(rows, shape, num_sms(device))
+    config = chain_config(rows, shape, num_sms(device))
     assert config is not None and x.is_contiguous() and heads.stride(1) == 1
     projection = x.new_empty((rows, shape.qkv))
     scale = None if config.large else RowScale(x, eps_behind)

@@ -111,26 +111,22 @@ def _launch(
     return out
 
 
-def cluster_linear(x: torch.Tensor, weight: torch.Tensor, config: ClusterConfig | None = None) -> torch.Tensor:
+def cluster_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x (t, k), weight (n, k), both bfloat16; returns (t, n)."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, config=config)
+    return _launch(x, weight, out)
 
 
-def cluster_gate_up(
-    x: torch.Tensor, weight: torch.Tensor, eps: float | None = None, config: ClusterConfig | None = None
-) -> torch.Tensor:
+def cluster_gate_up(x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
     """SiLU(gate) * up of ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``eps``, of
     the rows of x divided by their rms."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, gated=True, eps=eps, config=config)
+    return _launch(x, weight, out, gated=True, eps=eps)
 
 
-def cluster_linear_add(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, config: ClusterConfig | None = None
-) -> torch.Tensor:
+def cluster_linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     """``residual`` (t, n) += x @ weight.T, in place and rounded once; returns it."""
-    return _launch(x, weight, residual, add=True, config=config)
+    return _launch(x, weight, residual, add=True)
 
 
 def cluster_qkv(
@@ -138,9 +134,8 @@ def cluster_qkv(
     weight: torch.Tensor,
     heads: Heads,
     eps: float | None = None,
-    config: ClusterConfig | None = None,
 ) -> torch.Tensor:
     """``qk_norm_rope_store`` of ``cluster_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t, heads,
     head_dim). All of a head rotates; its dimension is 64 or 128. With ``eps`` as above."""
     out = torch.empty((x.shape[0], heads.num_heads, heads.head_dim), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, features=weight.shape[0], heads=heads, eps=eps, config=config)
+    return _launch(x, weight, out, features=weight.shape[0], heads=heads, eps=eps)

@@ -11,12 +11,13 @@
 // time, and between products for as many as there is room for; another for inputs, and waits between products until all
 // programs are done with the one before; two find the rows' factors meanwhile.
 
-constexpr int THREADS = 256, LINES = 128, UNIT_BYTES = 24832, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
+constexpr int THREADS = 256, LINES = 128, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
 constexpr int TILE_OF_X = ROWS * LINE;
 constexpr int RAW = 254;  // an end of a warp's exceptions, or 255: its unit is raw
 constexpr int FACTOR_THREADS = 64, PARTS = HIDDEN / 16;  // that a row's squares come in
 constexpr int PART_FOURS = LINES * ROWS / 4;             // of a block's sums
+static_assert(UNIT_BYTES == TAIL + 256, "packed_weights.py");
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_chain.py");
 
 // Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each.
@@ -108,7 +109,7 @@ __device__ __forceinline__ void decode(u32 (&a)[16], u32 from) {
   const uint4 first = read16(from), second = read16(from + 2048), third = read16(from + 4096);
   const u32 w0[4] = {first.x, first.y, first.z, first.w}, w1[4] = {second.x, second.y, second.z, second.w};
   const u32 w2[4] = {third.x, third.y, third.z, third.w};
-  constexpr u32 PLACES = 0x87FF87FF, BASE = 0x38003800;  // 0x70, seven bits on
+  constexpr u32 PLACES = 0x87FF87FF, BASE = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     a[4 * i] = w0[i] & PLACES | BASE, a[4 * i + 1] = w1[i] & PLACES | BASE, a[4 * i + 2] = w2[i] & PLACES | BASE;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void decode(u32 (&a)[16], u32 from) {
     a[4 * i + 3] = fourth | w2[i] << 1 & 0x80008000;
   }
 }
-__device__ __forceinline__ u32 read4_of(u32 from) {
+__device__ __forceinline__ u32 read_word(u32 from) {
   u32 x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
   return x;
@@ -127,7 +128,7 @@ __device__ __forceinline__ u32 read4_of(u32 from) {
 __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin, int end, int tile) {
 #pragma unroll 1
   for (int e = begin; e < end; e++) {
-    const u32 entry = read4_of(tail + 8 + 4 * e);
+    const u32 entry = read_word(tail + 8 + 4 * e);
     if ((entry >> 9 & 1) != tile) continue;
     const int its = (entry & 31) == threadIdx.x % 32 ? (int)(entry >> 5 & 15) : -1;
     const u32 selector = entry >> 10 & 1 ? 0x7610 : 0x3276;
@@ -185,7 +186,7 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       before[t] = inputs.empty + 8 * inputs.stage;
       if (t == 0) {
         ring.wait();
-        const u64 ends = (u64)read4_of(tail + 4) << 32 | read4_of(tail);
+        const u64 ends = (u64)read_word(tail + 4) << 32 | read_word(tail);
         end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
       }
       decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);

@@ -22,7 +22,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
-from minivllm.kernels.packed_weights import LINES, STEP, UNIT_BYTES, PackedWeight
+from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, STEP, UNIT_BYTES, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
 _COLUMNS = 8, 16, 32, 48  # rows that kernels are compiled for
@@ -81,7 +81,8 @@ def packed_config(rows: int, shape: ChainShape, sms: int = 132) -> PackedConfig 
 def packed_kernel(shape: ChainShape, config: PackedConfig) -> Kernel:
     macros = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "INNER": shape.inner, "QKV": shape.qkv,
               "ROWS": config.rows, "PROGRAMS": config.programs, "STAGES": config.stages,
-              "INPUTS": config.inputs, "AHEAD": _AHEAD}  # fmt: skip
+              "INPUTS": config.inputs, "AHEAD": _AHEAD, "UNIT_BYTES": UNIT_BYTES,
+              "FIRST_EXPONENT": FIRST_EXPONENT}  # fmt: skip
     return Kernel("packed_chain", (), tuple(macros.items()), by=(config.rows,))
 
 

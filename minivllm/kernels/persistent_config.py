@@ -81,7 +81,7 @@ def even_cut(rows: int, n: int, sms: int) -> Cut:
 
 
 @cache
-def persistent_cut(rows: int, n: int, k: int, sms: int, gated: bool, head_dim: int) -> Cut | None:
+def persistent_cut(rows: int, n: int, k: int, sms: int, gated: bool) -> Cut | None:
     """None: no cut of ours gives the multiprocessors even shares of it, or rows are too few, or between the two kinds.
 
     n: lines of the weight, gate's and up's counted both.

@@ -43,7 +43,7 @@ def use_persistent(
     if dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
         return False
     sms = num_sms(device)
-    cut = parts_cut(rows, n, sms) if parts else persistent_cut(rows, n, k, sms, gated, head_dim)
+    cut = parts_cut(rows, n, sms) if parts else persistent_cut(rows, n, k, sms, gated)
     if cut is None:
         return False
     return loads(cut_kernel(cut, gated, head_dim, parts), device)
@@ -68,7 +68,7 @@ def _plan(
     device: torch.device,
 ) -> Plan:  # fmt: skip
     sms = num_sms(device)
-    cut = cut or persistent_cut(rows, lines, k, sms, gated, head_dim) or GRID
+    cut = cut or persistent_cut(rows, lines, k, sms, gated) or GRID
     clusters, box_rows, narrow = sms // cut.sharing, cut.rows, cut.lines // 2
     if cut.rounds:
         assert gated and rows <= cut.rows and lines <= cut.rounds * cut.lines * clusters

@@ -1,7 +1,7 @@
 """Linear layers over few rows (1 to 8, or 16): the weight streams through once, with the norm in front and the residual
-addition or SiLU * up behind it in the same kernel. 9 to 256 rows take ``cluster_linear``'s products where there are
-such, gate and up of 1,024 and more, or of large weights, ``persistent_linear``'s, where those are faster; the rest, and
-other devices, the library's.
+addition or SiLU * up behind it in the same kernel. 9 to 256 rows, and fewer of long and large weights, take
+``cluster_linear``'s products where there are such, gate and up of 1,024 and more, or of large weights,
+``persistent_linear``'s, where those are faster; the rest, and other devices, the library's.
 
 Bytes moved: the weight, n * k elements. Qwen3-0.6B's four products a layer in bf16: 8.4 + 4.2 + 12.6 + 6.3 MB, so
 7.3 µs at 4.3 TB/s; the LM head's 311 MB 72 µs. A kernel takes longer than its stream only by what stands after

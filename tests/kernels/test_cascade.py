@@ -64,7 +64,7 @@ class World:
         self.plan = plan_cascade(host.copy(), np.arange(len(rows)), self.lens - 1, size, limits)
         assert self.plan is not None
         self.tables, self.seq_lens = torch.from_numpy(host).to(device), torch.from_numpy(self.lens).to(device)
-        self.space = CascadeWorkspace(len(rows), 1024, width, heads, kv_heads, dim, device)
+        self.space = CascadeWorkspace(len(rows), 1024, width, heads, dim, device)
         for buffer in (self.space.partial, self.space.lse):
             buffer.fill_(float("nan"))
 

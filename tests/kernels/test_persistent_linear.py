@@ -226,7 +226,7 @@ def test_uneven_shares_are_left_to_the_library(on_hopper, rows, n):
 )
 def test_some_rows_of_large_weights_are_taken_in_even_shares(on_hopper, rows, n, k, lines, rounds):
     assert wanted(rows, n, k)
-    cut = persistent_cut(rows, n, k, 132, True, 0)
+    cut = persistent_cut(rows, n, k, 132, True)
     assert on_hopper.kernels == [cut_kernel(cut, True, 0)]
     assert (cut.lines, cut.rounds, cut.rows) == (lines, rounds, 128 if rows <= 128 else 192)
 
@@ -348,7 +348,7 @@ def test_the_driver_is_told_even_shares(told, rows, n, k, threads, boxes):
     x, weight = torch.zeros(rows, k, dtype=BF16), torch.empty(2 * n, k, dtype=BF16)
     out = persistent_gate_up(x, weight)
     ((config, kernel, (*values, _)),) = told.seen
-    cut = persistent_cut(rows, 2 * n, k, 132, True, 0)
+    cut = persistent_cut(rows, 2 * n, k, 132, True)
     assert cut.lines == 2 * boxes[0] and kernel == cut_kernel(cut, True, 0)
     assert values == [5, 5, 5, out.data_ptr(), None, rows, n, cdiv(k, 64), boxes[2], cut.rounds]
     assert (config.gridDimX, config.blockDimX, config.sharedMemBytes) == (132, threads, cut.shared_bytes)
@@ -662,7 +662,7 @@ def test_a_chain_of_even_shares_in_a_graph_gives_the_same_bits_every_time(gpu, c
     norm, start = torch.ones(hidden, device=gpu, dtype=BF16), torch.randn(rows, hidden, device=gpu).bfloat16()
     h = torch.empty_like(start)
     torch.cuda.synchronize()
-    assert persistent_cut(rows, 2 * inner, hidden, num_sms(gpu), True, 0), "a case that tells nothing"
+    assert persistent_cut(rows, 2 * inner, hidden, num_sms(gpu), True), "a case that tells nothing"
 
     def chain():
         h.copy_(start)
