@@ -290,7 +290,9 @@ class LLM:
 def _prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping | bytes):
         return [prompts]  # type: ignore[list-item]  # the engine refuses bytes
-    many = list(prompts) if isinstance(prompts, Iterable) else [prompts]
+    if not isinstance(prompts, Iterable):  # the engine refuses it
+        return [prompts]
+    many = list(prompts)
     if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have it, too
         return [many]
     return [p.tolist() if hasattr(p, "tolist") else p for p in many]  # of arrays and tensors

@@ -28,6 +28,7 @@ T = TypeVar("T")
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
+    vocab_size: int | None = None  # ours says it
 
 
 class _Models(msgspec.Struct):
@@ -97,6 +98,7 @@ class Server:
         self.endpoint = endpoint
         self.model = ""
         self.max_model_len: int | None = None
+        self.vocab_size: int | None = None
         self._session = session
 
     async def find_model(self) -> None:
@@ -116,7 +118,7 @@ class Server:
             first = msgspec.json.decode(text, type=_Models).data[0]
         except (msgspec.DecodeError, LookupError) as error:
             raise MinivllmError(f"url={self.url}: {where} lists no model in OpenAI's form") from error
-        self.model, self.max_model_len = first.id, first.max_model_len
+        self.model, self.max_model_len, self.vocab_size = first.id, first.max_model_len, first.vocab_size
 
     def coder(self) -> Coder:
         """Its own tokenizer, over HTTP; for threads other than the event loop's."""

@@ -88,8 +88,9 @@ async def measure(
         work = options.workload
         sampling = _sampling(options)
         say("drawing the prompts")
-        texts = await asyncio.to_thread(_texts, server.coder(), tokenizer, options)
-        *drawn, spare = await asyncio.to_thread(_draw, options, texts)
+        size = min(work.max_token_id + 1, server.vocab_size or sys.maxsize)
+        texts = await asyncio.to_thread(_texts, server.coder(), tokenizer, options, size)
+        *drawn, spare = await asyncio.to_thread(_draw, options, texts, size)
         if server.max_model_len is not None:
             for requests in drawn:
                 check_fits(work, requests, server.max_model_len)
@@ -119,25 +120,24 @@ def _sampling(options: BenchOptions) -> dict[str, Any]:
     return sampling
 
 
-def _texts(served: Coder, tokenizer: str | None, options: BenchOptions) -> Texts | None:
-    """What makes text of the prompts; None where tokens are sent."""
+def _texts(served: Coder, tokenizer: str | None, options: BenchOptions, size: int) -> Texts | None:
+    """What makes text of the prompts, of so many tokens; None where tokens are sent."""
     if options.endpoint == "completions":
         return None
-    size = options.workload.max_token_id + 1
     if tokenizer is None:
         return Texts(served, size)
     coder, vocab_size = local_coder(tokenizer)
     return Texts(coder, min(size, vocab_size))
 
 
-def _draw(options: BenchOptions, texts: Texts | None) -> list[list[BenchRequest]]:
+def _draw(options: BenchOptions, texts: Texts | None, size: int) -> list[list[BenchRequest]]:
     """The requests of each run, and one more list, of which the first is of another prompt."""
-    return [_requests(options, texts, number) for number in range(options.repeat)] + [
-        _requests(options, texts, options.repeat, num_requests=1)
+    return [_requests(options, texts, size, number) for number in range(options.repeat)] + [
+        _requests(options, texts, size, options.repeat, num_requests=1)
     ]
 
 
-def _requests(options: BenchOptions, texts: Texts | None, number: int, **changes: Any) -> list[BenchRequest]:
+def _requests(options: BenchOptions, texts: Texts | None, size: int, number: int, **changes: Any) -> list[BenchRequest]:
     def encode(text: str) -> list[int]:
         raise ValueError(
             "a text has no tokens here; give input_len or prompt_token_ids, or type endpoint=chat, which sends texts"
@@ -145,7 +145,7 @@ def _requests(options: BenchOptions, texts: Texts | None, number: int, **changes
 
     work = replace(options.workload, seed=options.workload.seed + number, **changes)
     if texts is None:
-        return make_requests(work, work.max_token_id + 1, encode)
+        return make_requests(work, size, encode)
     requests = make_requests(work, list(texts.words), texts.encode)
     return [replace(request, text=texts.of(request.prompt)) for request in requests]
 

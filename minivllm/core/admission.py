@@ -109,6 +109,12 @@ class Admission:
         if isinstance(prompt, Mapping):
             _check_keys(prompt)
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if isinstance(ids, str):
+                raise RequestError("prompt_token_ids is a str, not a list; text is prompt")
+            if text is None and ids is None:
+                raise RequestError(
+                    "a prompt is text or a list of token ids, in a mapping its prompt or its prompt_token_ids"
+                )
             ids = text if ids is None else ids
         if isinstance(ids, str):
             text, ids = ids, self.tokenizer.encode(ids)

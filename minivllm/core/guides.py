@@ -201,13 +201,12 @@ class Guides:
         return matcher.deep_copy()
 
     def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word's tokens, as vLLM finds them: as a text's first, and behind a space where these are as many and
-        begin otherwise."""
+        """Each word's tokens: as a text's first, and, where they are others, behind a space. vLLM keeps the latter only
+        if they are as many, so that a word that is one token behind a space, and two without, would be said."""
         bare = [word.lstrip() for word in dict.fromkeys(words)]
         found = self._tokenizer.encode_batch([*bare, *(" " + word for word in bare)], add_special_tokens=False)
         plain, spaced = found[: len(bare)], found[len(bare) :]
-        alike = zip(plain, spaced, strict=True)
-        return [ids for ids in plain if ids] + [b for a, b in alike if len(a) == len(b) and a[:1] != b[:1]]
+        return [ids for ids in plain if ids] + [b for a, b in zip(plain, spaced, strict=True) if b and b != a]
 
 
 def _log_failure(matcher: Any) -> None:

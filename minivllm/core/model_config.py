@@ -102,7 +102,7 @@ class ModelConfig:
             size = hf.get(key)
             if size is not None and (type(size) is not int or size < 1):
                 raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
-        rope = _rope_parameters(hf)
+        rope = _rope_parameters(hf, where)
         for key, value in {"rms_norm_eps": hf.get("rms_norm_eps"), **rope}.items():
             if (
                 key in _NUMBERS
@@ -110,6 +110,11 @@ class ModelConfig:
                 and (isinstance(value, bool) or not isinstance(value, int | float))
             ):
                 raise CheckpointError(f"{where}: {key}={value} is not a number")
+            if key in ("rms_norm_eps", "rope_theta", "factor") and value is not None and value <= 0:
+                raise CheckpointError(f"{where}: {key}={value} is not above 0")
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(hf.get(key, False), bool | None):
+                raise CheckpointError(f"{where}: {key}={hf[key]!r} is not true or false")
         heads = int(hf["num_attention_heads"])
         return cls(
             architecture=hf["architectures"][0],
@@ -120,8 +125,8 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=int(hf.get("num_key_value_heads") or heads),
             head_dim=int(hf.get("head_dim") or hf["hidden_size"] // heads),
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            max_position=int(hf.get("max_position_embeddings", 2048)),
+            rms_norm_eps=float(1e-6 if hf.get("rms_norm_eps") is None else hf["rms_norm_eps"]),
+            max_position=int(hf.get("max_position_embeddings") or 2048),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
@@ -143,9 +148,13 @@ def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
     return ids
 
 
-def _rope_parameters(hf: Mapping[str, Any]) -> FrozenDict:
+def _rope_parameters(hf: Mapping[str, Any], where: str) -> FrozenDict:
     """transformers 5 writes ``rope_parameters``; before it there were ``rope_theta`` and ``rope_scaling``."""
-    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := hf.get(key) or {}, Mapping):
+            raise CheckpointError(f"{where}: {key}={given!r} is not a mapping")
+        rope |= given
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))

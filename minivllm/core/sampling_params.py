@@ -84,7 +84,7 @@ class SamplingParams:
     ``max_model_len``. ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty``
     for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
     negative ones. Before these ``logit_bias``, token id -> number, is added; tokens other than
-    ``allowed_token_ids``, if there are any, are not drawn, nor those that would complete one of ``bad_words``, nor
+    ``allowed_token_ids``, if given, are not drawn, nor those that would complete one of ``bad_words``, nor
     those with which the answer could not become what ``structured_outputs`` asks for, a ``StructuredOutputsParams`` or
     the same as a mapping. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
     prompt use the seeds ``seed, seed + 1, …``. ``logprobs`` and ``prompt_logprobs`` are how many of the best tokens'
@@ -188,13 +188,15 @@ class SamplingParams:
             _integer("seed", self.seed, -(2**63))
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0)
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise RequestError("allowed_token_ids=[] leaves no token at all; leave it out to allow all")
         for token in self.allowed_token_ids or ():
             _integer("allowed_token_ids", token, 0, "token ids begin there")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
             _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
         if self.stop and any(not isinstance(s, str) or not s for s in self.stop):
-            raise RequestError(f"stop={self.stop!r}: each stop string needs at least one character")
+            raise RequestError(f"stop={self.stop!r}: each is text of at least one character")
         if self.bad_words and any(not is_text(word) or not word.strip() for word in self.bad_words):
             raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
         guide = "bad_words" if self.structured_outputs is None else "structured_outputs"

@@ -104,7 +104,10 @@ class CheckpointTokenizer(Tokenizer):
         try:
             self._inner = _load(path)
         except Exception as error:  # whatever transformers, or the format's own parser, makes of a broken file
-            raise CheckpointError(f"the tokenizer in {path} cannot be read: {' '.join(str(error).split())}") from error
+            why = "it has no tokenizer.json: fetch it, or type model.tokenizer=DIR of another folder that has one"
+            if (path / "tokenizer.json").is_file():
+                why = " ".join(str(error).split())
+            raise CheckpointError(f"the tokenizer in {path} cannot be read: {why}") from error
         self.path = path
         self.vocab_size = len(self._inner)
         config_ids = model_config.eos_token_ids if model_config is not None else ()

@@ -242,6 +242,7 @@ class Server:
             "owned_by": "minivllm",
             "root": self.options.root,
             "max_model_len": self.engine.limits.max_model_len,
+            "vocab_size": self.engine.limits.vocab_size,
         }
 
     def _check_model(self, name: str | None) -> None:

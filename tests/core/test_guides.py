@@ -266,6 +266,17 @@ def test_bad_words_are_bad_behind_a_space_too(tokenizer: CheckpointTokenizer) ->
     assert set(range(VOCAB)) - one(tokenizer, bad_words=["the"]).allowed() == {*plain, *spaced}
 
 
+def test_bad_words_are_held_back_where_only_the_space_makes_them_one_token(tokenizer: CheckpointTokenizer) -> None:
+    texts = {token: tokenizer.decode([token]) for token in range(VOCAB)}
+    token, text = next(
+        (token, text)
+        for token, text in texts.items()
+        if text[:1] == " " and text[1:].isalpha() and len(tokenizer.encode(text[1:])) > 1
+    )
+    for word in (text, text[1:]):
+        assert token not in one(tokenizer, bad_words=[word]).allowed()
+
+
 def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: CheckpointTokenizer) -> None:
     def allowed(*choice: str) -> set[int]:
         return one(tokenizer, structured_outputs={"choice": choice}, bad_words=["z"]).allowed()

@@ -175,6 +175,20 @@ def test_what_a_tokenizer_returns_is_no_prompt_and_its_ids_are(engine: Engine) -
     usable(llm)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (3, "not int"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids is a str, not a list; text is prompt"),
+        ({}, "in a mapping its prompt or its prompt_token_ids"),
+    ],
+)
+def test_what_is_neither_text_nor_ids_is_refused(engine: Engine, prompt: Any, message: str) -> None:
+    for form in (prompt, [prompt, "a"]):
+        with pytest.raises(RequestError, match=message):
+            run(engine(**SMALL), form)
+
+
 def test_arrays_and_tensors_are_token_ids(engine: Engine) -> None:
     llm = engine(**SMALL)
     expected = tokens(run(llm, [[5, 6], [7, 8]]))

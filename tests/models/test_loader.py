@@ -80,6 +80,13 @@ def test_reads_config_and_generation_config(folder: Path) -> None:
         (lambda f: edit_json(f / "config.json", vocab_size="x"), "vocab_size=x is not a whole number from 1"),
         (lambda f: edit_json(f / "config.json", architectures=[]), r"architectures=\[\] is not a list of at least one"),
         (lambda f: edit_json(f / "config.json", rms_norm_eps="x"), "rms_norm_eps=x is not a number"),
+        (lambda f: edit_json(f / "config.json", rms_norm_eps=-1), "rms_norm_eps=-1 is not above 0"),
+        (lambda f: edit_json(f / "config.json", tie_word_embeddings="no"), "='no' is not true or false"),
+        (lambda f: edit_json(f / "config.json", rope_scaling="yarn"), "rope_scaling='yarn' is not a mapping"),
+        (
+            lambda f: edit_json(f / "config.json", rope_parameters={"rope_type": "linear", "factor": 0}),
+            "factor=0 is not above 0",
+        ),
         (lambda f: edit_json(f / "config.json", eos_token_id="x"), r"/config.json: eos_token_id='x' is not a token id"),
         (
             lambda f: edit_json(f / "generation_config.json", eos_token_id=[1, "x"]),

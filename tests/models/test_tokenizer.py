@@ -272,6 +272,9 @@ def test_which_tokenizer(tiny_checkpoint: Callable[..., Path], tmp_path: Path, m
     assert isinstance(load_tokenizer(published, None, config, "dummy"), ByteTokenizer)
     with pytest.raises(CheckpointError, match="hf download nobody/nothing"):
         load_tokenizer(published, None, config)
+    shutil.copy(folder / "tokenizer_config.json", bare)
+    with pytest.raises(CheckpointError, match=r"bare cannot be read: it has no tokenizer.json: fetch it"):
+        load_tokenizer(ModelOptions(path=str(bare)), bare, config)
     (bare / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"the tokenizer in .*bare cannot be read"):
         load_tokenizer(ModelOptions(path=str(bare)), bare, config)

@@ -384,6 +384,7 @@ def _rounded(value: Any) -> Any:
 def test_models_health_and_version(server: Running) -> None:
     (model,) = server.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", server.engine.max_model_len)
+    assert model["vocab_size"] == server.engine.model_config.vocab_size
     assert server.get("/v1/models/tiny").json() == model
     assert server.get("/health").status_code == 200
     assert server.get("/version").json() == {"version": __version__}

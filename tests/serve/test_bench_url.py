@@ -112,9 +112,17 @@ def test_what_has_no_meaning_is_refused(capsys: pytest.CaptureFixture[str], type
     assert message in capsys.readouterr().err
 
 
+def test_ids_are_of_the_vocabulary_that_the_server_says(server: Running) -> None:
+    assert main(["bench", f"url={server.client.base_url}", *SMALL]) == 0
+
+
 def test_ids_beyond_the_vocabulary_are_told_before_anything_is_measured(
-    server: Running, capsys: pytest.CaptureFixture[str]
+    server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By another server, which does not say how large it is."""
+    monkeypatch.setattr(
+        client.Server, "vocab_size", property(lambda self: None, lambda self, size: None), raising=False
+    )
     assert main(["bench", f"url={server.client.base_url}", *SMALL]) == 1
     assert "is outside the vocabulary: 0 to 511; lower workload.max_token_id" in capsys.readouterr().err
 
