@@ -112,17 +112,21 @@ def test_what_has_no_meaning_is_refused(capsys: pytest.CaptureFixture[str], type
     assert message in capsys.readouterr().err
 
 
-def test_ids_are_of_the_vocabulary_that_the_server_says(server: Running) -> None:
-    assert main(["bench", f"url={server.client.base_url}", *SMALL]) == 0
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other servers, ours does not say how large its vocabulary is."""
+    hidden = property(lambda self: None, lambda self, size: None)
+    monkeypatch.setattr(client.Server, "vocab_size", hidden, raising=False)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_ids_are_of_the_vocabulary_that_the_server_says(server: Running, endpoint: str) -> None:
+    assert main(["bench", f"url={server.client.base_url}", f"endpoint={endpoint}", *SMALL]) == 0
 
 
 def test_ids_beyond_the_vocabulary_are_told_before_anything_is_measured(
-    server: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Running, silent: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By another server, which does not say how large it is."""
-    monkeypatch.setattr(
-        client.Server, "vocab_size", property(lambda self: None, lambda self, size: None), raising=False
-    )
     assert main(["bench", f"url={server.client.base_url}", *SMALL]) == 1
     assert "is outside the vocabulary: 0 to 511; lower workload.max_token_id" in capsys.readouterr().err
 
@@ -466,7 +470,9 @@ def test_a_server_with_the_other_endpoint_is_told(
     assert told in capsys.readouterr().err
 
 
-def test_a_chats_ids_beyond_the_vocabulary_are_told(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chats_ids_beyond_the_vocabulary_are_told(
+    server: Running, silent: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", f"url={server.client.base_url}", "endpoint=chat", *SMALL]) == 1
     assert "is outside the vocabulary: 0 to 511; lower workload.max_token_id" in capsys.readouterr().err
 
