@@ -63,7 +63,8 @@ def test_a_process_is_measured_and_one_that_is_killed_costs_only_what_it_had(
             lines = httpx.get(f"{url}/metrics").text.splitlines()
             return sum(float(line.split()[-1]) for line in lines if line.startswith(f"minivllm:{name}"))
 
-        before = metric("request_success_total")
+        before = 7  # the six and their warm-up; the count follows the answers
+        until(lambda: metric("request_success_total") == before)
 
         def kill_it_in_the_long_one() -> None:
             try:
