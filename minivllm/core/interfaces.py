@@ -210,9 +210,7 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
-    plans_on_host: bool = (
-        False  # whether ``plan`` reads the batch's host arrays (else replays of decodes alone skip it)
-    )
+    plans_on_host: bool = False  # whether ``plan`` reads host arrays (else replays of decodes alone skip it)
     captures_prompts: bool = True  # False: ``CudaGraphs.ALWAYS`` does not hold for steps with prompts of this spec
     fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
     # Whether ``decode`` is causal attention to all of a context and no more: a kernel of all layers may do it instead.
