@@ -14,7 +14,6 @@
 constexpr int THREADS = 256, LINES = 128, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
 constexpr int TILE_OF_X = ROWS * LINE;
-constexpr int RAW = 254;  // an end of a warp's exceptions, or 255: its unit is raw
 constexpr int FACTOR_THREADS = 64, PARTS = HIDDEN / 16;  // that a row's squares come in
 constexpr int PART_FOURS = LINES * ROWS / 4;             // of a block's sums
 static_assert(UNIT_BYTES == TAIL + 256, "packed_weights.py");
@@ -104,7 +103,7 @@ template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& 
   }
 }
 
-// This thread's weights of a tile, 16 pairs, times a power of two, see packed_weights.py.
+// This thread's weights of a tile, 16 pairs, each times its line's power of two, see packed_weights.py.
 __device__ __forceinline__ void decode(u32 (&a)[16], u32 from) {
   const uint4 first = read16(from), second = read16(from + 2048), third = read16(from + 4096);
   const u32 w0[4] = {first.x, first.y, first.z, first.w}, w1[4] = {second.x, second.y, second.z, second.w};
@@ -138,28 +137,6 @@ __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin
   }
 }
 
-// Where this thread's weights of a unit are, as they were: of a block from a unit of k on. inverse: of a product's scale.
-template <class P> struct Raw {
-  const u16* at;
-  float inverse;
-
-  __device__ __forceinline__ Raw(const u16* weight, float scale, int block, int k) : inverse(1.f / scale) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int line = (P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16) + lane / 4;
-    at = weight + (u64)line * (P::STEPS * 128) + k * 128 + lane % 4 * 2;
-  }
-  // Of the u-th unit from there on.
-  __device__ __forceinline__ void read(u32 (&a)[16], int u, int tile) const {
-    constexpr u64 APART = (u64)(P::GATED ? INNER : 8) * (P::STEPS * 128);  // from gate to up, or eight lines
-    u32 pairs[16];
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-      pairs[i] = __ldg((const u32*)(at + i % 2 * APART + u * 128 + tile * 64 + i / 4 * 16 + i / 2 % 2 * 8));
-#pragma unroll
-    for (int i = 0; i < 16; i++) a[i] = scaled(pairs[i], inverse);
-  }
-};
-
 // This warp is done with a stage of inputs, which both programs fill.
 __device__ __forceinline__ void leave(u32 bar) {
   const int lane = threadIdx.x % 32;
@@ -170,15 +147,13 @@ __device__ __forceinline__ void leave(u32 bar) {
   }
 }
 // A block's sums, or those of a part of k.
-template <class P>
-__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units,
-                                               const Raw<P>& raw) {
+__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x / 32;
   u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
     const u32 weights = ring.at(), tail = weights + TAIL;
-    int begin, end;  // of this warp's exceptions; no number of these is RAW
+    int begin, end;  // of this warp's exceptions
 #pragma unroll
     for (int t = 0; t < 2; t++, inputs.next()) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -190,12 +165,7 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
         end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
       }
       decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
-      if (begin != end) {  // asked once, and behind decoding, whose loads would wait for an answer
-        if (end >= RAW)
-          raw.read(a[t], u, t);
-        else
-          put_exceptions(a[t], tail, begin, end, t);
-      }
+      if (begin < end) put_exceptions(a[t], tail, begin, end, t);
       inputs.wait();
       const u64 x = matrix(inputs.at());
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -242,12 +212,21 @@ __device__ __forceinline__ u16 rounded(float y) {
 }
 __device__ __forceinline__ float element(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
+// The scales of this thread's two lines of a warp's; asked for here, not where they are needed.
+__device__ __forceinline__ float2 read_scales(const float* scales, int block, int warp) {
+  const float* at = scales + block * LINES + warp * 16 + threadIdx.x % 32 / 4;
+  float2 its = make_float2(__ldg(at), __ldg(at + 8));
+  asm volatile("" : "+f"(its.x), "+f"(its.y)::"memory");
+  return its;
+}
 // What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
 template <class P> struct Piece {
   int block, part, warp;
+  float2 scales;  // of the first half's lines, and of the other's
   float sums[4];
 
   __device__ __forceinline__ int row(int e) const { return part * 8 + threadIdx.x % 4 * 2 + e % 2; }
+  __device__ __forceinline__ float scale(int e) const { return e < 2 ? scales.x : scales.y; }
   __device__ __forceinline__ u64 at(int e, int width) const {
     const int line = P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16 + e / 2 * 8;
     return (u64)row(e) * width + line + threadIdx.x % 32 / 4;
@@ -258,22 +237,21 @@ template <class P> struct Piece {
 #pragma unroll
       for (int e = 0; e < 4; e++) stream[e] = row(e) < step.rows ? __ldcg(step.x + at(e, HIDDEN)) : 0;
   }
-  __device__ __forceinline__ void write(const Step& step, const u16 (&stream)[4], const float* factors,
-                                        float scale) const {
+  __device__ __forceinline__ void write(const Step& step, const u16 (&stream)[4], const float* factors) const {
     float squares[2] = {};
 #pragma unroll
     for (int e = 0; e < (P::GATED ? 2 : 4); e++) {
       const bool live = row(e) < step.rows;
       if constexpr (P::GATED) {
-        const float factor = live ? factors[row(e)] * scale : 0.f, gate = sums[e] * factor;
-        const float y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[2 + e] * factor);
+        const float factor = live ? factors[row(e)] : 0.f, gate = sums[e] * (scales.x * factor);
+        const float y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[2 + e] * (scales.y * factor));
         if (live) step.hidden[at(e, INNER)] = rounded(y);
       } else if constexpr (P::ADDS) {
-        const u16 sum = rounded(element(stream[e]) + sums[e] * scale);
+        const u16 sum = rounded(element(stream[e]) + sums[e] * scale(e));
         if (live) step.x[at(e, HIDDEN)] = sum;
         squares[e % 2] += element(sum) * element(sum);
       } else if (live) {
-        step.projection[at(e, QKV)] = rounded(sums[e] * (factors[row(e)] * scale));
+        step.projection[at(e, QKV)] = rounded(sums[e] * (factors[row(e)] * scale(e)));
       }
     }
     if constexpr (P::ADDS)
@@ -290,7 +268,7 @@ template <class P> struct Piece {
 // The sums that all programs with a part of a block have left, of this program's share of it, which is as large as its
 // part.
 template <class P>
-__device__ __forceinline__ void finish_share(const Step& step, const float* factors, float scale, int pair) {
+__device__ __forceinline__ void finish_share(const Step& step, const float* scales, const float* factors, int pair) {
   typedef Piece<P> Its;
   constexpr int MOST_UNITS = (P::CUT + CLUSTERS - 1) / CLUSTERS, WARPS = THREADS / 32, AT_ONCE = 8;
   constexpr int ROUNDS = (ROWS * MOST_UNITS / P::STEPS + 1 + WARPS - 1) / WARPS;
@@ -298,19 +276,19 @@ __device__ __forceinline__ void finish_share(const Step& step, const float* fact
   const int items = (step.rows + 7) / 8 * WARPS, cluster = cluster_of();
   const int first = items * max(P::begin(cluster) - start, 0) / P::STEPS + threadIdx.x / 32;
   const int end = items * min(P::begin(cluster + 1) - start, P::STEPS) / P::STEPS;
-  const auto piece_of = [&](int i) {
-    const int item = first + i * WARPS;
-    return Its{block, item / WARPS, item % WARPS, {}};
-  };
+  Its pieces[ROUNDS];
   u16 stream[ROUNDS][4];
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++)
-    if (first + i * WARPS < end) piece_of(i).read_stream(step, stream[i]);
+    if (const int item = first + i * WARPS; item < end) {
+      pieces[i] = Its{block, item / WARPS, item % WARPS, read_scales(scales, block, item % WARPS), {}};
+      pieces[i].read_stream(step, stream[i]);
+    }
   const int from = P::owner(start), to = P::owner(start + P::STEPS - 1);
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     if (first + i * WARPS >= end) break;
-    Its piece = piece_of(i);
+    Its& piece = pieces[i];
     float4* at = step.parts + piece.part * THREADS + piece.warp * 32 + lane;
 #pragma unroll 1
     for (int some = from; some <= to; some += AT_ONCE) {
@@ -338,7 +316,7 @@ __device__ __forceinline__ void finish_share(const Step& step, const float* fact
         piece.sums[2] += parts[c].z, piece.sums[3] += parts[c].w;
       }
     }
-    piece.write(step, stream[i], factors, scale);
+    piece.write(step, stream[i], factors);
   }
 }
 
@@ -347,17 +325,15 @@ __device__ __forceinline__ void wait_for_factors(int bar) {
 }
 // factors_bar: where the rows' factors are told, if any.
 template <class P>
-__device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const u16* weight,
-                                            const float* factors, int factors_bar, float scale) {
+__device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const float* scales,
+                                            const float* factors, int factors_bar) {
   float sums[ROWS / 2];
   const int begin = P::begin(cluster_of()), end = P::begin(cluster_of() + 1);
   const int first = begin / P::STEPS, last = (end - 1) / P::STEPS;  // pairs of which this has a part
   if constexpr (P::REST > 0) {
 #pragma unroll 1
     for (int pair = first; pair <= last; pair++) {
-      const int from = max(begin, pair * P::STEPS), block = 2 * (P::WHOLE * CLUSTERS + pair) + member();
-      const Raw<P> raw(weight, scale, block, from - pair * P::STEPS);
-      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - from, raw);
+      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
       float4* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_FOURS + threadIdx.x;
 #pragma unroll
       for (int part = 0; part < ROWS / 8; part++)
@@ -368,22 +344,23 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
   const auto finish = [&] {
     if constexpr (P::REST > 0)
 #pragma unroll 1
-      for (int pair = first; pair <= last; pair++) finish_share<P>(step, factors, scale, pair);
+      for (int pair = first; pair <= last; pair++) finish_share<P>(step, scales, factors, pair);
   };
 #pragma unroll 1
   for (int w = 0; w < P::WHOLE; w++) {
     if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
-    const int block = 2 * (w * CLUSTERS + cluster_of()) + member();
-    multiply_units(sums, ring, inputs, P::STEPS, Raw<P>(weight, scale, block, 0));
+    const int block = 2 * (w * CLUSTERS + cluster_of()) + member(), its_warp = threadIdx.x / 32;
+    const float2 of_lines = read_scales(scales, block, its_warp);
+    multiply_units(sums, ring, inputs, P::STEPS);
     if (factors_bar && w == 0) wait_for_factors(factors_bar);
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
-        const Piece<P> piece{block, part, (int)threadIdx.x / 32,
+        const Piece<P> piece{block, part, its_warp, of_lines,
                              {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
         u16 stream[4];
         piece.read_stream(step, stream);
-        piece.write(step, stream, factors, scale);
+        piece.write(step, stream, factors);
       }
   }
   if (factors_bar && P::WHOLE == 0) wait_for_factors(factors_bar);
@@ -411,14 +388,13 @@ __device__ __forceinline__ void find_factors(const Step& step, float* factors, c
   asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
 }
 
-// raw_o and so on: the weights as they were; o_scale and so on: what they are packed by. parts: of sums, ABSENT between
-// launches. counts: programs done with each of the first three products, and at the end; zeros between launches.
+// o_scales and so on: of the lines, in the order of the units. parts: of sums, ABSENT between launches. counts: programs
+// done with each of the first three products, and at the end; zeros between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
-             const unsigned char* down, const unsigned char* qkv, const u16* raw_o, const u16* raw_gate_up,
-             const u16* raw_down, const u16* raw_qkv, const float* o_scale, const float* gate_up_scale,
-             const float* down_scale, const float* qkv_scale, u16* x, u16* hidden, u16* projection, float* squares,
+             const unsigned char* down, const unsigned char* qkv, const float* o_scales, const float* gate_up_scales,
+             const float* down_scales, const float* qkv_scales, u16* x, u16* hidden, u16* projection, float* squares,
              float4* parts, u32* counts, int rows, float eps, float eps_behind) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * (STAGES + INPUTS)];
@@ -472,13 +448,13 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  run_product<O>(step, ring, inputs, raw_o, nullptr, 0, __ldg(o_scale));
+  run_product<O>(step, ring, inputs, o_scales, nullptr, 0);
   tell(counts);
-  run_product<Gate>(step, ring, inputs, raw_gate_up, factors, 2, __ldg(gate_up_scale));
+  run_product<Gate>(step, ring, inputs, gate_up_scales, factors, 2);
   tell(counts + 1);
-  run_product<Down>(step, ring, inputs, raw_down, nullptr, 0, __ldg(down_scale));
+  run_product<Down>(step, ring, inputs, down_scales, nullptr, 0);
   tell(counts + 2);
-  run_product<Qkv>(step, ring, inputs, raw_qkv, factors + ROWS, 3, __ldg(qkv_scale));
+  run_product<Qkv>(step, ring, inputs, qkv_scales, factors + ROWS, 3);
   meet();
   if (SHARING > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
   if (threadIdx.x == 0) {

@@ -150,7 +150,7 @@ def packed_chain(
     box = config.rows // (2 if config.rows >= _SHARED_ROWS else 1)
     maps = [nvrtc.tensor_map(t.data_ptr(), rows, t.shape[1], t.stride(0), box, STEP // 2) for t in (heads, x, hidden)]
     weights = (o, gate_up, down, qkv)
-    of_weights = zip(*((its.data, its.weight, its.scale) for its in weights), strict=True)
+    of_weights = zip(*((its.data, its.scales) for its in weights), strict=True)
     tensors = (*chain.from_iterable(of_weights), x, hidden, projection, squares, parts, counts)
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     number = ctypes.c_int(rows)

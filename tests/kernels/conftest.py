@@ -147,7 +147,7 @@ def told(monkeypatch):
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
-        "packed_chain": (3, [*[pointer] * 18, number, fraction, fraction]),
+        "packed_chain": (3, [*[pointer] * 14, number, fraction, fraction]),
         "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3, pointer, number]),
         "prompt_attention": (3, [pointer, prompt_attention._Step]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),

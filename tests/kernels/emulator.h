@@ -44,6 +44,7 @@ inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 inline float __expf(float x) { return expf(x); }
 inline float __log2f(float x) { return log2f(x); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned atomicAdd(unsigned* at, unsigned x) { return (*at += x) - x; }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned how) {
   const uint64_t all = (uint64_t)b << 32 | a;
   unsigned y = 0;

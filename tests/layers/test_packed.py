@@ -162,7 +162,7 @@ def test_a_decoder_with_a_step_of_its_own_is_left_alone(folder: Path) -> None:
 
 def test_a_weight_that_cannot_be_packed_leaves_all_as_they_are(folder: Path) -> None:
     world = World(folder, pack=False)
-    world.decoder.get_submodule("layers.1.mlp.down_proj").weight.data[:] = 0  # type: ignore[operator]
+    world.decoder.get_submodule("layers.1.mlp.down_proj").weight.data[:, ::2] *= 2.0**-60  # type: ignore[operator]
     assert pack_layers(world.model) == "model.layers.1.mlp.down_proj.weight"
     assert not world.packed()
 
