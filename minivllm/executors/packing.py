@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,11 +12,11 @@ from torch import nn
 
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
-from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
 from minivllm.kernels.packed_chain import packed_rows, use_packed
+from minivllm.kernels.packed_linear import MIN_WEIGHTS, use_packed_linear
 from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
-from minivllm.layers.packed import pack_layers, packable_decoders, products_of
+from minivllm.layers.packed import Product, heads_of, pack_products, packable_decoders, products_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -30,51 +31,98 @@ _CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, 
 def pack_weights(
     model: Model, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int
 ) -> bool:
-    """Pack the weights of a model that is loaded, where ``config.packed_weights`` asks for it, or is auto and they fit;
-    returns whether. ``cache_bytes``: of the least cache that the configuration allows.
+    """Pack the weights of a model that is loaded, those of LM heads and those of layers, where
+    ``config.packed_weights`` asks for it, or is auto and they fit; returns whether any are. ``cache_bytes``: of the
+    least cache that the configuration allows.
 
     Raises:
-        ConfigError: packed_weights=true, and it cannot be; it says why.
+        ConfigError: packed_weights=true, and some that would be faster cannot be packed, or none would be; it says why.
     """
     if config.packed_weights == "false":
         return False
-    module = cast(nn.Module, model)
-    if (why := _impossible(config, dtype, device)) is None:
-        decoders = packable_decoders(module)
-        shapes = {shape for decoder in decoders if (shape := decoder.chain_shape()) is not None}
-        weights = [product.weight for product in products_of(decoders)]
-        why = _unfit(type(model).__name__, shapes, weights, dtype) or _lacks_room(weights, config, device, cache_bytes)
-        if why is None and not _runs(shapes, weights, dtype, device):
-            why = "the kernel that reads packed weights is not for layers of these sizes, or does not run here"
-    if why is None and (name := pack_layers(module)) is not None:
-        why = f"{name} has weights whose exponents lie too far apart"
-    if why is None:
-        return True
-    if config.packed_weights == "true":
-        raise ConfigError(f"packed_weights=true, but {why}; packed_weights=auto packs where it can")
-    logger.debug("weights are not packed: %s", why)
-    return False
+    module, asked, reasons, done = cast(nn.Module, model), config.packed_weights == "true", [], False
+    if why := _impossible(config, dtype, device):
+        reasons.append(why)
+    else:
+        compile_ahead(PACK_KERNEL)
+        for part in (_heads(module), _layers(module, config)):
+            if (why := part.unfit or part.odd(dtype)) is not None:
+                reasons.append(why)
+                continue
+            if (why := _lacks_room(part.weights, config, device, cache_bytes)) is None:
+                if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
+                    why = f"the kernel of packed weights is not for the sizes of {part.what}, or does not run here"
+                elif name := pack_products(module, part.products):
+                    why = f"{name} has weights whose exponents lie too far apart"
+            if why is None:
+                done = True
+            elif asked:
+                raise _refusal(why)
+            else:
+                reasons.append(why)
+    if asked and not done:
+        raise _refusal(", and ".join(reasons))
+    for why in reasons:
+        logger.debug("weights are not packed: %s", why)
+    return done
+
+
+def _refusal(why: str) -> ConfigError:
+    return ConfigError(f"packed_weights=true, but {why}; packed_weights=auto packs where it can")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of a model, what is packed together, or not. ``unfit``: why nobody would gain by it."""
+
+    what: str
+    products: Sequence[Product]
+    unfit: str | None
+    runs: Callable[[torch.dtype, torch.device], bool]  # is the kernel for these, and does it load? compiles it
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        return [product.weight for product in self.products]
+
+    def odd(self, dtype: torch.dtype) -> str | None:
+        if self.weights and all(weight.dtype == dtype and weight.is_contiguous() for weight in self.weights):
+            return None
+        return f"{self.what} are not of the kind that reads packed weights"
+
+
+def _heads(model: nn.Module) -> _Part:
+    heads = heads_of(model)
+    sizes = {(head.weight.shape[0], head.weight.shape[1]) for head in heads}
+    unfit = next((f"in LM heads of {lines * k / 1e6:.0f} million weights packed ones are not faster"
+                  for lines, k in sizes if lines * k < MIN_WEIGHTS), None)  # fmt: skip
+
+    def runs(dtype: torch.dtype, device: torch.device) -> bool:
+        return all(use_packed_linear(1, lines, k, dtype, device) for lines, k in sizes)
+
+    return _Part(f"the LM heads of {type(model).__name__}", heads, unfit, runs)
+
+
+def _layers(model: nn.Module, config: EngineConfig) -> _Part:
+    decoders = packable_decoders(model)
+    shapes = {shape for decoder in decoders if (shape := decoder.chain_shape()) is not None}
+    unfit = next((f"in layers of {shape.weights / 1e6:.0f} million weights packed ones are not faster"
+                  for shape in shapes if not packed_rows(shape)), None)  # fmt: skip
+    if config.tp > 1:
+        unfit = f"layers read packed weights only with tp=1, not tp={config.tp}"
+
+    def runs(dtype: torch.dtype, device: torch.device) -> bool:
+        return all(use_packed(packed_rows(shape)[0], shape, dtype, device) for shape in shapes)
+
+    return _Part(f"the layers of {type(model).__name__}", products_of(decoders), unfit, runs)
 
 
 def _impossible(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
     """What it is about the configuration or the device."""
-    if config.tp > 1:
-        return f"only tp=1 reads packed weights, not tp={config.tp}"
     if not nvrtc.available(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "device=cpu"
         return f"{name} is no Hopper GPU (H100, H200), or the package cuda-bindings is missing"
     if dtype != torch.bfloat16:
         return f"only weights of dtype=bfloat16 are packed, not of dtype={str(dtype).removeprefix('torch.')}"
-    return None
-
-
-def _unfit(model: str, shapes: set[ChainShape], weights: Sequence[torch.Tensor], dtype: torch.dtype) -> str | None:
-    """What it is about a model of that class."""
-    if not weights or any(weight.dtype != dtype or not weight.is_contiguous() for weight in weights):
-        return f"the layers of {model} are not of the kind that reads packed weights"
-    for shape in shapes:
-        if not packed_rows(shape):
-            return f"in layers of {shape.weights / 1e6:.0f} million weights packed ones are not faster"
     return None
 
 
@@ -93,10 +141,3 @@ def _lacks_room(
         f"{cache_bytes / 2**30:.1f}; lower cache.num_blocks or max_model_len, or raise "
         f"cache.gpu_memory_utilization={config.cache.gpu_memory_utilization}"
     )
-
-
-def _runs(shapes: set[ChainShape], weights: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is for those sizes and loads here; compiles it, and beside it the one that packs."""
-    compile_ahead(PACK_KERNEL)
-    fits = all(packable(*weight.shape) for weight in weights)
-    return fits and all(use_packed(packed_rows(shape)[0], shape, dtype, device) for shape in shapes)

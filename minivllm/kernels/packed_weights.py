@@ -13,7 +13,8 @@ of 64 by 64, of each of which a thread of a warpgroup finds what wgmma takes fro
 bytes. Of three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a
 fourth pair. Behind the tiles stand the unit's exceptions.
 
-The kernel that packs is CUDA C++ (``pack_weights.cu``). Bytes moved: a weight's, twice, and three quarters as many back.
+The kernel that packs is CUDA C++ (``pack_weights.cu``). Bytes moved: a weight's, twice, and three quarters as many
+back.
 
 Idea: DFloat11 (Zhang et al., 2025), whose exponents are Huffman-coded, which takes 11 bits and a kernel of its own to
 decode; fixed lengths decode where they are multiplied, 1.4 instructions a weight.
@@ -27,7 +28,6 @@ from functools import cache
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import Kernel, load, loads
 
 LINES, STEP = 128, 128  # of a unit: lines of the weight, elements of k
@@ -179,9 +179,7 @@ def _pack_blocks(bits: torch.Tensor, scales: torch.Tensor, data: torch.Tensor, f
     bits = bits.reshape(blocks, 2, 4, 2, 8, steps, 2, 4, 2, 4, 2).int() & 0xFFFF
     # -> (blocks, steps, warpgroup, tile, warp, eighth, quarter, 16th, half of k, half of lines, pair)
     bits = bits.permute(0, 5, 1, 6, 2, 4, 9, 7, 8, 3, 10)
-    bases, of_lines = (
-        its.view(blocks, 1, 2, 1, 4, 2, 8, 1, 1, 1, 1).movedim(5, 9) for its in (bases, of_lines)
-    )
+    bases, of_lines = (its.view(blocks, 1, 2, 1, 4, 2, 8, 1, 1, 1, 1).movedim(5, 9) for its in (bases, of_lines))
     exponents = ((bits >> 7) & 0xFF) - bases.int()
     inside = (exponents >= 0) & (exponents < _WINDOW)
     codes = torch.where(inside, (bits & 0x807F) | exponents << 7, 0)

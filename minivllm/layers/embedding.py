@@ -8,6 +8,8 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.draws import GROUP
 from minivllm.kernels.embedding import embedding
+from minivllm.kernels.packed_linear import packed_linear, use_packed_linear
+from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import linear
 from minivllm.layers.parameter import Piece, sharded_parameter
@@ -53,17 +55,25 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """hidden (n, hidden) -> logits (n, vocab_size), on every rank."""
+    """hidden (n, hidden) -> logits (n, vocab_size), on every rank. ``packed_weight``: as a linear layer's."""
+
+    packed_weight: PackedWeight | None = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = linear(hidden, self.weight)  # (n, rows)
+        logits = self._product(hidden)  # (n, rows)
         return self.tp.all_gather(logits)[:, : self.vocab_size] if self.tp.size > 1 else logits
 
     def shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
         """This rank's columns of the logits, (n, rows), if they are whole groups."""
         if not self.whole_groups:
             return None
-        return linear(hidden, self.weight), Shard(self.first, self.vocab_size, self.tp)
+        return self._product(hidden), Shard(self.first, self.vocab_size, self.tp)
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        packed, (lines, k) = self.packed_weight, self.weight.shape
+        if packed is not None and use_packed_linear(len(hidden), lines, k, hidden.dtype, hidden.device):
+            return packed_linear(hidden, packed)
+        return linear(hidden, self.weight)
 
     def tie(self, tokens: VocabParallelEmbedding) -> None:
         """Share the embedding's weight."""

@@ -1,5 +1,6 @@
-"""Packed copies of a decoder's weights (``kernels/packed_weights.py``), beside those that they are of: steps of few
-rows read these, all others the weights themselves. ``executors/packing.py`` decides whether a model gets any.
+"""Packed copies of the weights of a decoder's layers and of LM heads (``kernels/packed_weights.py``), beside those that
+they are of: steps of few rows read these, all others the weights themselves. ``executors/packing.py`` decides whether a
+model gets any.
 
 A copy is of the weights that ``load_weights`` brought, as a product's folded norm is; loaded anew, they are packed
 anew. Who changes a weight in another way sets its product's ``packed_weight`` to None: then all layers go as without
@@ -8,15 +9,19 @@ packed weights, but for CUDA graphs that are captured already.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import cast
+from typing import TypeAlias, cast
 
 from torch import nn
 
 from minivllm.errors import CheckpointError
 from minivllm.kernels.packed_weights import pack_again, pack_all
 from minivllm.layers.decoder import Decoder, DecoderLayer
+from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear
+
+Product: TypeAlias = LinearBase | ParallelLMHead
 
 
 def packable_decoders(model: nn.Module) -> list[Decoder]:
@@ -32,9 +37,12 @@ def products_of(decoders: list[Decoder]) -> list[LinearBase]:
     return list(dict.fromkeys(product for layer, behind in pairs for product in layer.chained(behind)))
 
 
-def pack_layers(model: nn.Module) -> str | None:
-    """Pack what its decoders would read, all or nothing. Returns the name of a weight that cannot be packed."""
-    products = products_of(packable_decoders(model))
+def heads_of(model: nn.Module) -> list[ParallelLMHead]:
+    return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+
+
+def pack_products(model: nn.Module, products: Sequence[Product]) -> str | None:
+    """Pack the weights of some of its products, all or nothing. Returns the name of one that cannot be packed."""
     gated = [isinstance(product, MergedColumnParallelLinear) for product in products]
     packed = pack_all([product.weight for product in products], gated)
     if None in packed:
@@ -44,13 +52,13 @@ def pack_layers(model: nn.Module) -> str | None:
     return None
 
 
-def pack_layers_again(model: nn.Module) -> None:
+def pack_products_again(model: nn.Module) -> None:
     """After weights were loaded into a model that may have packed ones.
 
     Raises:
         CheckpointError: one cannot be packed; then none is packed any more.
     """
-    modules = (module for module in model.modules() if isinstance(module, LinearBase))
+    modules = (module for module in model.modules() if isinstance(module, Product))
     copies = {module: module.packed_weight for module in modules if module.packed_weight is not None}
     fits = pack_again(list(copies.values())) if copies else []
     if not all(fits):
@@ -62,5 +70,5 @@ def pack_layers_again(model: nn.Module) -> None:
         )
 
 
-def _name_of(model: nn.Module, product: LinearBase) -> str:
+def _name_of(model: nn.Module, product: Product) -> str:
     return next(f"{name}.weight" for name, module in model.named_modules() if module is product)

@@ -20,7 +20,7 @@ from minivllm.errors import CheckpointError
 from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.packed import pack_layers_again
+from minivllm.layers.packed import pack_products_again
 from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
@@ -146,7 +146,7 @@ def load_weights(
     for norm, product in norm_pairs(module):
         if product.folded:  # before; what came now is not
             product.fold(norm)
-    pack_layers_again(module)
+    pack_products_again(module)
 
 
 def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, ShardId]] | None = None) -> None:

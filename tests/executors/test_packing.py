@@ -37,6 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     its = SimpleNamespace(free=100 * NEEDED, hopper=True, runs=True)
     monkeypatch.setattr(packing.nvrtc, "available", lambda device: its.hopper and device.type == "cuda")
     monkeypatch.setattr(packing, "use_packed", lambda rows, shape, dtype, device: its.runs)
+    monkeypatch.setattr(packing, "use_packed_linear", lambda rows, lines, k, dtype, device: its.runs)
     monkeypatch.setattr(packing, "compile_ahead", lambda kernel: None)
     monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -82,7 +83,7 @@ def test_it_is_done_unless_it_is_not_wished(gpu: SimpleNamespace, model: Any, as
 
 
 REASONS = {
-    "ranks": ({"tp": 2}, "only tp=1 reads packed weights, not tp=2"),
+    "ranks": ({"tp": 2}, "layers read packed weights only with tp=1, not tp=2"),
     "CPU": ({"device": torch.device("cpu")}, r"device=cpu is no Hopper GPU \(H100, H200\)"),
     "dtype": ({"dtype": torch.float16}, "dtype=bfloat16 are packed, not of dtype=float16"),
 }
@@ -108,16 +109,50 @@ def test_other_gpus_are_named(gpu: SimpleNamespace, model: Any) -> None:
 
 def test_a_kernel_that_does_not_run_is_no_use(gpu: SimpleNamespace, model: Any) -> None:
     gpu.runs = False
-    refused(model, "is not for layers of these sizes, or does not run here")
+    refused(model, "is not for the sizes of the layers of LlamaForCausalLM, or does not run here")
 
 
 def test_sizes_that_are_no_whole_units(gpu: SimpleNamespace, tiny_checkpoint: Checkpoints) -> None:
-    refused(build(tiny_checkpoint, intermediate_size=320), "is not for layers of these sizes")
+    refused(build(tiny_checkpoint, intermediate_size=320), "is not for the sizes of the layers")
 
 
 def test_small_layers(gpu: SimpleNamespace, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_chain, "_ROWS", ((1 << 27, range(1, 65)),))
     refused(model, "in layers of 0 million weights packed ones are not faster")
+
+
+def test_heads_without_layers_and_on_each_rank(
+    gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
+    small = build(tiny_checkpoint, vocab_size=384)
+    assert ask(small, "true") and packed(small) == 8 and small.lm_head.packed_weight is None
+    for options in ({}, {"tp": 2}):
+        model = build(tiny_checkpoint, vocab_size=512)
+        assert ask(model, "true", **options) and model.lm_head.packed_weight is not None
+        assert packed(model) == (0 if options else 8)
+    monkeypatch.setattr(packed_chain, "_ROWS", ())
+    model = build(tiny_checkpoint, vocab_size=512)
+    assert ask(model) and not packed(model)
+    says = "in LM heads of 0 million weights .* not faster, and in layers of 0 million weights .* not faster"
+    refused(build(tiny_checkpoint, vocab_size=384), says)
+
+
+def test_who_asks_is_not_given_a_part_of_what_would_be_faster(
+    gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 0)
+    gpu.free = 4 * NEEDED - 8  # the head has 8 units
+    model = build(tiny_checkpoint, vocab_size=512)
+    assert ask(model) and not packed(model)
+    gpu.free = NEEDED - 8
+    with pytest.raises(ConfigError, match=r"they take 0\.0 GiB of the 0\.0 that are left"):
+        ask(model, "true")
+    wide = build(tiny_checkpoint, vocab_size=320)  # the head's lines are no whole blocks
+    gpu.free = 100 * NEEDED
+    assert ask(wide) and packed(wide) == 8 and wide.lm_head.packed_weight is None
+    with pytest.raises(ConfigError, match="not for the sizes of the LM heads of LlamaForCausalLM"):
+        ask(wide, "true")
 
 
 class OwnModel(nn.Module):

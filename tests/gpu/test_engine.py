@@ -28,7 +28,8 @@ from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels.megakernel import megakernel
 from minivllm.kernels.packed_chain import packed_chain
-from minivllm.layers import decoder, whole
+from minivllm.kernels.packed_linear import packed_linear
+from minivllm.layers import decoder, embedding, whole
 from minivllm.plugins.manager import load_plugins
 from minivllm.testing.checkpoints import random_checkpoint
 from minivllm.testing.outputs import NEAR, common_tokens
@@ -361,10 +362,11 @@ def test_a_few_sequences_say_the_same_through_one_kernel_as_through_many(monkeyp
 
 @pytest.mark.parametrize("eager", [None, True], ids=["graphs", "eager"])
 def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random weights of a large model's layers: decodes of some sequences, prompts, and both in one step."""
+    """Random weights of a large model's layers and its LM head: decodes of some sequences, prompts, and both in one
+    step."""
     if not nvrtc.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no cuda-bindings")
-    rng, used, told = random.Random(0), [], []
+    rng, used, heads, told = random.Random(0), [], [], []
     prompts = [[rng.randrange(1000, 100_000) for _ in range(n)] for n in (1, 14, 31, 60, 127, 250, 900)]
     together = [*([prompt] for prompt in prompts), prompts[:2], prompts[2:5], prompts * 3]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -373,7 +375,12 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
         used.append(len(args[2]))
         return packed_chain(*args)
 
+    def noted_head(*args: Any) -> torch.Tensor:
+        heads.append(len(args[0]))
+        return packed_linear(*args)
+
     monkeypatch.setattr(decoder, "packed_chain", noted)
+    monkeypatch.setattr(embedding, "packed_linear", noted_head)
     for packed in ("true", "false"):
         overrides = ["model.hf_config.num_hidden_layers=3", f"packed_weights={packed}"]
         with LLM(
@@ -382,10 +389,10 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
         ) as llm:  # fmt: skip
             assert llm.engine.describe()["packed_weights"] == (packed == "true")
             told.append([out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)])
-            assert used and max(used) <= 48
+            assert used and max(used) <= 48 and heads and max(heads) <= 48
         if packed == "true":
-            number = len(used)
-    assert len(used) == number, "where nothing is packed"
+            number = len(used), len(heads)
+    assert (len(used), len(heads)) == number, "where nothing is packed"
     same = sum(common_tokens(*both) for both in zip(*told, strict=True))
     assert same > 0.75 * 8 * sum(map(len, together))
 

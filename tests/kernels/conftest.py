@@ -134,6 +134,7 @@ def told(monkeypatch):
         hopper,
         megakernel,
         packed_chain,
+        packed_linear,
         persistent_linear,
         prompt_attention,
         stream_decode,
@@ -148,6 +149,7 @@ def told(monkeypatch):
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 6, number, fraction, fraction]),
         "packed_chain": (3, [*[pointer] * 14, number, fraction, fraction]),
+        "packed_linear": (1, [*[pointer] * 4, number]),
         "megakernel": (0, [*[pointer] * 11, long, long, *[number] * 3, *[fraction] * 3, pointer, number]),
         "prompt_attention": (3, [pointer, prompt_attention._Step]),
         "stream_decode": (2, [*[pointer] * 7, long, *[number] * 5, fraction, stream_decode._NewArgument]),
@@ -164,13 +166,13 @@ def told(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=72 + device))
-    for module in (hopper, chain_linear, megakernel, packed_chain, prompt_attention, stream_decode):
+    for module in (hopper, chain_linear, megakernel, packed_chain, packed_linear, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
     for kind in ("tensor_map", "page_map", "head_map"):
         monkeypatch.setattr(hopper.nvrtc, kind, lambda *args: launches.maps.append(args) or SimpleNamespace(address=5))
     monkeypatch.setattr(megakernel, "_map_bytes", lambda made: bytes(128))
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launched)
-    products = (cluster_linear, persistent_linear, chain_linear, packed_chain)
+    products = (cluster_linear, persistent_linear, chain_linear, packed_chain, packed_linear)
     for module in (*products, megakernel, prompt_attention, stream_decode):
         monkeypatch.setattr(module, "use_pdl", lambda device: True)
         monkeypatch.setattr(module, "num_sms", lambda device: 132)
@@ -183,14 +185,23 @@ def told(monkeypatch):
 
 @pytest.fixture
 def emulated(monkeypatch, tmp_path_factory):
-    """The megakernel on the CPU, of 16 programs, ``packed_chain``, of 6, ``stream_decode`` and ``prompt_attention``, of
-    4. ``seed`` draws the order in which they go on; ``changes``, pairs of texts, are made in the source. Of ``gpus``,
-    each launches in a thread of its own."""
+    """The megakernel on the CPU, of 16 programs, ``packed_chain`` and ``packed_linear``, of 6, ``stream_decode`` and
+    ``prompt_attention``, of 4. ``seed`` draws the order in which they go on; ``changes``, pairs of texts, are made in
+    the source. Of ``gpus``, each launches in a thread of its own."""
     if sys.platform != "linux" or which("g++") is None:
         pytest.skip("no g++, or not on Linux")
     import emulator
 
-    from minivllm.kernels import megakernel, nvrtc, packed_chain, packed_weights, prompt_attention, stream_decode
+    from minivllm.kernels import (
+        megakernel,
+        nvrtc,
+        packed_chain,
+        packed_config,
+        packed_linear,
+        packed_weights,
+        prompt_attention,
+        stream_decode,
+    )
 
     asked = SimpleNamespace(seed=1, changes=(), gpus=1)
     there, met = {}, threading.Condition()
@@ -232,9 +243,10 @@ def emulated(monkeypatch, tmp_path_factory):
         ctypes.memmove(ctypes.addressof(kept) + at, data, 128)
         return nvrtc.TensorMap(kept, ctypes.addressof(kept) + at)
 
-    for left in (megakernel._words, packed_chain._counts, packed_chain._parts):  # of a run that went wrong
+    for left in (megakernel._words, packed_chain._counts, packed_config._parts):  # of a run that went wrong
         left.cache_clear()
-    for module, programs in ((megakernel, 16), (packed_chain, 6), (stream_decode, 4), (prompt_attention, 4)):
+    of_each = {megakernel: 16, packed_chain: 6, packed_linear: 6, stream_decode: 4, prompt_attention: 4}
+    for module, programs in of_each.items():
         monkeypatch.setattr(module, "num_sms", lambda device, programs=programs: programs)
         monkeypatch.setattr(module, "load", lambda kernel, device: kernel)
         monkeypatch.setattr(module, "use_pdl", lambda device: False)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from minivllm.kernels import hopper, nvrtc
+from minivllm.kernels import hopper, nvrtc, packed_config
 from minivllm.kernels import packed_chain as packed
 from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.packed_chain import packed_chain, packed_config, packed_kernel, packed_rows, use_packed
-from minivllm.kernels.packed_weights import STEP, pack_all
+from minivllm.kernels.packed_chain import packed_chain, packed_chain_config, packed_kernel, packed_rows, use_packed
+from minivllm.kernels.packed_weights import pack_all
 
 BF16, EPS, EPS_BEHIND = torch.bfloat16, 1e-6, 2e-2  # of the two norms
 SHAPES = {  # of published models
@@ -33,7 +33,7 @@ ROWS = [1, 8, 9, 16, 24, 32, 33, 48]
 
 
 def check(rows, shape, sms):
-    config = packed_config(rows, shape, sms)
+    config = packed_chain_config(rows, shape, sms)
     if config is None:
         return False
     assert config.programs in (sms, sms - 1) and config.programs % 2 == 0, "clusters of two, all of them at once"
@@ -47,8 +47,8 @@ def check(rows, shape, sms):
         (shape.qkv, shape.hidden),
     )
     for lines, k in products:
-        assert lines % 256 == 0 and k % 128 == 0, "pairs of blocks, whole units"
-        steps, rest = k // 128, lines // 256 % clusters
+        assert lines % 128 == 0 and k % 128 == 0, "whole units"
+        steps, rest = k // 128, -(-lines // 256) % clusters
         starts = [cluster * rest * steps // clusters for cluster in range(clusters + 1)]
         if rest:
             assert all(a < b for a, b in itertools.pairwise(starts)), "each cluster has units of those that are cut"
@@ -77,15 +77,15 @@ def test_large_layers_of_few_rows_are_cut(rows, shape, sms):
 @pytest.mark.parametrize("model", SHAPES)
 def test_published_models_are_cut(model):
     assert all(check(rows, SHAPES[model], 132) for rows in ROWS) and not check(49, SHAPES[model], 132)
-    assert [packed_config(rows, SHAPES[model]).rows for rows in ROWS] == [8, 8, 16, 16, 32, 32, 48, 48]
+    assert [packed_chain_config(rows, SHAPES[model], 132).rows for rows in ROWS] == [8, 8, 16, 16, 32, 32, 48, 48]
 
 
 def test_shapes_that_do_not_divide_have_none():
-    assert packed_config(8, ChainShape(2560, 4096, 9728, 6144 + 128)) is None  # blocks come in pairs
-    assert packed_config(8, ChainShape(2560, 4096 + 64, 9728, 6144)) is None
-    assert packed_config(8, ChainShape(2560 + 128, 4096, 9728, 6144)) is None
-    assert packed_config(8, ChainShape(256, 256, 9728, 6144)) is None  # two units, 66 clusters
-    assert packed_config(8, ChainShape(4096, 4096, 25600, 6144)) is None  # 64 units of gate and up, beside whole blocks
+    assert packed_chain_config(8, ChainShape(2560, 4096, 9728, 6144 + 128), 132) is not None  # an odd number of blocks
+    assert packed_chain_config(8, ChainShape(2560, 4096, 9728, 6144 + 64), 132) is None
+    assert packed_chain_config(8, ChainShape(2560, 4096 + 64, 9728, 6144), 132) is None
+    assert packed_chain_config(8, ChainShape(256, 256, 9728, 6144), 132) is None  # two units, 66 clusters
+    assert packed_chain_config(8, ChainShape(4096, 4096, 25600, 6144), 132) is None  # 64 units, beside whole blocks
 
 
 def test_rows_of_which_packed_weights_are_faster_are_more_of_larger_layers():
@@ -103,14 +103,14 @@ def test_where_it_runs(monkeypatch):
     monkeypatch.setattr(packed, "num_sms", lambda device: 132)
     loading, room = SimpleNamespace(works=True), SimpleNamespace(clusters=66)
     monkeypatch.setattr(packed, "loads", lambda kernel, device: loading.works)
-    monkeypatch.setattr(packed, "load", lambda kernel, device: kernel)
+    monkeypatch.setattr(packed_config, "load", lambda kernel, device: kernel)
     monkeypatch.setattr(nvrtc, "clusters_at_once", lambda function, shape: room.clusters)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     packed._fits.cache_clear()
     shape, cuda = SHAPES["Qwen3-14B"], torch.device("cuda")
     assert all(use_packed(rows, shape, BF16, cuda) for rows in ROWS) and not use_packed(49, shape, BF16, cuda)
     assert not use_packed(8, shape, torch.float16, cuda) and not use_packed(8, shape, BF16, torch.device("cpu"))
-    assert not use_packed(8, ChainShape(2560, 4096, 9728, 6144 + 128), BF16, cuda)
+    assert not use_packed(8, ChainShape(2560, 4096, 9728, 6144 + 64), BF16, cuda)
     room.clusters = 65
     packed._fits.cache_clear()
     assert not use_packed(8, shape, BF16, cuda), "its programs wait for one that never runs"
@@ -123,7 +123,7 @@ def test_where_it_runs(monkeypatch):
 @pytest.mark.parametrize(("model", "rows"), [("Qwen3-14B", 48), ("Qwen3-4B", 8)])
 def test_published_models_compile(compiled, reads_in_time, model, rows):
     shape = SHAPES[model]
-    cubin = nvrtc.compile_cubin(packed_kernel(shape, packed_config(rows, shape)).source)
+    cubin = nvrtc.compile_cubin(packed_kernel(shape, packed_chain_config(rows, shape, 132)).source)
     assert b"packed_chain" in cubin
     reads_in_time(cubin)
 
@@ -157,7 +157,7 @@ class Tensors:
         tails = [its.data[:, -249] for its in self.packed]
         assert all(tail.unique().numel() > 2 for tail in tails), "exceptions"
         assert all(its.scales.unique().numel() > 3 for its in self.packed), "zero, and several powers of two"
-        self.config = packed_config(rows, shape, packed.num_sms(self.x.device))
+        self.config = packed_chain_config(rows, shape, packed.num_sms(self.x.device))
 
     def run(self, x, heads=None):
         o, gate_up, down, qkv = self.packed
@@ -174,7 +174,7 @@ class Tensors:
 
     def check_words(self):
         """What stays between launches is as it was."""
-        parts = packed._parts(self.x.device, 2 * self.config.programs * 128 * self.config.rows)
+        parts = self.config.parts(self.x.device)
         assert not packed._counts(self.x.device).any() and (parts == -1).all()
         return parts
 
@@ -232,7 +232,7 @@ MISTAKES = {
     "registers written over while they are multiplied": ("wgmma.wait_group.sync.aligned 1", "wgmma.fence"),
     "an input that is not finished": ("        wait_for(counts + 2, PROGRAMS);\n", ""),
     "scales of other lines": ("__ldg(at + 8)", "__ldg(at)"),
-    "a program that goes before the other": ("cluster_meet();  // nobody", "; // nobody"),
+    "a program that goes before the other": ("inputs.drain();", ";"),
 }
 
 

@@ -16,9 +16,10 @@ from torch.nn import functional as F
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.kernels.packed_weights import PackedWeight, unpack
+from minivllm.kernels.packed_weights import PackedWeight, pack, unpack
 from minivllm.layers.decoder import Decoder
-from minivllm.layers.packed import pack_layers, packable_decoders, products_of
+from minivllm.layers.embedding import ParallelLMHead
+from minivllm.layers.packed import heads_of, pack_products, packable_decoders, products_of
 from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -27,6 +28,11 @@ PROMPT = list(range(7, 7 + 31 * 9, 31))
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 NAMES = [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")]
 NAMES += [f"layers.{i}.self_attn.qkv_proj" for i in (1, 2)]
+
+
+def pack_its_layers(model: Any) -> str | None:
+    """Its layers."""
+    return pack_products(model, products_of(packable_decoders(model)))
 
 
 class World:
@@ -41,7 +47,7 @@ class World:
         self.backend = TorchBackend(attention_spec(config, dtype="bfloat16"))
         for norm, product in norm_pairs(self.model):
             product.fold(norm)
-        assert not pack or pack_layers(self.model) is None
+        assert not pack or pack_its_layers(self.model) is None
 
     def steps(self) -> torch.Tensor:
         """Logits behind a prompt (1, vocab), then behind a token more, then behind one more and another's prompt."""
@@ -163,8 +169,60 @@ def test_a_decoder_with_a_step_of_its_own_is_left_alone(folder: Path) -> None:
 def test_a_weight_that_cannot_be_packed_leaves_all_as_they_are(folder: Path) -> None:
     world = World(folder, pack=False)
     world.decoder.get_submodule("layers.1.mlp.down_proj").weight.data[:, ::2] *= 2.0**-60  # type: ignore[operator]
-    assert pack_layers(world.model) == "model.layers.1.mlp.down_proj.weight"
+    assert pack_its_layers(world.model) == "model.layers.1.mlp.down_proj.weight"
     assert not world.packed()
+
+
+# --------------------------------------------------------------------------- LM heads
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each call of the kernel, with the reference in its place, for three rows at most."""
+    calls: list[int] = []
+
+    def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        calls.append(len(x))
+        return F.linear(x, unpack(packed))
+
+    monkeypatch.setattr("minivllm.layers.embedding.packed_linear", packed_linear)
+    monkeypatch.setattr("minivllm.layers.embedding.use_packed_linear", lambda rows, lines, k, *its: rows < 4)
+    return calls
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_reads_its_copy_for_few_rows(tiny_checkpoint: Checkpoints, products: list[int], tied: bool) -> None:
+    world = World(tiny_checkpoint("qwen3", **SHAPE, vocab_size=512, tie_word_embeddings=tied), pack=False)
+    (head,) = heads_of(world.model)
+    assert head is world.model.lm_head and head.packed_weight is None
+    hidden = [torch.randn(rows, 256).to(torch.bfloat16) for rows in (1, 3, 4)]
+    expected = [world.model.compute_logits(rows) for rows in hidden]
+    assert pack_products(world.model, [head]) is None and not products
+    assert all(torch.equal(world.model.compute_logits(rows), one) for rows, one in zip(hidden, expected, strict=True))
+    assert products == [1, 3]
+    assert not world.packed(), "the embedding has none"
+
+
+def test_a_rank_reads_its_part_of_the_head(products: list[int]) -> None:
+    tp = TensorParallel(rank=1, size=2)
+    head = ParallelLMHead(2048 + 700, 128, tp)
+    head.weight.data = torch.randn(head.weight.shape).to(torch.bfloat16)
+    head.weight.data[700:] = 0  # lines of no token
+    head.packed_weight = pack(head.weight)
+    hidden = torch.randn(2, 128).to(torch.bfloat16)
+    found = head.shard(hidden)
+    assert found is not None and products == [2]
+    assert torch.equal(found[0], F.linear(hidden, head.weight)) and found[1].first == 2048
+
+
+def test_a_head_loaded_again_is_packed_again(tiny_checkpoint: Checkpoints, products: list[int]) -> None:
+    shape = SHAPE | {"vocab_size": 512, "tie_word_embeddings": True}
+    world, second = World(tiny_checkpoint("qwen3", **shape), pack=False), tiny_checkpoint("qwen3", seed=1, **shape)
+    head = world.model.lm_head
+    pack_products(world.model, [head])
+    before = head.packed_weight.data.clone()
+    world.model.load_weights(iterate_safetensors(second))
+    assert not torch.equal(head.packed_weight.data, before) and torch.equal(unpack(head.packed_weight), head.weight)
 
 
 # --------------------------------------------------------------------------- loaded again

@@ -1,0 +1,374 @@
+// What kernels of packed weights share; see packed_weights.py, packed_chain.py and packed_linear.py.
+//
+// Compiled for ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters of two that go
+// through the same k of two blocks of 128 lines beside each other, and each ask for half of their input. Weights are the
+// tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a unit, 128 of k. What
+// is left when each cluster has as many whole blocks as any other is cut along k, so that each gets as many units, but
+// for one; programs that have parts of a block leave their sums in memory, and each finishes a share of it, if it has
+// several whole blocks before the last, while weights come. A warp asks for weights, two units at a time, and where
+// inputs are not there yet for as many as there is room for; another for inputs.
+
+constexpr int THREADS = 256, LINES = 128, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
+constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
+constexpr int TILE_OF_X = ROWS * LINE;
+constexpr int FACTOR_THREADS = 64;            // that find the rows' factors
+constexpr int PART_FOURS = LINES * ROWS / 4;  // of a block's sums
+static_assert(UNIT_BYTES == TAIL + 256, "packed_weights.py");
+static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_config.py");
+
+enum Kind { ADDS, GATED, NORMED, PLAIN };  // to what is there; SiLU(gate) * up of normed rows; of normed rows; of rows
+// Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each. Of an odd number the last block stands twice,
+// and is written once.
+template <int ALL_LINES, int ALL_K, Kind KIND> struct Product {
+  static constexpr int BLOCKS = ALL_LINES / LINES, PAIRS = (BLOCKS + 1) / 2, STEPS = ALL_K / 128;
+  static constexpr int WHOLE = PAIRS / CLUSTERS, REST = PAIRS % CLUSTERS;
+  static constexpr int CUT = REST * STEPS;  // units that are cut
+  static constexpr int OUTPUTS = KIND == Kind::GATED ? ALL_LINES / 2 : ALL_LINES;
+  static constexpr bool ADDS = KIND == Kind::ADDS, GATED = KIND == Kind::GATED, NORMED = GATED || KIND == Kind::NORMED;
+  static_assert(CUT == 0 || CUT >= CLUSTERS, "packed_config.py");
+  static __device__ __forceinline__ int begin(int cluster) { return cluster * CUT / CLUSTERS; }
+  static __device__ __forceinline__ int owner(int unit) { return ((unit + 1) * CLUSTERS - 1) / CUT; }
+  // Of a cluster's units, cut ones, then whole blocks'.
+  static __device__ __forceinline__ int units(int cluster) {
+    return begin(cluster + 1) - begin(cluster) + WHOLE * STEPS;
+  }
+  static __device__ __forceinline__ void unit(int cluster, int i, int& pair, int& k) {
+    const int cut = begin(cluster + 1) - begin(cluster);
+    const int at = i < cut ? WHOLE * CLUSTERS * STEPS + begin(cluster) + i : i - cut;
+    pair = at / STEPS, k = at % STEPS;
+    if (i >= cut) pair = pair * CLUSTERS + cluster;
+  }
+};
+
+__device__ __forceinline__ int cluster_of() { return blockIdx.x / 2; }
+__device__ __forceinline__ int member() { return blockIdx.x % 2; }
+
+// Stages that one warp fills and those that multiply let go.
+template <int OF, int BYTES> struct Ring {
+  u32 tiles, full, empty;
+  int stage = 0, round = 0;
+
+  __device__ __forceinline__ u32 at() const { return tiles + stage * BYTES; }
+  __device__ __forceinline__ u32 bar() const { return full + 8 * stage; }
+  __device__ __forceinline__ void next() {
+    if (++stage == OF) stage = 0, round++;
+  }
+  // Once there is room: tells the stage's barrier how much comes.
+  __device__ __forceinline__ u32 fill(u32 bytes) const {
+    barrier_wait(empty + 8 * stage, round & 1 ^ 1);
+    barrier_expect(bar(), bytes);
+    return bar();
+  }
+  __device__ __forceinline__ void wait() const { barrier_wait(bar(), round & 1); }
+  // Until all that was filled is let go. A program that is gone must not be told so: then an SM stops with an error.
+  __device__ __forceinline__ void drain() {
+#pragma unroll 1
+    for (int s = 0; s < OF; s++, next()) barrier_wait(empty + 8 * stage, round & 1 ^ 1);
+  }
+};
+typedef Ring<STAGES, UNIT_BYTES> Weights;  // of a unit each
+typedef Ring<INPUTS, TILE_OF_X> Inputs;    // of 64 of k each
+constexpr int RINGS_BYTES = 1024 + STAGES * UNIT_BYTES + INPUTS * TILE_OF_X;
+
+// Both, in shared memory from its start on, of a program that has just begun.
+__device__ __forceinline__ void make_rings(Weights& ring, Inputs& inputs, const unsigned char* memory,
+                                           const u64 (&barriers)[2 * (STAGES + INPUTS)]) {
+  inputs.tiles = (shared_address(memory) + 1023) & ~1023u, ring.tiles = inputs.tiles + INPUTS * TILE_OF_X;
+  ring.full = shared_address(barriers), ring.empty = ring.full + 8 * STAGES;
+  inputs.full = ring.empty + 8 * STAGES, inputs.empty = inputs.full + 8 * INPUTS;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) barrier_init(ring.full + 8 * s, 1), barrier_init(ring.empty + 8 * s, THREADS / 32);
+    for (int s = 0; s < INPUTS; s++)
+      barrier_init(inputs.full + 8 * s, 1), barrier_init(inputs.empty + 8 * s, SHARING * THREADS / 32);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (SHARING > 1) cluster_meet();
+}
+
+template <class P>
+__device__ __forceinline__ void load_weights(const unsigned char* weight, Weights& ring, u64 policy) {
+  const int units = P::units(cluster_of());
+  const auto place = [&](int i) {
+    int pair, k;
+    P::unit(cluster_of(), i, pair, k);
+    return weight + (u64)(min(2 * pair + member(), P::BLOCKS - 1) * P::STEPS + k) * UNIT_BYTES;
+  };
+#pragma unroll 1
+  for (int i = 0; i < units; i++, ring.next()) {
+    if (AHEAD < STAGES && (ring.round || ring.stage >= AHEAD)) {
+      const int before = ring.stage - AHEAD, its = before < 0 ? before + STAGES : before;
+      barrier_wait(ring.full + 8 * its, (before < 0 ? ring.round - 1 : ring.round) & 1);
+    }
+    const u32 bar = ring.fill(UNIT_BYTES);
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+        "r"(ring.at()), "l"(place(i)), "r"(UNIT_BYTES), "r"(bar), "l"(policy)
+        : "memory");
+  }
+}
+template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& input, Inputs& ring) {
+  constexpr int ITS_ROWS = ROWS / SHARING;
+  const int units = P::units(cluster_of()), first = SHARING == 1 ? 0 : member() * ITS_ROWS;
+#pragma unroll 1
+  for (int i = 0; i < units; i++) {
+    int pair, k;
+    P::unit(cluster_of(), i, pair, k);
+#pragma unroll
+    for (int t = 0; t < 2; t++, ring.next()) {
+      const u32 bar = ring.fill(TILE_OF_X);
+      load_tile(ring.at() + first * LINE, &input, k * 128 + t * 64, first, bar, SHARING, 3);
+    }
+  }
+}
+
+// This thread's weights of a tile, 16 pairs, each times its line's power of two, see packed_weights.py.
+__device__ __forceinline__ void decode(u32 (&a)[16], u32 from) {
+  const uint4 first = read16(from), second = read16(from + 2048), third = read16(from + 4096);
+  const u32 w0[4] = {first.x, first.y, first.z, first.w}, w1[4] = {second.x, second.y, second.z, second.w};
+  const u32 w2[4] = {third.x, third.y, third.z, third.w};
+  constexpr u32 PLACES = 0x87FF87FF, BASE = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    a[4 * i] = w0[i] & PLACES | BASE, a[4 * i + 1] = w1[i] & PLACES | BASE, a[4 * i + 2] = w2[i] & PLACES | BASE;
+    u32 fourth = w0[i] >> 4 & 0x07800780 | BASE;
+    fourth |= w1[i] >> 8 & 0x00780078;
+    fourth |= w2[i] >> 11 & 0x00070007;
+    a[4 * i + 3] = fourth | w2[i] << 1 & 0x80008000;
+  }
+}
+__device__ __forceinline__ u32 read_word(u32 from) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+// Those of the tile's weights that are kept beside: this warp's from begin to end.
+__device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin, int end, int tile) {
+#pragma unroll 1
+  for (int e = begin; e < end; e++) {
+    const u32 entry = read_word(tail + 8 + 4 * e);
+    if ((entry >> 9 & 1) != tile) continue;
+    const int its = (entry & 31) == threadIdx.x % 32 ? (int)(entry >> 5 & 15) : -1;
+    const u32 selector = entry >> 10 & 1 ? 0x7610 : 0x3276;
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      if (its == i) a[i] = __byte_perm(a[i], entry, selector);
+  }
+}
+
+// This warp is done with a stage of inputs, which both programs fill.
+__device__ __forceinline__ void leave(u32 bar) {
+  const int lane = threadIdx.x % 32;
+  if (SHARING == 1) {
+    if (lane == 0) here_arrive(bar);
+  } else if (lane < 2) {
+    barrier_arrive(bar, lane);
+  }
+}
+// A block's sums, or those of a part of k.
+__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units) {
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x / 32;
+  u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
+#pragma unroll 1
+  for (int u = 0; u < units; u++, ring.next()) {
+    const u32 weights = ring.at(), tail = weights + TAIL;
+    int begin, end;  // of this warp's exceptions
+#pragma unroll
+    for (int t = 0; t < 2; t++, inputs.next()) {
+      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+      if (u) leave(before[t]);
+      before[t] = inputs.empty + 8 * inputs.stage;
+      if (t == 0) {
+        ring.wait();
+        const u64 ends = (u64)read_word(tail + 4) << 32 | read_word(tail);
+        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
+      }
+      decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
+      if (begin < end) put_exceptions(a[t], tail, begin, end, t);
+      inputs.wait();
+      const u64 x = matrix(inputs.at());
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int k = 0; k < 4; k++) multiply_by(sums, a[t] + 4 * k, x + 2 * k, k || t || u);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    }
+    __syncwarp();  // what was read of the weights is in registers, or wgmma would not have begun
+    if (threadIdx.x % 32 == 0) here_arrive(ring.empty + 8 * ring.stage);
+  }
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  leave(before[0]), leave(before[1]);
+#pragma unroll
+  for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+struct Step {  // what a product is told
+  u16* out;        // (rows, OUTPUTS)
+  float* squares;  // (rows, OUTPUTS / 16) sums of what it adds to, or null
+  float4* parts;   // of sums, ABSENT between launches
+  const float* factors;  // the rows', if they are normed, told at a barrier
+  int factors_bar, rows;
+};
+
+__device__ __forceinline__ u16 rounded(float y) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(y));
+  return bits;
+}
+__device__ __forceinline__ float element(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+// The scales of this thread's two lines of a warp's; asked for here, not where they are needed.
+template <class P> __device__ __forceinline__ float2 read_scales(const float* scales, int block, int warp) {
+  const float* at = scales + min(block, P::BLOCKS - 1) * LINES + warp * 16 + threadIdx.x % 32 / 4;
+  float2 its = make_float2(__ldg(at), __ldg(at + 8));
+  asm volatile("" : "+f"(its.x), "+f"(its.y)::"memory");
+  return its;
+}
+// What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
+template <class P> struct Piece {
+  int block, part, warp;
+  float2 scales;  // of the first half's lines, and of the other's
+  float sums[4];
+
+  __device__ __forceinline__ int row(int e) const { return part * 8 + threadIdx.x % 4 * 2 + e % 2; }
+  __device__ __forceinline__ bool is_live(const Step& step, int e) const {
+    return row(e) < step.rows && block < P::BLOCKS;
+  }
+  __device__ __forceinline__ float scale(int e) const { return e < 2 ? scales.x : scales.y; }
+  __device__ __forceinline__ u64 at(int e) const {
+    const int line = P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16 + e / 2 * 8;
+    return (u64)row(e) * P::OUTPUTS + line + threadIdx.x % 32 / 4;
+  }
+  // What is there, where this adds to it.
+  __device__ __forceinline__ void read_stream(const Step& step, u16 (&stream)[4]) const {
+    if constexpr (P::ADDS)
+#pragma unroll
+      for (int e = 0; e < 4; e++) stream[e] = is_live(step, e) ? __ldcg(step.out + at(e)) : 0;
+  }
+  __device__ __forceinline__ void write(const Step& step, const u16 (&stream)[4]) const {
+    float squares[2] = {};
+#pragma unroll
+    for (int e = 0; e < (P::GATED ? 2 : 4); e++) {
+      const bool live = is_live(step, e);
+      const float factor = P::NORMED && live ? step.factors[row(e)] : 1.f;
+      float y;
+      if constexpr (P::GATED) {
+        const float gate = sums[e] * (scales.x * factor);
+        y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[2 + e] * (scales.y * factor));
+      } else {
+        y = sums[e] * (factor * scale(e));
+      }
+      if constexpr (P::ADDS) y += element(stream[e]);
+      const u16 bits = rounded(y);
+      if (live) step.out[at(e)] = bits;
+      squares[e % 2] += element(bits) * element(bits);
+    }
+    if constexpr (P::ADDS)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int other = 4; other < 32; other *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], other);
+        if (threadIdx.x % 32 < 4 && is_live(step, e)) step.squares[row(e) * (P::OUTPUTS / 16) + block * 8 + warp] = squares[e];
+      }
+  }
+};
+
+// The sums that all programs with a part of a block have left, of this program's share of it, which is as large as its
+// part.
+template <class P>
+__device__ __forceinline__ void finish_share(const Step& step, const float* scales, int pair) {
+  typedef Piece<P> Its;
+  constexpr int MOST_UNITS = (P::CUT + CLUSTERS - 1) / CLUSTERS, WARPS = THREADS / 32, AT_ONCE = 8;
+  constexpr int ROUNDS = (ROWS * MOST_UNITS / P::STEPS + 1 + WARPS - 1) / WARPS;
+  const int start = pair * P::STEPS, block = 2 * (P::WHOLE * CLUSTERS + pair) + member(), lane = threadIdx.x % 32;
+  const int items = (step.rows + 7) / 8 * WARPS, cluster = cluster_of();
+  const int first = items * max(P::begin(cluster) - start, 0) / P::STEPS + threadIdx.x / 32;
+  const int end = items * min(P::begin(cluster + 1) - start, P::STEPS) / P::STEPS;
+  Its pieces[ROUNDS];
+  u16 stream[ROUNDS][4];
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++)
+    if (const int item = first + i * WARPS; item < end) {
+      pieces[i] = Its{block, item / WARPS, item % WARPS, read_scales<P>(scales, block, item % WARPS), {}};
+      pieces[i].read_stream(step, stream[i]);
+    }
+  const int from = P::owner(start), to = P::owner(start + P::STEPS - 1);
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    if (first + i * WARPS >= end) break;
+    Its& piece = pieces[i];
+    float4* at = step.parts + piece.part * THREADS + piece.warp * 32 + lane;
+#pragma unroll 1
+    for (int some = from; some <= to; some += AT_ONCE) {
+      const auto place = [&](int c) {
+        const int other = some + c, slot = 2 * (2 * other + (other == from && P::begin(from) < start)) + member();
+        return at + (u64)slot * PART_FOURS;
+      };
+      float4 parts[AT_ONCE];
+      bool there;
+      do {
+        there = true;
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++) {
+          parts[c] = make_float4(0.f, 0.f, 0.f, 0.f);
+          if (some + c <= to) look_at_four(place(c), parts[c].x, parts[c].y, parts[c].z, parts[c].w);
+        }
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++)
+          there &= is_there(parts[c].x) && is_there(parts[c].y) && is_there(parts[c].z) && is_there(parts[c].w);
+      } while (!there);
+#pragma unroll
+      for (int c = 0; c < AT_ONCE; c++) {
+        if (some + c <= to) take_away_four(place(c));
+        piece.sums[0] += parts[c].x, piece.sums[1] += parts[c].y;
+        piece.sums[2] += parts[c].z, piece.sums[3] += parts[c].w;
+      }
+    }
+    piece.write(step, stream[i]);
+  }
+}
+
+__device__ __forceinline__ void wait_for_factors(int bar) {
+  asm volatile("bar.sync %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
+}
+template <class P>
+__device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const float* scales) {
+  float sums[ROWS / 2];
+  const int begin = P::begin(cluster_of()), end = P::begin(cluster_of() + 1);
+  const int first = begin / P::STEPS, last = (end - 1) / P::STEPS;  // pairs of which this has a part
+  if constexpr (P::REST > 0) {
+#pragma unroll 1
+    for (int pair = first; pair <= last; pair++) {
+      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
+      float4* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_FOURS + threadIdx.x;
+#pragma unroll
+      for (int part = 0; part < ROWS / 8; part++)
+        if (part * 8 < step.rows)
+          leave_four(to + part * THREADS, sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
+    }
+  }
+  const auto finish = [&] {
+    if constexpr (P::REST > 0)
+#pragma unroll 1
+      for (int pair = first; pair <= last; pair++) finish_share<P>(step, scales, pair);
+  };
+#pragma unroll 1
+  for (int w = 0; w < P::WHOLE; w++) {
+    if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
+    const int block = 2 * (w * CLUSTERS + cluster_of()) + member(), its_warp = threadIdx.x / 32;
+    const float2 of_lines = read_scales<P>(scales, block, its_warp);
+    multiply_units(sums, ring, inputs, P::STEPS);
+    if (P::NORMED && w == 0) wait_for_factors(step.factors_bar);
+#pragma unroll
+    for (int part = 0; part < ROWS / 8; part++)
+      if (part * 8 < step.rows) {
+        const Piece<P> piece{block, part, its_warp, of_lines,
+                             {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
+        u16 stream[4];
+        piece.read_stream(step, stream);
+        piece.write(step, stream);
+      }
+  }
+  if (P::NORMED && P::WHOLE == 0) wait_for_factors(step.factors_bar);
+  if (P::WHOLE < 2) finish();
+}

@@ -1,0 +1,83 @@
+"""How products of packed weights (``packed.cuh``) are cut: for how many rows a kernel is compiled, its programs, and
+its shared memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import cdiv
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load
+from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, STEP, UNIT_BYTES
+
+_COLUMNS = 8, 16, 32, 48  # rows that kernels are compiled for
+_THREADS = 384
+_MOST_STAGES = 8  # of weights
+_LEAST_INPUTS, _MOST_INPUTS = 8, 16
+_SHARED_ROWS = 32  # from so many on clusters share their input
+_AHEAD = 2  # units of weights under way: with more, programs get theirs at different paces
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    rows: int  # at most
+    programs: int
+    stages: int  # of weights, a unit each
+    inputs: int  # stages of inputs, 64 of the rows' k each
+
+    @property
+    def shared_bytes(self) -> int:
+        factors = 2 * 4 * self.rows  # the rows', of two products
+        return self.stages * UNIT_BYTES + self.inputs * _tile_bytes(self.rows) + 1024 + factors
+
+    @property
+    def macros(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "PROGRAMS": self.programs, "STAGES": self.stages, "INPUTS": self.inputs,
+                "AHEAD": _AHEAD, "UNIT_BYTES": UNIT_BYTES, "FIRST_EXPONENT": FIRST_EXPONENT}  # fmt: skip
+
+    def kernel(self, name: str, sizes: dict[str, int]) -> Kernel:
+        return Kernel(name, (), tuple((sizes | self.macros).items()), ("packed",), by=(self.rows,))
+
+    def launch_shape(self, pdl: bool) -> nvrtc.LaunchShape:
+        return nvrtc.LaunchShape((self.programs, 1, 1), (2, 1, 1), _THREADS, self.shared_bytes, pdl)
+
+    def fits(self, kernel: Kernel, device: torch.device) -> bool:
+        """Whether all programs run at once there, as those that wait for each other must."""
+        with torch.cuda.device(device):
+            return self.programs <= 2 * nvrtc.clusters_at_once(load(kernel, device), self.launch_shape(False))
+
+    def input_map(self, x: torch.Tensor) -> nvrtc.TensorMap:
+        """x (rows, k), of which lines are contiguous."""
+        box = self.rows // (2 if self.rows >= _SHARED_ROWS else 1)
+        return nvrtc.tensor_map(x.data_ptr(), *x.shape, x.stride(0), box, STEP // 2)
+
+    def parts(self, device: torch.device) -> torch.Tensor:
+        """Of sums of blocks that are cut."""
+        return _parts(device, 2 * self.programs * LINES * self.rows)
+
+
+@cache
+def _parts(device: torch.device, words: int) -> torch.Tensor:
+    """(words,) int32: float32 sums of which none is there between launches."""
+    return torch.full((words,), -1, dtype=torch.int32, device=device)
+
+
+def _tile_bytes(rows: int) -> int:
+    return rows * STEP  # 64 of k
+
+
+def packed_config(rows: int, products: Sequence[tuple[int, int]], sms: int) -> PackedConfig | None:
+    """Of products one behind another, (lines, k) each. None: too many rows, or sizes that are not of whole units, or so
+    few that a cluster would have none."""
+    columns = next((c for c in _COLUMNS if rows <= c), None)
+    clusters = sms // 2
+    if columns is None or any(lines % LINES or k % STEP for lines, k in products):
+        return None
+    if any(0 < cdiv(lines, 2 * LINES) % clusters * (k // STEP) < clusters for lines, k in products):
+        return None
+    room, tile = SHARED_BYTES - FIXED_BYTES - 2 * 4 * columns, _tile_bytes(columns)
+    stages = min((room - _LEAST_INPUTS * tile) // UNIT_BYTES, _MOST_STAGES)
+    inputs = min((room - stages * UNIT_BYTES) // tile, _MOST_INPUTS)
+    return PackedConfig(columns, 2 * clusters, stages, inputs)
