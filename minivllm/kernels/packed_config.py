@@ -12,7 +12,7 @@ from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load
 from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, STEP, UNIT_BYTES
 
-_COLUMNS = 8, 16, 32, 48  # rows that kernels are compiled for
+_COLUMNS = 8, 16, 32, 48, 64  # rows that kernels are compiled for
 _THREADS = 384
 _MOST_STAGES = 8  # of weights
 _LEAST_INPUTS, _MOST_INPUTS = 8, 16
