@@ -5,6 +5,7 @@ Which tensor goes where is written on the parameters (``layers/parameter.py``); 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from torch import nn
 from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import CheckpointError
+from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
@@ -209,7 +210,7 @@ def build_model(
 
     Raises:
         CheckpointError: the config names another architecture than the class reads, or the tensors do not fit.
-        ConfigError: the model cannot be split over ``tp`` ranks.
+        ConfigError: the model cannot be split over ``tp`` ranks, or is larger than the memory there.
     """
     reads = getattr(model_class, "architectures", ())
     if reads and model_config.architecture not in reads:
@@ -221,6 +222,7 @@ def build_model(
         model = model_class(model_config, tp)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{model_class.__name__} is no torch.nn.Module")
+    _refuse_too_large(model, torch.device(device), dtype, tp)
     materialize(model, device, dtype)
     if isinstance(weights, int):
         dummy_weights(model, weights, getattr(model, "packed", None))
@@ -236,6 +238,25 @@ def build_model(
     _refuse_meta(model)
     model.eval()
     return model
+
+
+def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype, tp: TensorParallel) -> None:
+    needed = dtype.itemsize * sum(param.numel() for param in model.parameters())
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an engine before
+        room, has = torch.cuda.mem_get_info(device)[0] + kept, "are free on this GPU"
+        advice = f"a smaller model, or more GPUs: tp={2 * tp.size}"
+    elif hasattr(os, "sysconf"):
+        room, has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has"
+        advice = "a smaller model" + (", or dtype=bfloat16" if dtype.itemsize > 2 else "")
+    else:
+        return
+    if needed > room:
+        each = f" of each of {tp.size} ranks" if tp.size > 1 else ""
+        raise ConfigError(
+            f"the weights{each} take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, more than the "
+            f"{room / 2**30:.1f} GiB that {has}; take {advice}"
+        )
 
 
 def _refuse_meta(model: nn.Module) -> None:

@@ -79,6 +79,10 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # FastAPI's only one: what json.loads raises that is no mistake in JSON
+            why = error.__cause__
+            kind = "is nested too deeply" if isinstance(why, RecursionError) else "is not text in UTF-8"
+            return error_response(ClientError(f"the body is not JSON: it {kind}"), fields)
         said = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(said, error.status_code), error.status_code, error.headers)
 

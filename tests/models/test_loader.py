@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.models.checkpoint import download
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import build_model, fetch, iterate_safetensors, read_model_config
+from minivllm.models.loader import _refuse_too_large, build_model, fetch, iterate_safetensors, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 from minivllm.models.tokenizer import tokenizer_folder
 
@@ -240,6 +241,20 @@ def test_a_long_list_is_cut(folder: Path) -> None:
 def test_old_rotary_tables_are_ignored(folder: Path) -> None:
     resave(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}))
     build(folder)
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3}[name])
+    with pytest.raises(ConfigError, match=r"in float32, more than the 0\.0 GiB that this .* or dtype=bfloat16$"):
+        build(folder)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 12, 1 << 40))
+    model, cuda = torch.nn.Linear(64, 64, device="meta"), torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match=r"of each of 2 ranks take .* are free on this GPU; .* or more GPUs: tp=4"):
+        _refuse_too_large(model, cuda, torch.bfloat16, TensorParallel(rank=0, size=2))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * 65 * 64, 1 << 40))
+    _refuse_too_large(model, cuda, torch.bfloat16, TensorParallel())
 
 
 @pytest.mark.parametrize("kind,tensors", [("q_norm", "qwen3"), ("q_norm", "llama")])

@@ -177,10 +177,12 @@ def test_unknown_models_and_paths(server: Running) -> None:
 
 
 def test_bodies_that_are_no_json_objects(server: Running) -> None:
-    def send(content: str, kind: str = "application/json", path: str = COMPLETIONS) -> httpx.Response:
+    def send(content: str | bytes, kind: str = "application/json", path: str = COMPLETIONS) -> httpx.Response:
         return server.client.post(path, content=content, headers={"Content-Type": kind})
 
     told(send('{"prompt": '), 400, "the body is not JSON")
+    told(send(b'{"prompt": "\xff\xfe"}'), 400, "the body is not JSON: it is not text in UTF-8")
+    told(send('{"prompt": ' + "[" * 100_000), 400, "the body is not JSON: it is nested too deeply")
     told(send('{"prompt": "\\ud800"}'), 400, "prompt: this is not Unicode text", "prompt")
     half = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
     told(send(half, path=CHAT), 400, "this is not Unicode text", "messages")
