@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 
-def build_engine(config: EngineConfig, registry: Registry | None = None) -> LLMEngine:
+def build_engine(config: EngineConfig) -> LLMEngine:
     """Load weights, size the cache, capture graphs; returns when the first request can be taken.
 
     Raises:
         ConfigError, CheckpointError, PluginError: as early as it can be known, before weights are read.
     """
-    if registry is None:
-        from minivllm.plugins.manager import default_registry
+    from minivllm.plugins.manager import default_registry
 
-        registry = default_registry()
+    registry = default_registry()
     path, model_config = find_model(config)
     model_config = replace(model_config, options=model_options(config, model_config, registry))
     max_model_len = model_length(config, model_config)

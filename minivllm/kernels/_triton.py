@@ -35,6 +35,9 @@ except ImportError:  # the references run, the launchers do not
     triton, tl = _Triton(), _Language()
 
 
+LOG2E = 1.4426950408889634  # exp(x) is 2 ** (x * LOG2E)
+
+
 def next_power_of_2(n: int) -> int:
     """The least that is not below n, and 1 for n below 1."""
     return 1 << max(n - 1, 0).bit_length()

@@ -13,9 +13,9 @@ Which rows share what, and how it is cut, is decided on the host when other sequ
 import torch
 
 from minivllm.core.batch import Cascade
-from minivllm.kernels._triton import next_power_of_2, num_sms, tl, triton
+from minivllm.kernels._triton import LOG2E, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.paged_decode import SharedParts
-from minivllm.kernels.paged_prefill import LOG2E, attend_keys
+from minivllm.kernels.paged_prefill import attend_keys
 from minivllm.kernels.pdl import use_pdl
 
 BLOCK_M, BLOCK_N = 64, 32  # queries, and keys, of a tile

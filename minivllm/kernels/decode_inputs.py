@@ -28,8 +28,7 @@ def _decode_inputs_kernel(
     tl.store(input_ids + row, tl.load(last_token + slot))
     tl.store(positions + row, position)
     tl.store(seq_lens + row, (position + 1).to(tl.int32))
-    if after is not None:
-        tl.store(after + row, position + 1)
+    tl.store(after + row, position + 1)
     table = block_table + slot * table_stride
     block = tl.load(table + position // SIZE).to(tl.int64)
     tl.store(slot_mapping + row, block * SIZE + position % SIZE)
@@ -42,7 +41,7 @@ def _decode_inputs_kernel(
 def decode_inputs_triton(
     slots: torch.Tensor, last_token: torch.Tensor, num_computed: torch.Tensor, block_table: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor, block_size: int, after: torch.Tensor | None = None,
+    block_tables: torch.Tensor, block_size: int, after: torch.Tensor,
 ) -> None:  # fmt: skip
     pdl = use_pdl(slots.device)
     _decode_inputs_kernel[(len(slots),)](
@@ -55,7 +54,7 @@ def decode_inputs_triton(
 def decode_inputs_reference(
     slots: torch.Tensor, last_token: torch.Tensor, num_computed: torch.Tensor, block_table: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor, block_size: int, after: torch.Tensor | None = None,
+    block_tables: torch.Tensor, block_size: int, after: torch.Tensor,
 ) -> None:  # fmt: skip
     position = num_computed[slots]
     input_ids.copy_(last_token[slots])
@@ -63,20 +62,19 @@ def decode_inputs_reference(
     seq_lens.copy_(position + 1)
     slot_mapping.copy_(block_table[slots, position // block_size].long() * block_size + position % block_size)
     block_tables.copy_(block_table[slots])
-    if after is not None:
-        after.copy_(position + 1)
+    after.copy_(position + 1)
 
 
 def decode_inputs(
     slots: torch.Tensor, last_token: torch.Tensor, num_computed: torch.Tensor, block_table: torch.Tensor,
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
-    block_tables: torch.Tensor, block_size: int, after: torch.Tensor | None = None,
+    block_tables: torch.Tensor, block_size: int, after: torch.Tensor,
 ) -> None:  # fmt: skip
     """Fill what a decode step of n rows reads; each slot's newest token stands at ``num_computed``.
 
     slots (n,) int64; last_token, num_computed (S,) int64; block_table (S, max_blocks) int32. Written: input_ids,
     positions, slot_mapping (n,) int64; seq_lens (n,) int32; block_tables (n, max_blocks) int32, of which only a
-    context's blocks are defined; after (n,) int64, where the token that the step samples will stand, if given.
+    context's blocks are defined; after (n,) int64, where the token that the step samples will stand.
     """
     run = decode_inputs_triton if slots.is_cuda else decode_inputs_reference
     run(

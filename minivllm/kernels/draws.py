@@ -2,10 +2,9 @@
 
 import torch
 
-from minivllm.kernels._triton import tl, triton
+from minivllm.kernels._triton import LOG2E, tl, triton
 
 GROUP = 1024  # tokens; part of what a seed means
-LOG2E = 1.4426950408889634
 _MASK = 0xFFFFFFFF
 _M1, _M2 = 0x7FEB352D, 0x846CA68B  # "lowbias32" (Wellons, hash-prospector)
 _GOLDEN = 0x9E3779B9

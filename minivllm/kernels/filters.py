@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import next_power_of_2, tl, triton
-from minivllm.kernels.draws import GROUP, LOG2E, exp2_kernel, keys_kernel, noise_kernel
+from minivllm.kernels._triton import LOG2E, next_power_of_2, tl, triton
+from minivllm.kernels.draws import GROUP, exp2_kernel, keys_kernel, noise_kernel
 
 _WARPS = 8
 _AT_ONCE = 8  # groups whose loads are under way together

@@ -30,9 +30,8 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import compiling, next_power_of_2, num_sms
+from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
-from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
 
@@ -240,7 +239,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens:
+class DecodeTokens:
     """One of each sequence; behind these there may be padding, whose slots are in page 0. positions, slots (rows,)
     int64; seq_lens (rows,) int32, the token counted; block_tables (rows, …) int32."""
 
@@ -278,7 +277,7 @@ def _words(device: torch.device, number: int, rank: int) -> tuple[torch.Tensor, 
     )
 
 
-def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tensor:
+def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.Tensor:
     """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; bfloat16, rounded behind
     each product and each addition. The new keys and values of each layer go to its cache. All ranks of a ``shape`` of
     several launch it, in the same order; each gets the same bytes."""
@@ -326,7 +325,7 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tens
     return y
 
 
-def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: NewTokens) -> torch.Tensor:
+def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.Tensor:
     """The same in float32, rounded to x's dtype where the kernel rounds."""
 
     def rounded(y: torch.Tensor) -> torch.Tensor:

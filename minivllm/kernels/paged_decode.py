@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
-from minivllm.kernels.paged_prefill import LOG2E, page_ids, paged_attention_reference
+from minivllm.kernels._triton import LOG2E, cdiv, next_power_of_2, num_sms, tl, triton
+from minivllm.kernels.paged_prefill import page_ids, paged_attention_reference
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import normed_rotated

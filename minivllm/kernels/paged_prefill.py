@@ -14,9 +14,7 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from minivllm.kernels._triton import next_power_of_2, tl, triton
-
-LOG2E = 1.4426950408889634
+from minivllm.kernels._triton import LOG2E, next_power_of_2, tl, triton
 
 
 @triton.jit

@@ -127,8 +127,7 @@ __device__ __forceinline__ void norm_eight(float (&y)[8], float factor, const ui
   const u32 weights[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    u32 pair = pack(y[2 * i] * factor, y[2 * i + 1] * factor);
-    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(weights[i]));
+    const u32 pair = product(pack(y[2 * i] * factor, y[2 * i + 1] * factor), weights[i]);
     y[2 * i] = low(pair), y[2 * i + 1] = high(pair);
   }
 }

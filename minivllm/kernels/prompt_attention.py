@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv, compiling, num_sms
+from minivllm.kernels._triton import LOG2E, cdiv, compiling, num_sms
 from minivllm.kernels.hopper import Kernel, compile_ahead, load, loads
-from minivllm.kernels.paged_prefill import LOG2E, longest_first
+from minivllm.kernels.paged_prefill import longest_first
 from minivllm.kernels.pdl import use_pdl
 
 HEAD_DIMS, PAGE = (64, 128), 16

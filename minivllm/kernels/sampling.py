@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import pad
 
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
-from minivllm.kernels.draws import GROUP, LOG2E, gumbel, keys_kernel, log2_kernel, noise_kernel
+from minivllm.kernels._triton import LOG2E, cdiv, next_power_of_2, tl, triton
+from minivllm.kernels.draws import GROUP, gumbel, keys_kernel, log2_kernel, noise_kernel
 from minivllm.kernels.filters import Filters, draw_filtered, filter_bounds_reference
 from minivllm.kernels.pdl import use_pdl
 

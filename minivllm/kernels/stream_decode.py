@@ -19,10 +19,9 @@ from functools import cache
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import compiling, next_power_of_2, num_sms, tl, triton
+from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.paged_decode import NewTokens, SharedParts
-from minivllm.kernels.paged_prefill import LOG2E
 from minivllm.kernels.pdl import use_pdl
 
 _PAGE, _MAX_STAGES = 16, 24

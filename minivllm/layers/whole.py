@@ -15,9 +15,9 @@ from minivllm.kernels.megakernel import (
     MAX_MEGAKERNEL_ROWS,
     PAGE,
     DecoderShape,
+    DecodeTokens,
     Layers,
     LayerWeights,
-    NewTokens,
     Routing,
     megakernel,
     use_megakernel,
@@ -77,7 +77,7 @@ def decode_whole(
     eps, _ = _eps_of(layers[0])
     weights = [_weights_of(layer, backend) for layer in layers]
     fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps, tp.words)
-    return megakernel(x, fixed, NewTokens(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
+    return megakernel(x, fixed, DecodeTokens(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
 
 
 def _self_attention(layer: DecoderLayer) -> SelfAttention:

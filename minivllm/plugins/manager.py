@@ -23,15 +23,12 @@ from minivllm.version import API_VERSION, __version__
 _BUILTIN = "minivllm.plugins.builtin"
 
 
-def load_plugins(
-    found: Iterable[EntryPoint] | None = None, environ: Mapping[str, str] | None = None, *, strict: bool | None = None
-) -> Registry:
+def load_plugins(found: Iterable[EntryPoint] | None = None, environ: Mapping[str, str] | None = None) -> Registry:
     """Load every plugin and return what they offer together.
 
     Args:
         found: the entry points to load; all installed ones unless given.
         environ: read for ``MINIVLLM_DISABLE_PLUGINS`` and ``MINIVLLM_STRICT_PLUGINS``.
-        strict: overrides the latter.
 
     Raises:
         PluginError: in strict mode, if anything was to be reported.
@@ -39,8 +36,7 @@ def load_plugins(
     environ = os.environ if environ is None else environ
     loader = _Loader(environ.get("MINIVLLM_DISABLE_PLUGINS", ""))
     loader.load(list(entry_points(group=ENTRY_POINT_GROUP) if found is None else found))
-    if strict is None:
-        strict = environ.get("MINIVLLM_STRICT_PLUGINS", "").lower() not in ("", "0", "false")
+    strict = environ.get("MINIVLLM_STRICT_PLUGINS", "").lower() not in ("", "0", "false")
     registry = loader.collect(strict)
     if strict and registry.reports:
         raise PluginError("MINIVLLM_STRICT_PLUGINS: " + " | ".join(map(str, registry.reports)))

@@ -34,8 +34,10 @@ def test_decode_inputs_equal_their_reference(where, block_size, rows, slots, max
     num_computed[-1] = max_blocks * block_size - 1  # the table's last entry
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(rows))[:rows].to(device)
     got, want = outputs(device, rows, max_blocks), outputs(device, rows, max_blocks)
-    decode_inputs_triton(order, last_token, num_computed, table, *got, block_size)
-    decode_inputs_reference(order, last_token, num_computed, table, *want, block_size)
+    behind = [torch.full((rows,), -7, device=device) for _ in range(2)]
+    decode_inputs_triton(order, last_token, num_computed, table, *got, block_size, behind[0])
+    decode_inputs_reference(order, last_token, num_computed, table, *want, block_size, behind[1])
+    assert torch.equal(*behind) and torch.equal(behind[0], num_computed[order] + 1)
     for name, a, b in zip(("input_ids", "positions", "seq_lens", "slot_mapping"), got, want, strict=False):
         assert torch.equal(a, b), name
     for row, length in enumerate(want[2].tolist()):
@@ -48,7 +50,9 @@ def test_the_reference_is_plain_indexing():
     last_token, num_computed, table = state("cpu", 6, 4, 4, 16)
     slots = torch.tensor([4, 0, 2])
     out = outputs("cpu", 3, 4)
-    decode_inputs(slots, last_token, num_computed, table, *out, 4)
+    after = torch.empty(3, dtype=torch.int64)
+    decode_inputs(slots, last_token, num_computed, table, *out, 4, after)
+    assert torch.equal(after, out[1] + 1)
     for row, slot in enumerate(slots.tolist()):
         position = int(num_computed[slot])
         assert out[0][row] == last_token[slot] and out[1][row] == position and out[2][row] == position + 1
@@ -62,5 +66,6 @@ def test_a_padding_row_writes_into_block_0(where):
     last_token, num_computed, table = state(device, 3, 4, 4, 16)
     table[2], num_computed[2] = 0, 0
     out = outputs(device, 2, 4)
-    decode_inputs_triton(torch.tensor([0, 2], device=device), last_token, num_computed, table, *out, 4)
+    after = torch.empty(2, dtype=torch.int64, device=device)
+    decode_inputs_triton(torch.tensor([0, 2], device=device), last_token, num_computed, table, *out, 4, after)
     assert out[3][1] == 0 and out[2][1] == 1 and out[4][1, 0] == 0

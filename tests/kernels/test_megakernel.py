@@ -16,9 +16,9 @@ from minivllm.kernels import hopper, nvrtc
 from minivllm.kernels import megakernel as mega
 from minivllm.kernels.megakernel import (
     DecoderShape,
+    DecodeTokens,
     Layers,
     LayerWeights,
-    NewTokens,
     Routing,
     megakernel,
     megakernel_config,
@@ -223,7 +223,7 @@ class Step:
 
     def run(self, x=None, kernel=megakernel):
         layers = Layers(self.shape, self.layers, self.cos_sin, 0.1, EPS, HEADS_EPS, self.peers)
-        tokens = NewTokens(self.positions, self.slots, self.lens, self.tables)
+        tokens = DecodeTokens(self.positions, self.slots, self.lens, self.tables)
         return kernel(self.x if x is None else x, layers, tokens)
 
     def take_new(self):
