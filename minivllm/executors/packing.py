@@ -28,6 +28,12 @@ _LEFT_FOR_CACHE = 3 / 4  # of the memory that a cache would have, unless packing
 _CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, too
 
 
+def compile_for_packing(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Begin to compile what packs weights, while they are loaded."""
+    if config.packed_weights != "false" and _impossible(dtype, device) is None:
+        compile_ahead(PACK_KERNEL)
+
+
 def pack_weights(
     model: Model, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int
 ) -> bool:
@@ -41,10 +47,9 @@ def pack_weights(
     if config.packed_weights == "false":
         return False
     module, asked, reasons, done = cast(nn.Module, model), config.packed_weights == "true", [], False
-    if why := _impossible(config, dtype, device):
+    if why := _impossible(dtype, device):
         reasons.append(why)
     else:
-        compile_ahead(PACK_KERNEL)
         for part in (_heads(module), _layers(module, config)):
             if (why := part.unfit or part.odd(dtype)) is not None:
                 reasons.append(why)
@@ -116,8 +121,8 @@ def _layers(model: nn.Module, config: EngineConfig) -> _Part:
     return _Part(f"the layers of {type(model).__name__}", products_of(decoders), unfit, runs)
 
 
-def _impossible(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What it is about the configuration or the device."""
+def _impossible(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What it is about the device or the dtype."""
     if not nvrtc.available(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "device=cpu"
         return f"{name} is no Hopper GPU (H100, H200), or the package cuda-bindings is missing"

@@ -16,7 +16,7 @@ from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.executors.packing import pack_weights
+from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.decoder import launch_all_heads
@@ -155,6 +155,7 @@ class Worker:
         dummy = config.load_format == "dummy"
         if self.tp.exchange is not None:
             compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights are loaded
+        compile_for_packing(config, getattr(torch, self.dtype), device)
         with self.registry.building("model", model_name):
             model = build_model(
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),

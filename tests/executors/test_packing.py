@@ -17,7 +17,7 @@ from minivllm.config.engine_config import CacheOptions, EngineConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors import packing
-from minivllm.executors.packing import pack_weights
+from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels import packed_chain, packed_weights
 from minivllm.kernels.packed_weights import UNIT_BYTES
 from minivllm.layers.linear import LinearBase
@@ -34,11 +34,11 @@ CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What it says of itself; tests change that."""
-    its = SimpleNamespace(free=100 * NEEDED, hopper=True, runs=True)
+    its = SimpleNamespace(free=100 * NEEDED, hopper=True, runs=True, compiled=[])
     monkeypatch.setattr(packing.nvrtc, "available", lambda device: its.hopper and device.type == "cuda")
     monkeypatch.setattr(packing, "use_packed", lambda rows, shape, dtype, device: its.runs)
     monkeypatch.setattr(packing, "use_packed_linear", lambda rows, lines, k, dtype, device: its.runs)
-    monkeypatch.setattr(packing, "compile_ahead", lambda kernel: None)
+    monkeypatch.setattr(packing, "compile_ahead", its.compiled.append)
     monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (its.free, 0))
@@ -80,6 +80,18 @@ def test_it_is_done_unless_it_is_not_wished(gpu: SimpleNamespace, model: Any, as
     products = (module for module in model.modules() if isinstance(module, LinearBase) and module.packed_weight)
     units = sum(len(product.packed_weight.data) for product in products if product.packed_weight is not None)
     assert units == (0 if asked == "false" else UNITS)
+
+
+def test_what_packs_is_compiled_while_weights_come(gpu: SimpleNamespace) -> None:
+    for asked, dtype, device in (
+        ("false", BF16, CUDA),
+        ("auto", torch.float16, CUDA),
+        ("auto", BF16, torch.device("cpu")),
+    ):
+        compile_for_packing(EngineConfig(packed_weights=asked), dtype, device)
+    assert not gpu.compiled
+    compile_for_packing(EngineConfig(), BF16, CUDA)
+    assert gpu.compiled == [packed_weights.PACK_KERNEL]
 
 
 REASONS = {
