@@ -201,11 +201,10 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-__device__ __forceinline__ void meet() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 struct Step {  // what a product is told
-  u16* out;        // (rows, OUTPUTS)
-  float* squares;  // (rows, OUTPUTS / 16) sums of what it adds to, or null
-  float4* parts;   // of sums, ABSENT between launches
+  u16* out;              // (rows, OUTPUTS)
+  float* squares;        // (rows, OUTPUTS / 16), the sums of what it adds to; null: it adds to nothing
+  float4* parts;         // of sums, ABSENT between launches
   const float* factors;  // the rows', if they are normed, told at a barrier
   int factors_bar, rows;
 };
@@ -268,7 +267,8 @@ template <class P> struct Piece {
       for (int e = 0; e < 2; e++) {
 #pragma unroll
         for (int other = 4; other < 32; other *= 2) squares[e] += __shfl_xor_sync(~0u, squares[e], other);
-        if (threadIdx.x % 32 < 4 && is_live(step, e)) step.squares[row(e) * (P::OUTPUTS / 16) + block * 8 + warp] = squares[e];
+        if (threadIdx.x % 32 < 4 && is_live(step, e))
+          step.squares[row(e) * (P::OUTPUTS / 16) + block * 8 + warp] = squares[e];
       }
   }
 };

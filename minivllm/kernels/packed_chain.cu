@@ -11,7 +11,7 @@ typedef Product<QKV, HIDDEN, NORMED> Qkv;
 constexpr int PARTS = HIDDEN / 16;  // that a row's squares come in
 
 __device__ __forceinline__ void tell(u32* count) {
-  meet();
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
 // All programs run at once, so that the others get there. Warps that multiply have no such trap: two kinds of warps share
