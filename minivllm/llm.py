@@ -43,7 +43,8 @@ _INSTEAD = {
 class LLM:
     """Load a model, then ``generate`` or ``chat``; ``with LLM(...) as llm`` gives everything back at the end.
 
-    Calls from several threads take turns; ``engine`` beneath is for one thread.
+    Calls from several threads take turns; ``engine`` beneath is for one thread. What requests that it was given itself
+    have to say while a call runs is dropped: step it until they are done, then call.
 
     Args:
         model: an option of conf/model (demo, qwen3, llama …), a checkpoint's folder, or a Hub repository.

@@ -49,7 +49,8 @@ __device__ __forceinline__ int base_of(const u16* line, int k, u32* counts, u32*
   return best ? EXPONENTS - (best & 255) : 0;
 }
 
-// weight (lines, k); data (units, UNIT_BYTES); scales (lines,), as units have them. failed: becomes 1 if that cannot be.
+// weight (lines, k); data (units, UNIT_BYTES); scales (lines,), as units have them. failed: becomes 1 if that cannot
+// be.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 pack_weights(const u16* weight, unsigned char* data, float* scales, u32* failed, int lines, int k, int gated) {
   extern __shared__ unsigned char memory[];

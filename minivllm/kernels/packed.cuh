@@ -1,12 +1,12 @@
 // What kernels of packed weights share; see packed_weights.py, packed_chain.py and packed_linear.py.
 //
-// Compiled for ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters of two that go
-// through the same k of two blocks of 128 lines beside each other, and each ask for half of their input. Weights are the
-// tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a unit, 128 of k. What
-// is left when each cluster has as many whole blocks as any other is cut along k, so that each gets as many units, but
-// for one; programs that have parts of a block leave their sums in memory, and each finishes a share of it, if it has
-// several whole blocks before the last, while weights come. A warp asks for weights, two units at a time, and where
-// inputs are not there yet for as many as there is room for; another for inputs.
+// Compiled for ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters of two that
+// go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input. Weights are
+// the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a unit, 128 of
+// k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets as many
+// units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share of it,
+// if it has several whole blocks before the last, while weights come. A warp asks for weights, two units at a time, and
+// where inputs are not there yet for as many as there is room for; another for inputs.
 
 constexpr int THREADS = 256, LINES = 128, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
@@ -17,8 +17,8 @@ static_assert(UNIT_BYTES == TAIL + 256, "packed_weights.py");
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_config.py");
 
 enum Kind { ADDS, GATED, NORMED, PLAIN };  // to what is there; SiLU(gate) * up of normed rows; of normed rows; of rows
-// Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each. Of an odd number the last block stands twice,
-// and is written once.
+// Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each. Of an odd number the last block stands
+// twice, and is written once.
 template <int ALL_LINES, int ALL_K, Kind KIND> struct Product {
   static constexpr int BLOCKS = ALL_LINES / LINES, PAIRS = (BLOCKS + 1) / 2, STEPS = ALL_K / 128;
   static constexpr int WHOLE = PAIRS / CLUSTERS, REST = PAIRS % CLUSTERS;

@@ -1,8 +1,8 @@
-// Four products of a decoder's layers, one behind another in one kernel, whose weights come packed; see packed_chain.py.
+// Four products of a decoder's layers, one behind another in one kernel, of packed weights; see packed_chain.py.
 //   x += heads @ o;  hidden = silu(gate) * up of norm(x);  x += hidden @ down;  projection = norm(x) @ qkv of the next
 //
-// Compiled for one shape, behind packed.cuh. Between products the warp that asks for inputs waits until all programs are
-// done with the one before; two find the rows' factors meanwhile.
+// Compiled for one shape, behind packed.cuh. Between products the warp that asks for inputs waits until all programs
+// are done with the one before; two find the rows' factors meanwhile.
 
 typedef Product<HIDDEN, WIDTH, ADDS> O;
 typedef Product<2 * INNER, HIDDEN, GATED> Gate;
@@ -14,8 +14,8 @@ __device__ __forceinline__ void tell(u32* count) {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-// All programs run at once, so that the others get there. Warps that multiply have no such trap: two kinds of warps share
-// it in machine code, and who may come there gets no more registers than the fewer of them have.
+// All programs run at once, so that the others get there. Warps that multiply have no such trap: two kinds of warps
+// share it in machine code, and who may come there gets no more registers than the fewer of them have.
 __device__ __forceinline__ void wait_for(const u32* count, u32 goal) {
   u32 there, looks = 0;
   do {
@@ -25,8 +25,8 @@ __device__ __forceinline__ void wait_for(const u32* count, u32 goal) {
 }
 
 // 1 / rms of each row, eight lanes a row.
-__device__ __forceinline__ void find_factors(const float* squares, float* factors, int rows, const u32* count, float eps,
-                                             int bar) {
+__device__ __forceinline__ void find_factors(const float* squares, float* factors, int rows, const u32* count,
+                                             float eps, int bar) {
   const int thread = threadIdx.x % FACTOR_THREADS, lane = thread % 8;
   wait_for(count, PROGRAMS);
 #pragma unroll 1
@@ -46,8 +46,8 @@ __device__ __forceinline__ void find_factors(const float* squares, float* factor
   asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
 }
 
-// o_scales and so on: of the lines, in the order of the units. parts: of sums, ABSENT between launches. counts: programs
-// done with each of the first three products, and at the end; zeros between launches.
+// o_scales and so on: of the lines, in the order of the units. parts: of sums, ABSENT between launches. counts:
+// programs done with each of the first three products, and at the end; zeros between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
