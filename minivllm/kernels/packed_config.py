@@ -69,9 +69,9 @@ def _tile_bytes(rows: int) -> int:
 
 
 def packed_config(rows: int, products: Sequence[tuple[int, int]], sms: int) -> PackedConfig | None:
-    """Of products one behind another, (lines, k) each. None: too many rows, or sizes that are not of whole units, or so
-    few that a cluster would have none."""
-    columns = next((c for c in _COLUMNS if rows <= c), None)
+    """Of products one behind another, (lines, k) each. None: no rows, too many, sizes that are not of whole units,
+    or so few that a cluster would have none."""
+    columns = next((c for c in _COLUMNS if 0 < rows <= c), None)
     clusters = sms // 2
     if columns is None or any(lines % LINES or k % STEP for lines, k in products):
         return None

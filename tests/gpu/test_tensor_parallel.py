@@ -16,6 +16,7 @@ from test_engine import GREEDY, PROMPTS, assert_close, llguidance
 from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import EngineDeadError
+from minivllm.kernels import nvrtc
 from minivllm.kernels.exchange import least_rows
 
 GPUS = torch.cuda.device_count()
@@ -73,6 +74,25 @@ def test_dummy_qwen3_says_the_same_on_several(tp: int) -> None:
         with LLM("qwen3", attention="triton", tp=size, **options) as llm:
             said.append(llm.generate(prompts, params, use_tqdm=False))
     for ours, reference in zip(said[1], said[0], strict=True):
+        assert_close(ours, reference)
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_ranks_with_packed_heads_say_the_same(tp: int) -> None:
+    """Each has its part of the LM head in 12 bits; decodes of few rows, prompts, and rows of which ranks draw together."""
+    if not nvrtc.available(torch.device("cuda")):
+        pytest.skip("no Hopper GPU, or no cuda-bindings")
+    rng = random.Random(2)
+    prompts = [[rng.randrange(10000) for _ in range(rng.randint(5, 90))] for _ in range(40)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=20)
+    options = {"load_format": "dummy", "max_num_seqs": 64, "max_model_len": 1024, "gpu_memory_utilization": 0.3}
+    said = []
+    for packed in ("true", "false"):
+        overrides = ["model.hf_config.num_hidden_layers=2", f"packed_weights={packed}"]
+        with LLM("qwen3-8b", attention="triton", tp=tp, overrides=overrides, **options) as llm:
+            assert llm.engine.describe()["packed_weights"] == (packed == "true")
+            said.append([out for some in (prompts[:1], prompts) for out in llm.generate(some, params, use_tqdm=False)])
+    for ours, reference in zip(*said, strict=True):
         assert_close(ours, reference)
 
 
