@@ -12,15 +12,18 @@ from torch import nn
 
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import num_sms
+from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
-from minivllm.kernels.packed_chain import packed_rows, use_packed
-from minivllm.kernels.packed_linear import MIN_WEIGHTS, use_packed_linear
+from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
+from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
 from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
 from minivllm.layers.packed import Product, heads_of, pack_products, packable_decoders, products_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Model
+    from minivllm.core.model_config import ModelConfig
 
 logger = logging.getLogger("minivllm")
 
@@ -28,10 +31,21 @@ _LEFT_FOR_CACHE = 3 / 4  # of the memory that a cache would have, unless packing
 _CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, too
 
 
-def compile_for_packing(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Begin to compile what packs weights, while they are loaded."""
-    if config.packed_weights != "false" and _impossible(dtype, device) is None:
-        compile_ahead(PACK_KERNEL)
+def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Begin to compile, while weights are loaded, what packs them, and on one GPU the kernels that ``pack_weights``
+    will ask for, if the model is a usual one."""
+    if config.packed_weights == "false" or _impossible(dtype, device) is not None:
+        return
+    compile_ahead(PACK_KERNEL)
+    if config.tp > 1:
+        return
+    width, sms = its.num_heads * its.head_dim, num_sms(device)
+    shape = ChainShape(its.hidden_size, width, its.intermediate_size, width + 2 * its.num_kv_heads * its.head_dim)
+    if (rows := packed_rows(shape)) and (chain := packed_chain_config(rows[0], shape, sms)) is not None:
+        compile_ahead(packed_kernel(shape, chain))
+    head = its.vocab_size, its.hidden_size
+    if head[0] * head[1] >= MIN_WEIGHTS and (linear := linear_config(1, *head, sms)) is not None:
+        compile_ahead(linear_kernel(*head, linear))
 
 
 def pack_weights(

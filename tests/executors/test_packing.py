@@ -4,6 +4,7 @@ every CUDA device were a Hopper GPU, and no layer too small."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +14,28 @@ import torch
 from torch import nn
 
 from minivllm import LLM
+from minivllm.config.compose import compose_engine_config
 from minivllm.config.engine_config import CacheOptions, EngineConfig
+from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors import packing
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels import packed_chain, packed_weights
+from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows
+from minivllm.kernels.packed_config import PackedConfig
+from minivllm.kernels.packed_linear import linear_config, linear_kernel
 from minivllm.kernels.packed_weights import UNIT_BYTES
 from minivllm.layers.linear import LinearBase
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import build_model, norm_pairs, read_model_config
+from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
 UNITS = 2 * (4 + 3 * 4 + 6 + 2 * 4)  # of o, gate and up, down, and qkv, between two attentions
 NEEDED = UNITS * UNIT_BYTES
+ROWS = packed_chain._ROWS
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 
 
@@ -82,16 +90,49 @@ def test_it_is_done_unless_it_is_not_wished(gpu: SimpleNamespace, model: Any, as
     assert units == (0 if asked == "false" else UNITS)
 
 
-def test_what_packs_is_compiled_while_weights_come(gpu: SimpleNamespace) -> None:
-    for asked, dtype, device in (
-        ("false", BF16, CUDA),
-        ("auto", torch.float16, CUDA),
-        ("auto", BF16, torch.device("cpu")),
-    ):
-        compile_for_packing(EngineConfig(packed_weights=asked), dtype, device)
+def test_what_packs_is_compiled_while_weights_come(
+    gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "num_sms", lambda device: 4)
+    tiny = read_model_config(tiny_checkpoint("llama", **SHAPE | {"vocab_size": 384}))
+    compile_for_packing(EngineConfig(packed_weights="false"), tiny, BF16, CUDA)
+    compile_for_packing(EngineConfig(), tiny, torch.float16, CUDA)
+    compile_for_packing(EngineConfig(), tiny, BF16, torch.device("cpu"))
     assert not gpu.compiled
-    compile_for_packing(EngineConfig(), BF16, CUDA)
+    compile_for_packing(EngineConfig(tp=2), tiny, BF16, CUDA)
     assert gpu.compiled == [packed_weights.PACK_KERNEL]
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
+    wide = read_model_config(tiny_checkpoint("llama", **SHAPE | {"vocab_size": 512}))
+    for config, names in ((tiny, {"packed_chain"}), (wide, {"packed_chain", "packed_linear"})):
+        gpu.compiled.clear()
+        compile_for_packing(EngineConfig(), config, BF16, CUDA)
+        assert {kernel.name for kernel in gpu.compiled} == {"pack_weights"} | names
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3", "llama-8b"])
+def test_those_are_the_kernels_that_are_asked_for(
+    name: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_chain, "_ROWS", ROWS)
+    monkeypatch.setattr(packing, "num_sms", lambda device: 132)
+    config = ModelConfig.from_hf(compose_engine_config(name, load_format="dummy").model.hf_config)
+    compile_for_packing(EngineConfig(), config, BF16, CUDA)
+    model_class: Any = Qwen3ForCausalLM if name.startswith("qwen3") else LlamaForCausalLM
+    with torch.device("meta"):
+        model = model_class(replace(config, num_layers=2), TensorParallel())
+    for _, product in norm_pairs(model):
+        product.folded = True
+    lines, k = model.lm_head.weight.shape
+    asked = [linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132)))]
+    shape = model.model.chain_shape()
+    if rows := packed_rows(shape):
+        asked.append(packed_kernel(shape, config_of(packed_chain_config(rows[0], shape, 132))))
+    assert set(gpu.compiled) == {packed_weights.PACK_KERNEL, *asked} and len(asked) == (1 if name == "qwen3" else 2)
+
+
+def config_of(config: PackedConfig | None) -> PackedConfig:
+    assert config is not None
+    return config
 
 
 REASONS = {
