@@ -98,9 +98,8 @@ def test_what_packs_is_compiled_while_weights_come(
     compile_for_packing(EngineConfig(packed_weights="false"), tiny, BF16, CUDA)
     compile_for_packing(EngineConfig(), tiny, torch.float16, CUDA)
     compile_for_packing(EngineConfig(), tiny, BF16, torch.device("cpu"))
-    assert not gpu.compiled
     compile_for_packing(EngineConfig(tp=2), tiny, BF16, CUDA)
-    assert gpu.compiled == [packed_weights.PACK_KERNEL]
+    assert not gpu.compiled
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
     wide = read_model_config(tiny_checkpoint("llama", **SHAPE | {"vocab_size": 512}))
     for config, names in ((tiny, {"packed_chain"}), (wide, {"packed_chain", "packed_linear"})):
@@ -184,6 +183,8 @@ def test_heads_without_layers_and_on_each_rank(
         model = build(tiny_checkpoint, vocab_size=512)
         assert ask(model, "true", **options) and model.lm_head.packed_weight is not None
         assert packed(model) == (0 if options else 8)
+    model = build(tiny_checkpoint, vocab_size=512)
+    assert not ask(model, tp=2) and model.lm_head.packed_weight is None
     monkeypatch.setattr(packed_chain, "_ROWS", ())
     model = build(tiny_checkpoint, vocab_size=512)
     assert ask(model) and not packed(model)
