@@ -63,18 +63,12 @@ def pack_weights(
         reasons.append(why)
     else:
         for part in (_heads(module, config), _layers(module, config)):
-            if (why := part.unfit or part.odd(dtype)) is not None:
-                reasons.append(why)
-                continue
-            if (why := _lacks_room(part.weights, config, device, cache_bytes)) is None:
-                if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
-                    why = f"the kernel of packed weights is not for the sizes of {part.what}, or does not run here"
-                elif name := pack_products(module, part.products):
-                    why = f"{name} has weights whose exponents lie too far apart"
+            if (why := part.unfit or part.odd(dtype)) is None:
+                why = _pack(part, module, config, dtype, device, cache_bytes)
+                if why is not None and asked:
+                    raise _refusal(why)
             if why is None:
                 done = True
-            elif asked:
-                raise _refusal(why)
             else:
                 reasons.append(why)
     if asked and not done:
@@ -82,6 +76,19 @@ def pack_weights(
     for why in reasons:
         logger.debug("weights are not packed: %s", why)
     return done
+
+
+def _pack(
+    part: _Part, model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int
+) -> str | None:
+    """Packs it, or returns why it cannot be."""
+    if (why := _lacks_room(part.weights, config, device, cache_bytes)) is not None:
+        return why
+    if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
+        return f"the kernel of packed weights is not for the sizes of {part.what}, or does not run here"
+    if (name := pack_products(model, part.products)) is not None:
+        return f"{name} has weights whose exponents lie too far apart"
+    return None
 
 
 def _refusal(why: str) -> ConfigError:

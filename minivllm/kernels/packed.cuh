@@ -70,9 +70,10 @@ typedef Ring<STAGES, UNIT_BYTES> Weights;  // of a unit each
 typedef Ring<INPUTS, TILE_OF_X> Inputs;    // of 64 of k each
 constexpr int RINGS_BYTES = 1024 + STAGES * UNIT_BYTES + INPUTS * TILE_OF_X;
 
-// Both, in shared memory from its start on, of a program that has just begun.
-__device__ __forceinline__ void make_rings(Weights& ring, Inputs& inputs, const unsigned char* memory,
-                                           const u64 (&barriers)[2 * (STAGES + INPUTS)]) {
+// Both, of a program that has just begun, in its shared memory; returns what is behind them.
+__device__ __forceinline__ unsigned char* make_rings(Weights& ring, Inputs& inputs) {
+  extern __shared__ unsigned char memory[];
+  __shared__ u64 barriers[2 * (STAGES + INPUTS)];
   inputs.tiles = (shared_address(memory) + 1023) & ~1023u, ring.tiles = inputs.tiles + INPUTS * TILE_OF_X;
   ring.full = shared_address(barriers), ring.empty = ring.full + 8 * STAGES;
   inputs.full = ring.empty + 8 * STAGES, inputs.empty = inputs.full + 8 * INPUTS;
@@ -84,6 +85,7 @@ __device__ __forceinline__ void make_rings(Weights& ring, Inputs& inputs, const 
   }
   __syncthreads();
   if (SHARING > 1) cluster_meet();
+  return memory + RINGS_BYTES;
 }
 
 template <class P>

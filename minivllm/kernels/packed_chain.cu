@@ -54,13 +54,10 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
              const unsigned char* down, const unsigned char* qkv, const float* o_scales, const float* gate_up_scales,
              const float* down_scales, const float* qkv_scales, u16* x, u16* hidden, u16* projection, float* squares,
              float4* parts, u32* counts, int rows, float eps, float eps_behind) {
-  extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * (STAGES + INPUTS)];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Weights ring;
   Inputs inputs;
-  make_rings(ring, inputs, memory, barriers);
-  float* const factors = (float*)(memory + RINGS_BYTES);  // of two products
+  float* const factors = (float*)make_rings(ring, inputs);  // of two products
   if (warp >= THREADS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == THREADS / 32) {

@@ -20,7 +20,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.hopper import Kernel, load, loads
+from minivllm.kernels.hopper import Kernel, load
 from minivllm.kernels.packed_config import PackedConfig, packed_config
 from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.kernels.pdl import use_pdl
@@ -53,14 +53,7 @@ def use_packed(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.d
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = packed_chain_config(rows, shape, num_sms(device))
-    if config is None or not loads(packed_kernel(shape, config), device):
-        return False
-    return compiling() or _fits(shape, config, device)
-
-
-@cache
-def _fits(shape: ChainShape, config: PackedConfig, device: torch.device) -> bool:
-    return config.fits(packed_kernel(shape, config), device)
+    return config is not None and config.runs(packed_kernel(shape, config), device)
 
 
 @cache

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv
-from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load
+from minivllm.kernels._triton import cdiv, compiling
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, STEP, UNIT_BYTES
 
 _COLUMNS = 8, 16, 32, 48, 64  # rows that kernels are compiled for
@@ -43,10 +43,9 @@ class PackedConfig:
     def launch_shape(self, pdl: bool) -> nvrtc.LaunchShape:
         return nvrtc.LaunchShape((self.programs, 1, 1), (2, 1, 1), _THREADS, self.shared_bytes, pdl)
 
-    def fits(self, kernel: Kernel, device: torch.device) -> bool:
-        """Whether all programs run at once there, as those that wait for each other must."""
-        with torch.cuda.device(device):
-            return self.programs <= 2 * nvrtc.clusters_at_once(load(kernel, device), self.launch_shape(False))
+    def runs(self, kernel: Kernel, device: torch.device) -> bool:
+        """Whether the kernel loads there and all programs run at once, as those that wait for each other must."""
+        return loads(kernel, device) and (compiling() or _fits(self, kernel, device))
 
     def input_map(self, x: torch.Tensor) -> nvrtc.TensorMap:
         """x (rows, k), of which lines are contiguous."""
@@ -56,6 +55,12 @@ class PackedConfig:
     def parts(self, device: torch.device) -> torch.Tensor:
         """Of sums of blocks that are cut."""
         return _parts(device, 2 * self.programs * LINES * self.rows)
+
+
+@cache
+def _fits(config: PackedConfig, kernel: Kernel, device: torch.device) -> bool:
+    with torch.cuda.device(device):
+        return config.programs <= 2 * nvrtc.clusters_at_once(load(kernel, device), config.launch_shape(False))
 
 
 @cache

@@ -7,12 +7,10 @@ typedef Product<N, K, PLAIN> Its;
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_linear(const __grid_constant__ TensorMap input, const unsigned char* data, const float* scales, u16* out,
               float4* parts, int rows) {
-  extern __shared__ unsigned char memory[];
-  __shared__ u64 barriers[2 * (STAGES + INPUTS)];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Weights ring;
   Inputs inputs;
-  make_rings(ring, inputs, memory, barriers);
+  make_rings(ring, inputs);
   if (warp >= THREADS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == THREADS / 32 && lane == 0) load_weights<Its>(data, ring, read_once());

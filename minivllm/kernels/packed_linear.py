@@ -14,7 +14,7 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
-from minivllm.kernels.hopper import Kernel, load, loads
+from minivllm.kernels.hopper import Kernel, load
 from minivllm.kernels.packed_config import PackedConfig, packed_config
 from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.kernels.pdl import use_pdl
@@ -37,14 +37,7 @@ def use_packed_linear(rows: int, lines: int, k: int, dtype: torch.dtype, device:
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = linear_config(rows, lines, k, num_sms(device))
-    if config is None or not loads(linear_kernel(lines, k, config), device):
-        return False
-    return compiling() or _fits(lines, k, config, device)
-
-
-@cache
-def _fits(lines: int, k: int, config: PackedConfig, device: torch.device) -> bool:
-    return config.fits(linear_kernel(lines, k, config), device)
+    return config is not None and config.runs(linear_kernel(lines, k, config), device)
 
 
 def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

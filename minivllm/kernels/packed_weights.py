@@ -8,7 +8,7 @@ a kernel makes of the bits is the weight times a power of two, its line's, by wh
 rounded, nothing is lost. A line that training has left near zero has its own base, as any other; one of zeros is
 whatever, times zero.
 
-Weights lie in units of 128 lines by 128 of k, one behind another along k, as ``packed_chain.cu`` reads them: four tiles
+Weights lie in units of 128 lines by 128 of k, one behind another along k, as ``packed.cuh`` reads them: four tiles
 of 64 by 64, of each of which a thread of a warpgroup finds what wgmma takes from its registers, 32 weights, in 48
 bytes. Of three words each has a pair of weights where it belongs, in 24 bits of 32; the other bits of all three are a
 fourth pair. Behind the tiles stand the unit's exceptions.

@@ -102,22 +102,22 @@ def test_where_it_runs(monkeypatch):
     monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
     monkeypatch.setattr(packed, "num_sms", lambda device: 132)
     loading, room = SimpleNamespace(works=True), SimpleNamespace(clusters=66)
-    monkeypatch.setattr(packed, "loads", lambda kernel, device: loading.works)
+    monkeypatch.setattr(packed_config, "loads", lambda kernel, device: loading.works)
     monkeypatch.setattr(packed_config, "load", lambda kernel, device: kernel)
     monkeypatch.setattr(nvrtc, "clusters_at_once", lambda function, shape: room.clusters)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    packed._fits.cache_clear()
+    packed_config._fits.cache_clear()
     shape, cuda = SHAPES["Qwen3-14B"], torch.device("cuda")
     assert all(use_packed(rows, shape, BF16, cuda) for rows in ROWS) and not use_packed(65, shape, BF16, cuda)
     assert not use_packed(8, shape, torch.float16, cuda) and not use_packed(8, shape, BF16, torch.device("cpu"))
     assert not use_packed(8, ChainShape(2560, 4096, 9728, 6144 + 64), BF16, cuda)
     room.clusters = 65
-    packed._fits.cache_clear()
+    packed_config._fits.cache_clear()
     assert not use_packed(8, shape, BF16, cuda), "its programs wait for one that never runs"
     loading.works, room.clusters = False, 66
-    packed._fits.cache_clear()
+    packed_config._fits.cache_clear()
     assert not use_packed(8, shape, BF16, cuda)
-    packed._fits.cache_clear()
+    packed_config._fits.cache_clear()
 
 
 @pytest.mark.parametrize(("model", "rows"), [("Qwen3-14B", 48), ("Qwen3-4B", 8)])

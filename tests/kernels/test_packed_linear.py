@@ -4,7 +4,7 @@ the CPU, where the kernel runs thread by thread, and on Hopper, from buffers ful
 import pytest
 import torch
 
-from minivllm.kernels import nvrtc
+from minivllm.kernels import nvrtc, packed_config
 from minivllm.kernels import packed_linear as packed
 from minivllm.kernels.packed_linear import linear_config, linear_kernel, packed_linear, use_packed_linear
 from minivllm.kernels.packed_weights import pack_all
@@ -39,8 +39,8 @@ class Tensors:
 def test_where_it_runs(monkeypatch):
     monkeypatch.setattr(nvrtc, "available", lambda device: device.type == "cuda")
     monkeypatch.setattr(packed, "num_sms", lambda device: 132)
-    monkeypatch.setattr(packed, "loads", lambda kernel, device: True)
-    monkeypatch.setattr(packed, "_fits", lambda lines, k, config, device: lines != 256)
+    monkeypatch.setattr(packed_config, "loads", lambda kernel, device: True)
+    monkeypatch.setattr(packed_config, "_fits", lambda config, kernel, device: dict(kernel.macros)["N"] != 256)
     cuda = torch.device("cuda")
     for lines, k in HEADS.values():
         assert all(use_packed_linear(rows, lines, k, BF16, cuda) for rows in ROWS)
