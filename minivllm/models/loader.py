@@ -245,17 +245,17 @@ def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an engine before
         room, has = torch.cuda.mem_get_info(device)[0] + kept, "are free on this GPU"
-        advice = f"a smaller model, or more GPUs: tp={2 * tp.size}"
+        advice = f", or more GPUs: tp={2 * tp.size}"
     elif hasattr(os, "sysconf"):
         room, has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has"
-        advice = "a smaller model" + (", or dtype=bfloat16" if dtype.itemsize > 2 else "")
+        advice = ", or dtype=bfloat16" if needed > room >= needed * 2 // dtype.itemsize else ""
     else:
         return
     if needed > room:
         each = f" of each of {tp.size} ranks" if tp.size > 1 else ""
         raise ConfigError(
             f"the weights{each} take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, more than the "
-            f"{room / 2**30:.1f} GiB that {has}; take {advice}"
+            f"{room / 2**30:.1f} GiB that {has}; take a smaller model, as model=qwen3{advice}"
         )
 
 

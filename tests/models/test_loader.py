@@ -246,9 +246,11 @@ def test_old_rotary_tables_are_ignored(folder: Path) -> None:
 def test_a_model_larger_than_memory_is_refused_before_it_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 3}[name])
-    with pytest.raises(ConfigError, match=r"in float32, more than the 0\.0 GiB that this .* or dtype=bfloat16$"):
-        build(folder)
+    size = sum(tensor.numel() for _, tensor in iterate_safetensors(folder))
+    for pages, advice in ((2 * size, "model=qwen3, or dtype=bfloat16"), (2 * size - 1, "model=qwen3")):
+        monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": pages}.__getitem__)
+        with pytest.raises(ConfigError, match=rf"in float32, more than the 0\.0 GiB that this .* {advice}$"):
+            build(folder)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 12, 1 << 40))
     model, cuda = torch.nn.Linear(64, 64, device="meta"), torch.device("cuda", 1)
     with pytest.raises(ConfigError, match=r"of each of 2 ranks take .* are free on this GPU; .* or more GPUs: tp=4"):
