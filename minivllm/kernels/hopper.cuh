@@ -61,6 +61,12 @@ __device__ __forceinline__ void load_tile_once(u32 to, const TensorMap* map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "l"(policy) : "memory");
 }
+// Bytes of memory as they are, a multiple of 16.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, int bytes, u32 bar, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+      "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
+}
 // The descriptor of a tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another. Where a product is
 // over its lines, the next 64 elements of each stand ``leading`` times 16 bytes on.
 __device__ __forceinline__ u64 matrix(u32 address, u32 leading = 1) {

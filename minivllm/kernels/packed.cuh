@@ -1,19 +1,18 @@
 // What kernels of packed weights share; see packed_weights.py, packed_chain.py and packed_linear.py.
 //
-// Compiled for ROWS columns, behind hopper.cuh and multiply_by. One program a multiprocessor, in clusters of two that
-// go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input. Weights are
-// the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a unit, 128 of
-// k. What is left when each cluster has as many whole blocks as any other is cut along k, so that each gets as many
-// units, but for one; programs that have parts of a block leave their sums in memory, and each finishes a share of it,
-// if it has several whole blocks before the last, while weights come. A warp asks for weights, two units at a time, and
-// where inputs are not there yet for as many as there is room for; another for inputs.
+// Compiled for ROWS columns, behind packed_piece.cuh and multiply_by. One program a multiprocessor, in clusters of two
+// that go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input.
+// Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a
+// unit, 128 of k, and each warp two pieces. What is left when each cluster has as many whole blocks as any other is cut
+// along k, so that each gets as many units, but for one; programs that have parts of a block leave their sums in memory,
+// and each finishes a share of it, if it has several whole blocks before the last, while weights come. A warp asks for
+// weights, two units at a time, and where inputs are not there yet for as many as there is room for; another for inputs.
 
-constexpr int THREADS = 256, LINES = 128, TILE_BYTES = 6144, TAIL = 4 * TILE_BYTES;
+constexpr int THREADS = 256, LINES = 128;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
 constexpr int TILE_OF_X = ROWS * LINE;
 constexpr int FACTOR_THREADS = 64;            // that find the rows' factors
 constexpr int PART_FOURS = LINES * ROWS / 4;  // of a block's sums
-static_assert(UNIT_BYTES == TAIL + 256, "packed_weights.py");
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_config.py");
 
 enum Kind { ADDS, GATED, NORMED, PLAIN };  // to what is there; SiLU(gate) * up of normed rows; of normed rows; of rows
@@ -102,11 +101,7 @@ __device__ __forceinline__ void load_weights(const unsigned char* weight, Weight
       const int before = ring.stage - AHEAD, its = before < 0 ? before + STAGES : before;
       barrier_wait(ring.full + 8 * its, (before < 0 ? ring.round - 1 : ring.round) & 1);
     }
-    const u32 bar = ring.fill(UNIT_BYTES);
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-        "r"(ring.at()), "l"(place(i)), "r"(UNIT_BYTES), "r"(bar), "l"(policy)
-        : "memory");
+    load_bytes(ring.at(), place(i), UNIT_BYTES, ring.fill(UNIT_BYTES), policy);
   }
 }
 template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& input, Inputs& ring) {
@@ -124,38 +119,40 @@ template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& 
   }
 }
 
-// This thread's weights of a tile, 16 pairs, each times its line's power of two, see packed_weights.py.
-__device__ __forceinline__ void decode(u32 (&a)[16], u32 from) {
-  const uint4 first = read16(from), second = read16(from + 2048), third = read16(from + 4096);
-  const u32 w0[4] = {first.x, first.y, first.z, first.w}, w1[4] = {second.x, second.y, second.z, second.w};
-  const u32 w2[4] = {third.x, third.y, third.z, third.w};
-  constexpr u32 PLACES = 0x87FF87FF, BASE = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23;
+// What this thread has of a unit: of each half of its warp's lines, a piece, four words a plane.
+__device__ __forceinline__ void read_words(u32 (&words)[2][3][4], u32 from) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    a[4 * i] = w0[i] & PLACES | BASE, a[4 * i + 1] = w1[i] & PLACES | BASE, a[4 * i + 2] = w2[i] & PLACES | BASE;
-    u32 fourth = w0[i] >> 4 & 0x07800780 | BASE;
-    fourth |= w1[i] >> 8 & 0x00780078;
-    fourth |= w2[i] >> 11 & 0x00070007;
-    a[4 * i + 3] = fourth | w2[i] << 1 & 0x80008000;
-  }
-}
-__device__ __forceinline__ u32 read_word(u32 from) {
-  u32 x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
-  return x;
-}
-// Those of the tile's weights that are kept beside: this warp's from begin to end.
-__device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 tail, int begin, int end, int tile) {
-#pragma unroll 1
-  for (int e = begin; e < end; e++) {
-    const u32 entry = read_word(tail + 8 + 4 * e);
-    if ((entry >> 9 & 1) != tile) continue;
-    const int its = (entry & 31) == threadIdx.x % 32 ? (int)(entry >> 5 & 15) : -1;
-    const u32 selector = entry >> 10 & 1 ? 0x7610 : 0x3276;
+  for (int half = 0; half < 2; half++)
 #pragma unroll
-    for (int i = 0; i < 16; i++)
-      if (its == i) a[i] = __byte_perm(a[i], entry, selector);
-  }
+    for (int p = 0; p < 3; p++) {
+      const uint4 four = read16(from + half * PIECE_BYTES + p * PLANE_BYTES);
+      u32(&its)[4] = words[half][p];
+      its[0] = four.x, its[1] = four.y, its[2] = four.z, its[3] = four.w;
+    }
+}
+// Its weights of a tile, 16 pairs, of two words a plane; where wgmma takes them, halves of lines take turns.
+__device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[2][3][4], int tile) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const auto& of = words[half];
+      u32 pairs[4];
+      decode_four(pairs, of[0][2 * tile + i], of[1][2 * tile + i], of[2][2 * tile + i]);
+#pragma unroll
+      for (int r = 0; r < 4; r++) a[8 * i + 2 * r + half] = pairs[r];
+    }
+}
+// The exponents of those of the tile's weights that have others, of each half so many.
+__device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 pieces, const u32 (&numbers)[2], int tile) {
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+    if (numbers[half])
+      each_exception(pieces + half * PIECE_BYTES, numbers[half], [&](u32 entry) {
+        const Exception exception(entry);
+#pragma unroll
+        for (int i = 0; i < 8; i++) exception.put(a[2 * i + half], 8 * tile + i);
+      });
 }
 
 // This warp is done with a stage of inputs, which both programs fill.
@@ -169,12 +166,12 @@ __device__ __forceinline__ void leave(u32 bar) {
 }
 // A block's sums, or those of a part of k.
 __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units) {
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = threadIdx.x / 32;
+  const u32 from = threadIdx.x / 32 * 2 * PIECE_BYTES, lane = threadIdx.x % 32;
   u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
-    const u32 weights = ring.at(), tail = weights + TAIL;
-    int begin, end;  // of this warp's exceptions
+    const u32 pieces = ring.at() + from;
+    u32 words[2][3][4], numbers[2];  // of exceptions
 #pragma unroll
     for (int t = 0; t < 2; t++, inputs.next()) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -182,11 +179,11 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       before[t] = inputs.empty + 8 * inputs.stage;
       if (t == 0) {
         ring.wait();
-        const u64 ends = (u64)read_word(tail + 4) << 32 | read_word(tail);
-        end = ends >> 8 * warp & 255, begin = warp ? ends >> 8 * (warp - 1) & 255 : 0;
+        numbers[0] = read_half(pieces + EXCEPTIONS_AT), numbers[1] = read_half(pieces + PIECE_BYTES + EXCEPTIONS_AT);
+        read_words(words, pieces + lane * 16);
       }
-      decode(a[t], weights + (group * 2 + t) * TILE_BYTES + thread * 16);
-      if (begin < end) put_exceptions(a[t], tail, begin, end, t);
+      decode(a[t], words, t);
+      if (numbers[0] | numbers[1]) put_exceptions(a[t], pieces, numbers, t);
       inputs.wait();
       const u64 x = matrix(inputs.at());
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -195,7 +192,7 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
     __syncwarp();  // what was read of the weights is in registers, or wgmma would not have begun
-    if (threadIdx.x % 32 == 0) here_arrive(ring.empty + 8 * ring.stage);
+    if (lane == 0) here_arrive(ring.empty + 8 * ring.stage);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   leave(before[0]), leave(before[1]);
@@ -226,7 +223,7 @@ template <class P> __device__ __forceinline__ float2 read_scales(const float* sc
   return its;
 }
 // What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
-template <class P> struct Piece {
+template <class P> struct Item {
   int block, part, warp;
   float2 scales;  // of the first half's lines, and of the other's
   float sums[4];
@@ -279,27 +276,27 @@ template <class P> struct Piece {
 // part.
 template <class P>
 __device__ __forceinline__ void finish_share(const Step& step, const float* scales, int pair) {
-  typedef Piece<P> Its;
+  typedef Item<P> Its;
   constexpr int MOST_UNITS = (P::CUT + CLUSTERS - 1) / CLUSTERS, WARPS = THREADS / 32, AT_ONCE = 8;
   constexpr int ROUNDS = (ROWS * MOST_UNITS / P::STEPS + 1 + WARPS - 1) / WARPS;
   const int start = pair * P::STEPS, block = 2 * (P::WHOLE * CLUSTERS + pair) + member(), lane = threadIdx.x % 32;
   const int items = (step.rows + 7) / 8 * WARPS, cluster = cluster_of();
   const int first = items * max(P::begin(cluster) - start, 0) / P::STEPS + threadIdx.x / 32;
   const int end = items * min(P::begin(cluster + 1) - start, P::STEPS) / P::STEPS;
-  Its pieces[ROUNDS];
+  Its mine[ROUNDS];
   u16 stream[ROUNDS][4];
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++)
     if (const int item = first + i * WARPS; item < end) {
-      pieces[i] = Its{block, item / WARPS, item % WARPS, read_scales<P>(scales, block, item % WARPS), {}};
-      pieces[i].read_stream(step, stream[i]);
+      mine[i] = Its{block, item / WARPS, item % WARPS, read_scales<P>(scales, block, item % WARPS), {}};
+      mine[i].read_stream(step, stream[i]);
     }
   const int from = P::owner(start), to = P::owner(start + P::STEPS - 1);
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     if (first + i * WARPS >= end) break;
-    Its& piece = pieces[i];
-    float4* at = step.parts + piece.part * THREADS + piece.warp * 32 + lane;
+    Its& its = mine[i];
+    float4* at = step.parts + its.part * THREADS + its.warp * 32 + lane;
 #pragma unroll 1
     for (int some = from; some <= to; some += AT_ONCE) {
       const auto place = [&](int c) {
@@ -322,11 +319,11 @@ __device__ __forceinline__ void finish_share(const Step& step, const float* scal
 #pragma unroll
       for (int c = 0; c < AT_ONCE; c++) {
         if (some + c <= to) take_away_four(place(c));
-        piece.sums[0] += parts[c].x, piece.sums[1] += parts[c].y;
-        piece.sums[2] += parts[c].z, piece.sums[3] += parts[c].w;
+        its.sums[0] += parts[c].x, its.sums[1] += parts[c].y;
+        its.sums[2] += parts[c].z, its.sums[3] += parts[c].w;
       }
     }
-    piece.write(step, stream[i]);
+    its.write(step, stream[i]);
   }
 }
 
@@ -364,11 +361,11 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
-        const Piece<P> piece{block, part, its_warp, of_lines,
-                             {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
+        const Item<P> item{block, part, its_warp, of_lines,
+                           {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
         u16 stream[4];
-        piece.read_stream(step, stream);
-        piece.write(step, stream);
+        item.read_stream(step, stream);
+        item.write(step, stream);
       }
   }
   if (P::NORMED && P::WHOLE == 0) wait_for_factors(step.factors_bar);

@@ -10,7 +10,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
-from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, STEP, UNIT_BYTES
+from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, PIECE_BYTES, STEP, UNIT_BYTES
 
 _COLUMNS = 8, 16, 32, 48, 64  # rows that kernels are compiled for
 _THREADS = 384
@@ -35,10 +35,10 @@ class PackedConfig:
     @property
     def macros(self) -> dict[str, int]:
         return {"ROWS": self.rows, "PROGRAMS": self.programs, "STAGES": self.stages, "INPUTS": self.inputs,
-                "AHEAD": _AHEAD, "UNIT_BYTES": UNIT_BYTES, "FIRST_EXPONENT": FIRST_EXPONENT}  # fmt: skip
+                "AHEAD": _AHEAD, "PIECE_BYTES": PIECE_BYTES, "FIRST_EXPONENT": FIRST_EXPONENT}  # fmt: skip
 
     def kernel(self, name: str, sizes: dict[str, int]) -> Kernel:
-        return Kernel(name, (), tuple((sizes | self.macros).items()), ("packed",), by=(self.rows,))
+        return Kernel(name, (), tuple((sizes | self.macros).items()), ("packed_piece", "packed"), by=(self.rows,))
 
     def launch_shape(self, pdl: bool) -> nvrtc.LaunchShape:
         return nvrtc.LaunchShape((self.programs, 1, 1), (2, 1, 1), _THREADS, self.shared_bytes, pdl)

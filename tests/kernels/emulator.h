@@ -218,7 +218,7 @@ template <class F> const char* run(unsigned many, unsigned each, unsigned block,
     if (still > 500) {
       std::map<std::string, int> waiting;  // the first of each kind is told
       for (const Thread& its : threads)
-        if (!its.done && its.thread.x % 32 == 0 && ++waiting[its.waits] == 1)
+        if (!its.done && ++waiting[its.waits] == 1)
           wrong += name_of(its) + " waits for " + its.waits + "\n";
     }
   }
@@ -403,8 +403,9 @@ inline void ld_relaxed(float& x, float& y, float& z, float& w, const float4* fro
   x = from->x, y = from->y, z = from->z, w = from->w;
   emulated::yield("four words");
 }
+inline void add(unsigned& x, unsigned more) { x += more; }
 inline void ld_global(unsigned& x, const void* from) { x = *(const unsigned*)from; }
-template <class T> void ld_shared(T& x, unsigned from) { x = *(const T*)shared(from, 4); }
+template <class T> void ld_shared(T& x, unsigned from) { x = *(const T*)shared(from, sizeof x); }
 inline void st_shared(unsigned to, unsigned x) { *(unsigned*)shared(to, 4) = x; }
 inline void st_shared(unsigned to, unsigned x, unsigned y, unsigned z, unsigned w) {
   auto* at = (unsigned*)shared(to, 16);

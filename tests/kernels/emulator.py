@@ -16,6 +16,8 @@ _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
     "ldmatrix.sync.aligned.m8n8.x4.shared": "ldmatrix",
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared": "ldmatrix_trans",
     "ld.shared.u32": "ld_shared",
+    "ld.shared.u16": "ld_shared",
+    "add.u32 %0, %0, %1": "add",
     "st.shared.u32": "st_shared",
     "st.shared.v4.u32": "st_shared",
     "ld.global.u32": "ld_global",

@@ -2,6 +2,7 @@
 CPU here; what cannot be kept exactly, or has too many exceptions, is refused."""
 
 import ctypes
+import itertools
 import sys
 from shutil import which
 
@@ -16,8 +17,9 @@ from minivllm.kernels.packed_weights import (
     LINES,
     MOST_EXCEPTIONS,
     PACK_KERNEL,
+    PIECE_BYTES,
+    PIECE_LINES,
     STEP,
-    UNIT_BYTES,
     pack,
     pack_again,
     pack_all,
@@ -43,13 +45,23 @@ def strewn(weight, values, every=97):
     return flat.view_as(weight)
 
 
-def crowded(number):
-    """So many exceptions in one unit, of two lines, and no others."""
+def crowded(number, lines=(274, 279)):
+    """So many exceptions of a piece, in two lines and any part of its k; of other pieces' lines as many. No others."""
     weight = random_weight()
     weight[weight.abs() < 1e-4] = 0.01
     for i in range(number):
-        weight[256 + 18 + i // 48, STEP + 16 + i % 48] = 0
+        weight[lines[i % 2 :: 2], STEP + 17 * i % 128] = 0
     return weight
+
+
+def by_eight(packed):
+    """(eights, k / 128, PIECE_BYTES)."""
+    return packed.data.transpose(1, 2).flatten(0, 1)
+
+
+def exceptions(packed):
+    """(eights, k / 128): how many."""
+    return by_eight(packed)[..., -2 * (MOST_EXCEPTIONS + 1)].int()
 
 
 def one(value, scale=1.0):
@@ -66,11 +78,23 @@ def with_lines(factor):
     return weight
 
 
-APART = [0.0, -0.0, 3.0e8, -1.5e-12, 7.25e-20]
+def beyond(*far):
+    """A line's exponents begin at 100; some weights lie so far from there."""
+    weight = torch.randn(256, 256).sign() * 2.0 ** torch.randint(100 - 127, 116 - 127, (256, 256))
+    weight = (weight * (1 + torch.rand(256, 256) * 0.99)).to(BF16)
+    weight.view(torch.int16)[:, :16] = 100 << 7 | 3
+    for i, its in enumerate(far):
+        weight.view(torch.int16)[77 + 64 * (i % 2), 19 + 5 * i] = (100 + its) << 7 | (-32768 if i % 2 else 0) | 77
+    assert (packing._bases(weight.view(torch.int16)) == 100).all()
+    return weight
+
+
+APART = [0.0, -0.0, 300.0, -1.5e-12, 7.25e-19]
 CASES = {
     "plain": random_weight,
     "exceptions": lambda: strewn(random_weight(), APART),
-    "exceptions in one warp": lambda: crowded(MOST_EXCEPTIONS),
+    "exceptions in one piece": lambda: crowded(MOST_EXCEPTIONS),
+    "exceptions in pieces beside each other": lambda: crowded(MOST_EXCEPTIONS, (274, 279, 282, 280, 24, 26, 23, 18)),
     "one exponent": lambda: torch.where(torch.rand(256, 128) < 0.5, 1.5, -1.0).to(BF16),
     "large": lambda: random_weight() * 1e30,
     "small": lambda: random_weight() * 1e-30,
@@ -78,8 +102,7 @@ CASES = {
     "lines of zeros": lambda: with_lines(-0.0),
     "large lines": lambda: with_lines(2.0**90),
     "lines far apart": lambda: (random_weight() * 2.0 ** torch.randint(-80, 80, (512, 1))).to(BF16),
-    "denormals": lambda: strewn(random_weight(), [1e-40, -9.2e-41]),
-    "infinite": lambda: one(float("inf")),
+    "beyond": lambda: beyond(-47, -46, -1, 16, 17, 30, 31, -47, 31, -1, 16),
 }
 
 
@@ -92,9 +115,53 @@ def test_a_weight_comes_back_bit_for_bit(case, gated):
     weight = CASES[case]()
     packed = pack(weight, gated)
     lines, k = weight.shape
-    assert packed.data.shape == (lines // LINES * (k // STEP), UNIT_BYTES) and packed.gated == gated
-    assert packed.weight is weight and packed.data.numel() < 0.76 * 2 * weight.numel()
-    assert same_bits(unpack(packed), weight) and packed.data[:, -249].max() <= MOST_EXCEPTIONS
+    assert packed.data.shape == (lines // LINES, k // STEP, 16, PIECE_BYTES) and packed.gated == gated
+    assert packed.weight is weight and packed.data.numel() < 0.77 * 2 * weight.numel()
+    assert same_bits(unpack(packed), weight) and exceptions(packed).max() <= MOST_EXCEPTIONS
+
+
+def lines_of_piece(piece, scales):
+    """Eight lines by 128 of k out of the bytes of one piece, element by element."""
+    words, tail = piece[:1536].view(torch.int32).tolist(), piece[1536:].view(torch.int16).tolist()
+    bits = {}  # of an element: (lane, word, pair, element)
+    for lane, word in itertools.product(range(32), range(4)):
+        planes = [words[plane * 128 + lane * 4 + word] & 0xFFFFFFFF for plane in range(3)]
+        for element in range(2):
+            first, second, third = halves = [plane >> 16 * element & 0xFFFF for plane in planes]
+            for pair, half in enumerate(halves):
+                bits[lane, word, pair, element] = half & 0x87FF | packing.FIRST_EXPONENT << 7
+            exponent = (first >> 11 & 15) << 7 | packing.FIRST_EXPONENT << 7
+            mantissa = (second >> 11 & 15) << 3 | third >> 11 & 7
+            bits[lane, word, 3, element] = (third >> 14 & 1) << 15 | exponent | mantissa
+    number, *entries = tail
+    for entry in entries[:number]:
+        shift = entry >> 10 & 63
+        exponent = 0 if shift == 63 else packing.FIRST_EXPONENT + (-1 - shift if shift < 47 else shift - 31)
+        its = entry & 31, entry >> 7 & 3, entry >> 5 & 3, entry >> 9 & 1
+        assert bits[its] >> 7 & 255 == packing.FIRST_EXPONENT
+        bits[its] = bits[its] & 0x807F | exponent << 7
+    assert not any(entries[number:])
+    lines = torch.zeros(PIECE_LINES, STEP, dtype=torch.int32)
+    for (lane, word, pair, element), its in bits.items():
+        lines[lane // 4, 32 * word + 8 * pair + 2 * (lane % 4) + element] = its
+    return (lines.to(torch.int16).view(BF16).float() * scales[:, None]).to(BF16)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_piece_is_eight_lines_by_itself(gated):
+    """For kernels that read no more: lines beside each other, in a gated weight eight of gate, then eight of up."""
+    weight = CASES["exceptions in pieces beside each other"]()
+    lines, k = weight.shape
+    packed = pack(weight, gated)
+    scales = packed.scales.view(-1, PIECE_LINES)
+    assert exceptions(packed).max() == MOST_EXCEPTIONS
+    most = (exceptions(packed) == MOST_EXCEPTIONS).nonzero().tolist()
+    for eight, piece in (*most, (0, 0), (0, 1), (1, 0), (lines // PIECE_LINES - 1, k // STEP - 1)):
+        first = eight * PIECE_LINES
+        if gated:
+            first = eight % 2 * lines // 2 + eight // 2 * PIECE_LINES
+        expected = weight[first : first + PIECE_LINES, piece * STEP : (piece + 1) * STEP]
+        assert same_bits(lines_of_piece(by_eight(packed)[eight, piece], scales[eight]), expected.contiguous())
 
 
 @st.composite
@@ -115,16 +182,18 @@ def weights(draw):
 @given(weight=weights(), gated=st.booleans())
 def test_any_bits_come_back_or_are_refused(weight, gated):
     packed = pack(weight, gated)
-    if packed is not None:
-        assert same_bits(unpack(packed), weight)
-        return
     bits = weight.view(torch.int16)
     exponents, bases = bits.int() >> 7 & 0xFF, packing._bases(bits)[:, None]
     outside = (exponents < bases) | (exponents > bases + 15)
-    crowded_out = outside.sum() > MOST_EXCEPTIONS
-    moved = weight.double() * 2.0 ** (packing.FIRST_EXPONENT - bases)
-    far = outside & ~((moved == 0) | ((moved.abs() < 2.0**128) & (moved == moved.to(BF16).double())) | moved.isinf())
-    assert crowded_out or far.any() or (bases == 0).any()
+    lines, k = weight.shape
+    of_pieces = outside.view(lines // PIECE_LINES, PIECE_LINES, k // STEP, STEP).sum((1, 3))
+    if packed is not None:
+        assert same_bits(unpack(packed), weight)
+        assert exceptions(packed).flatten().sort()[0].tolist() == of_pieces.flatten().sort()[0].tolist()
+        return
+    crowded_out = of_pieces.max() > MOST_EXCEPTIONS
+    far = (exponents < bases - 47) | (exponents > bases + 31) | (exponents == 0) | (exponents == 255)
+    assert crowded_out or (outside & far & (bits & 0x7FFF != 0)).any() or (bases == 0).any()
 
 
 REFUSED = {
@@ -133,7 +202,12 @@ REFUSED = {
     "denormals": lambda: torch.full((256, 128), 1e-40, dtype=BF16),
     "infinities": lambda: torch.full((256, 128), float("inf"), dtype=BF16),
     "too far": lambda: one(1e-35, 1e36),
-    "denormal of large ones": lambda: one(1e-40, 1e4),
+    "too small": lambda: beyond(-48),
+    "too large": lambda: beyond(32),
+    "an infinity": lambda: one(float("-inf")),
+    "an infinity near others": lambda: one(float("inf"), 2.0**118),
+    "denormals of large ones": lambda: one(1e-40, 1e4),
+    "denormals near others": lambda: one(-1e-40, 2.0**-98),
 }
 
 

@@ -1,0 +1,50 @@
+// A piece of packed weights, eight lines by 128 of k: where its parts stand and what is made of its words; see
+// packed_weights.py.
+//
+// Compiled with PIECE_BYTES and FIRST_EXPONENT, behind hopper.cuh.
+
+constexpr int PIECE_K = 128, UNIT_BYTES = 16 * PIECE_BYTES;  // of a unit, 128 lines
+constexpr int PLANE_BYTES = 512;                  // of three: 16 bytes a lane, a word each 32 of k
+constexpr int EXCEPTIONS_AT = 3 * PLANE_BYTES;    // their number, 16 bits, then 16 bits each
+constexpr int BELOW = 47, ABOVE = 31, ZERO = 63;  // how far exceptions may lie, and what says that one is zero
+constexpr u32 PLACES = 0x87FF87FF;                // of a pair in its word; the rest of three is a fourth
+constexpr u32 BASE = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23;
+static_assert(PIECE_BYTES >= EXCEPTIONS_AT + 4 && FIRST_EXPONENT > BELOW, "packed_weights.py");
+
+// Four pairs of a line, each weight times the line's power of two, of a word of each plane.
+__device__ __forceinline__ void decode_four(u32 (&pairs)[4], u32 first, u32 second, u32 third) {
+  pairs[0] = first & PLACES | BASE, pairs[1] = second & PLACES | BASE, pairs[2] = third & PLACES | BASE;
+  u32 fourth = first >> 4 & 0x07800780 | BASE;
+  fourth |= second >> 8 & 0x00780078;
+  fourth |= third >> 11 & 0x00070007;
+  pairs[3] = fourth | third << 1 & 0x80008000;
+}
+__device__ __forceinline__ u32 read_half(u32 from) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from) : "memory");
+  return x;
+}
+
+// What makes of a pair of codes, decoded as any other's, the exception that one of them is.
+struct Exception {
+  u32 its;     // 32 times the pair, if it is this lane's: word * 4 + pair of the word; else no multiple of 32
+  u32 addend;  // to the exponent; one that gets less has as much, so that the other weight stays as it is
+
+  __device__ __forceinline__ Exception(u32 entry) : its(entry & 511 ^ threadIdx.x % 32) {
+    const int shift = entry >> 10, far = shift < BELOW ? -1 - shift : shift - ABOVE;
+    addend = (u32)(shift == ZERO ? -FIRST_EXPONENT : far) << 7 << (entry >> 5 & 16);
+  }
+  // In PTX: what the compiler makes of it is three instructions a pair, not two.
+  __device__ __forceinline__ void put(u32& pair, int which) const {
+    if (its == 32 * which) asm("add.u32 %0, %0, %1;" : "+r"(pair) : "r"(addend));
+  }
+};
+// Of a piece that has so many, at least one: a loop whose code stands once, from the last to the first.
+template <class F> __device__ __forceinline__ void each_exception(u32 piece, u32 number, const F& put) {
+  u32 at = piece + 2 * number;
+#pragma unroll 1
+  do {
+    put(read_half(at + EXCEPTIONS_AT));
+    at -= 2;
+  } while (at != piece);
+}
