@@ -154,9 +154,9 @@ class EngineSchema:
     load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
     packed_weights: PackedWeights = key(
         PackedWeights.auto,
-        "keep the weights of LM heads, and with tp=1 of large dense layers, a second time, in 12 bits without loss, "
-        "for decode steps of few sequences, which wait for them; on Hopper GPUs, in bfloat16. auto: with tp=1, where "
-        "that works and leaves three quarters of the memory for the cache; true: or refuse to start",
+        "keep the weights of LM heads and of dense layers that are not small a second time, in 12 bits without loss, "
+        "for decode steps of few sequences, which wait for them; on Hopper GPUs, in bfloat16. auto: where that works "
+        "and leaves three quarters of the memory for the cache; true: or refuse to start",
         text=True,
     )
     mode: str = key("generate", "what to do")

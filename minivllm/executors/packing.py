@@ -15,10 +15,18 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import num_sms
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
+from minivllm.kernels.megakernel import (
+    DecoderShape,
+    megakernel_config,
+    megakernel_of,
+    packed_megakernel_rows,
+    use_megakernel,
+)
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
 from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
 from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
-from minivllm.layers.packed import Product, heads_of, pack_products, packable_decoders, products_of
+from minivllm.layers.embedding import rank_rows
+from minivllm.layers.packed import Product, heads_of, pack_products, packable_decoders, packed_ways, products_of
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -32,26 +40,32 @@ _CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, 
 
 
 def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Begin to compile, while weights are loaded, what packs them on one GPU, and the kernels that ``pack_weights``
-    will ask for, if the model is a usual one."""
-    if config.packed_weights == "false" or config.tp > 1 or _impossible(dtype, device) is not None:
+    """Begin to compile, while weights are loaded, what packs them, and the kernels that ``pack_weights`` will ask for,
+    if the model is a usual one."""
+    if config.packed_weights == "false" or _impossible(dtype, device) is not None:
         return
     compile_ahead(PACK_KERNEL)
-    width, sms = its.num_heads * its.head_dim, num_sms(device)
-    shape = ChainShape(its.hidden_size, width, its.intermediate_size, width + 2 * its.num_kv_heads * its.head_dim)
-    if (rows := packed_rows(shape)) and (chain := packed_chain_config(rows[0], shape, sms)) is not None:
-        compile_ahead(packed_kernel(shape, chain))
-    head = its.vocab_size, its.hidden_size
+    tp, sms = config.tp, num_sms(device)
+    kv_heads = max(its.num_kv_heads // tp, 1)
+    whole = DecoderShape(
+        its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
+    )
+    chain = ChainShape(whole.hidden, whole.width, whole.inner, whole.qkv)
+    if tp == 1 and (rows := packed_rows(chain)) and (chained := packed_chain_config(rows[0], chain, sms)) is not None:
+        compile_ahead(packed_kernel(chain, chained))
+    if (rows := packed_megakernel_rows(whole)) and (at_once := megakernel_config(whole, rows[0], sms, packed=True)):
+        compile_ahead(megakernel_of(whole, at_once))
+    head = rank_rows(its.vocab_size, tp)[0], its.hidden_size
     if head[0] * head[1] >= MIN_WEIGHTS and (linear := linear_config(1, *head, sms)) is not None:
         compile_ahead(linear_kernel(*head, linear))
 
 
 def pack_weights(
-    model: Model, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int
+    model: Model, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int, plain: bool
 ) -> bool:
     """Pack the weights of a model that is loaded, those of LM heads and those of layers, where
     ``config.packed_weights`` asks for it, or is auto and they fit; returns whether any are. ``cache_bytes``: of the
-    least cache that the configuration allows.
+    least cache that the configuration allows. ``plain``: its attention ``attends_plainly``.
 
     Raises:
         ConfigError: packed_weights=true, and some that would be faster cannot be packed, or none would be; it says why.
@@ -62,7 +76,7 @@ def pack_weights(
     if why := _impossible(dtype, device):
         reasons.append(why)
     else:
-        for part in (_heads(module, config), _layers(module, config)):
+        for part in (_heads(module), _layers(module, plain)):
             if (why := part.unfit or part.odd(dtype)) is None:
                 why = _pack(part, module, config, dtype, device, cache_bytes)
                 if why is not None and asked:
@@ -114,13 +128,11 @@ class _Part:
         return f"{self.what} are not of the kind that reads packed weights"
 
 
-def _heads(model: nn.Module, config: EngineConfig) -> _Part:
+def _heads(model: nn.Module) -> _Part:
     heads = heads_of(model)
     sizes = {(head.weight.shape[0], head.weight.shape[1]) for head in heads}
     unfit = next((f"in LM heads of {lines * k / 1e6:.0f} million weights packed ones are not faster"
                   for lines, k in sizes if lines * k < MIN_WEIGHTS), None)  # fmt: skip
-    if config.tp > 1 and config.packed_weights == "auto":  # not yet seen on several GPUs
-        unfit = f"with tp={config.tp} LM heads are packed only for packed_weights=true"
 
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
         return all(use_packed_linear(1, lines, k, dtype, device) for lines, k in sizes)
@@ -128,16 +140,21 @@ def _heads(model: nn.Module, config: EngineConfig) -> _Part:
     return _Part(f"the LM heads of {type(model).__name__}", heads, unfit, runs)
 
 
-def _layers(model: nn.Module, config: EngineConfig) -> _Part:
+def _layers(model: nn.Module, plain: bool) -> _Part:
     decoders = packable_decoders(model)
-    shapes = {shape for decoder in decoders if (shape := decoder.chain_shape()) is not None}
-    unfit = next((f"in layers of {shape.weights / 1e6:.0f} million weights packed ones are not faster"
-                  for shape in shapes if not packed_rows(shape)), None)  # fmt: skip
-    if config.tp > 1:
-        unfit = f"layers read packed weights only with tp=1, not tp={config.tp}"
+    weights = {packed_ways(decoder, plain): chain.weights for decoder in decoders if (chain := decoder.chain_shape())}
+    unfit = None
+    if (None, None) in weights:
+        its = f"layers of {weights[None, None] / 1e6:.0f} million weights"
+        unfit = f"in {its} packed ones are not faster" if plain else f"with this attention, {its} are not read packed"
 
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
-        return all(use_packed(packed_rows(shape)[0], shape, dtype, device) for shape in shapes)
+        def reads(chain: ChainShape | None, whole: DecoderShape | None) -> bool:
+            if whole and use_megakernel(whole, packed_megakernel_rows(whole)[0], dtype, device, packed=True):
+                return True
+            return chain is not None and use_packed(packed_rows(chain)[0], chain, dtype, device)
+
+        return all(reads(*ways) for ways in weights)
 
     return _Part(f"the layers of {type(model).__name__}", products_of(decoders), unfit, runs)
 

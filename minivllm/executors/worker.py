@@ -20,6 +20,7 @@ from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.decoder import launch_all_heads
+from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
 from minivllm.models.loader import build_model, iterate_safetensors
 
@@ -135,8 +136,9 @@ class Worker:
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
         runner = self.runner = self._build(device)
         self.packed_weights = pack_weights(
-            runner.model, self.config, getattr(torch, self.dtype), device, self._least_cache_bytes()
-        )
+            runner.model, self.config, getattr(torch, self.dtype), device, self._least_cache_bytes(),
+            attends_plainly(runner.attention),
+        )  # fmt: skip
         if self.device_type == "cuda":
             runner.attention.bind(self._cache(0, device))
         graphs = self._graphs(runner)

@@ -11,7 +11,7 @@ struct MlpLoads {
 // Leaves down's sums behind.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&, u64* copies, const u64* its_copy,
                                         float eps, u32 flag, u32 nothing) {
-  Batch<Cut<GATE_LINES, HIDDEN, HIDDEN_CHUNK>> gate_up;
+  Batch<Cut<GATE_SUMS, HIDDEN, HIDDEN_CHUNK>> gate_up;
   gate_up.read(ring, 0, 0, nothing);
   const float square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
   multiply_lines(memory, ring, gate_up, nothing);
@@ -20,7 +20,10 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   constexpr int OUTPUTS = GATE_LINES / 2;
   for (int i = threadIdx.x; i < up(ROWS * OUTPUTS); i += THREADS) {
     const int row = i / OUTPUTS, line = i % OUTPUTS;
-    const float out = row < ROWS ? activated(memory, line, OUTPUTS + line, row, eps) : 0.f;
+    float out = 0.f;
+    if (row < ROWS)
+      out = activated(output<OUTPUTS, GATE_SCALES>(memory, line, row),
+                      output<OUTPUTS, UP_SCALES, UP_AT>(memory, line, row), factor(memory, row, eps));
     leave_pair(copies + ACTIVATED + row * INNER_WORDS + blockIdx.x * OUTPUTS / 2, line, out, row < ROWS, flag);
   }
 

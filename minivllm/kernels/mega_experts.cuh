@@ -144,8 +144,11 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   for (int i = threadIdx.x; i < up(ROWS * CHOSEN * OUTPUTS); i += THREADS) {
     const int row = i / (CHOSEN * OUTPUTS), c = i / OUTPUTS % CHOSEN, line = i % OUTPUTS;
     float out = 0.f;
-    if (row < live)
-      out = activated(memory, c * OF_EXPERT + line, c * OF_EXPERT + OUTPUTS + line, row, eps) * memory.shares[row][c];
+    if (row < live) {
+      const float gate = sum_of(memory, c * OF_EXPERT + line, row);
+      const float up = sum_of(memory, c * OF_EXPERT + OUTPUTS + line, row);
+      out = activated(gate, up, factor(memory, row, eps)) * memory.shares[row][c];
+    }
     leave_pair(copies + ACTIVATED + row * INNER_WORDS + (c * INNER + blockIdx.x * OUTPUTS) / 2, line, out, row < ROWS,
                flag);
   }

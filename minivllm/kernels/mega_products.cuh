@@ -1,96 +1,49 @@
-// The products of megakernel.cu: asking for weights, taking in what the others made, multiplying.
-
-// Of so many elements of k in a stage, where eight lines are in different banks.
-__device__ constexpr int line_bytes(int chunk) { return 2 * chunk + 64; }
-
-// One lane of a warp, of which the compiler knows that no other does the same.
-__device__ __forceinline__ bool is_elected() {
-  u32 yes;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
-  return yes;
-}
-__device__ __forceinline__ void load_line(u32 to, const u16* from, int bytes, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-      "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
-}
-// Asks for a stage: OF elements of k of so many lines, of each of which a lane knows the place. Lanes that ask one after
-// another take 400 cycles, which is too long for stages of 8 KB; of larger ones it keeps programs at the same pace.
-template <int OF>
-__device__ __forceinline__ void load_lines(const u16* from, int lines, Ring& ring, int lane, u64 policy) {
-  keep_pace<8 * OF * 2>(ring);
-  const u32 bar = make_room(ring, lines * OF * 2, lane);
-  if constexpr (OF > 512) {
-    if (lane < lines) load_line(ring.at() + lane * line_bytes(OF), from, OF * 2, bar, policy);
-  } else {
-    const bool elected = is_elected();
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const u16* its = (const u16*)__shfl_sync(~0u, (u64)from, i);
-      if (elected && i < lines) load_line(ring.at() + i * line_bytes(OF), its, OF * 2, bar, policy);
-    }
-  }
-  ring.next();
-}
-// Asks for LINES lines of a weight, eight at a time, of one piece of k after another; of gate and up a program has half
-// of each.
-template <int LINES, int K, int OF, bool GATED = false, int PIECES_ = 1>
-__device__ __forceinline__ void load_weights(const u16* weight, Ring& ring, int lane, u64 policy) {
-  constexpr int OWN = GATED ? LINES / 2 : LINES, EIGHTS = (LINES + 7) / 8;
-#pragma unroll 1
-  for (int unit = 0; unit < PIECES_ * EIGHTS; unit++) {
-    const int first = unit % EIGHTS * 8, begin = unit / EIGHTS * (K / PIECES_);
-    const int i = first + lane, some = min(LINES - first, 8);
-    const int line = blockIdx.x * OWN + (GATED && i >= OWN ? INNER - OWN + i : i);
-    const u16* from = weight + (u64)line * K;
-#pragma unroll 1
-    for (int k = begin; k < begin + K / PIECES_; k += OF) load_lines<OF>(from + k, some, ring, lane, policy);
-  }
-}
+// The products of megakernel.cu: taking in what the others made, multiplying by what mega_lines.cuh or mega_packed.cuh
+// reads.
 
 // How a product of so many lines goes through registers: batches of so many eights of lines, and stages of each.
 template <int LINES, int K, int OF> struct Cut {
   static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // of a stage a warp has so many elements of k
   static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages that registers hold
-  static constexpr int LINE_BYTES = line_bytes(OF), STEP_BYTES = 2 * OF;
-  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = K / OF, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int STAGE = OF, STEP_BYTES = 2 * OF;
+  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = (K + OF - 1) / OF, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
   static constexpr int DEEP = (STEPS + SETS_OF_STEPS - 1) / SETS_OF_STEPS, MOST = AT_ONCE / DEEP;
   static constexpr int SETS = (EIGHTS + MOST - 1) / MOST, MANY = (EIGHTS + SETS - 1) / SETS;
   static_assert(MANY == 1 || SETS_OF_STEPS == 1, "stages come line by line");
-  static_assert(STAGE_BYTES >= 8 * LINE_BYTES && OF % (32 * WARPS) == 0, "megakernel.py");
+  static_assert(OF % (32 * WARPS) == 0 && K % PART == 0, "megakernel.py");
 
   static __device__ __forceinline__ bool has(int set, int deep_set, int i, int step) {
     return (EIGHTS % MANY == 0 || set * MANY + i < EIGHTS) && (STEPS % DEEP == 0 || deep_set * DEEP + step < STEPS);
   }
+  // Whether this warp has any of a stage: k may end before.
+  static __device__ __forceinline__ bool mine(int deep_set, int step) {
+    return K % OF == 0 || (deep_set * DEEP + step) * OF + (int)threadIdx.x / 32 * PART < K;
+  }
 };
-// A lane reads 16 bytes of a line at once and hands them to the tensor cores as they are: two of their four words are k
-// of one row of a tile, two of another, whose x stands in another column. So each row of x takes two columns of eight,
-// and one lane of four has its sum.
+// Of a lane's four words for a tile of the tensor cores two are k of one row of it, two of another, whose x stands in
+// another column. So each row of x takes two columns of eight, and one lane of four has its sum.
 template <class C> struct Batch {
   uint4 w[C::MANY][C::DEEP][C::LOADS];
 
   // Of stages that are there or come soon, which are let go.
   __device__ __forceinline__ void read(Ring& ring, int set, int deep_set, u32 nothing) {
-    const int lane = threadIdx.x % 32;
-    const u32 from = lane / 4 * C::LINE_BYTES + threadIdx.x / 32 * C::PART * 2 + lane % 4 * 16;
 #pragma unroll
     for (int i = 0; i < C::MANY; i++)
 #pragma unroll
       for (int step = 0; step < C::DEEP; step++)
         if (C::has(set, deep_set, i, step)) {
           barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
-          u32 seen = 0;  // see `nothing` in megakernel.cu
-#pragma unroll
-          for (int j = 0; j < C::LOADS; j++)
-            w[i][step][j] = read16(ring.at() + from + 64 * j), seen |= w[i][step][j].x;
+          // see `nothing` in megakernel.cu
+          const u32 seen = read_stage<C::STAGE>(w[i][step], ring.at(), C::mine(deep_set, step));
           __syncwarp();
-          if (lane == 0) here_arrive(ring.empty + 8 * ring.stage + (seen & nothing));
+          if (threadIdx.x % 32 == 0) here_arrive(ring.empty + 8 * ring.stage + (seen & nothing));
           ring.next();
         }
   }
   __device__ __forceinline__ void multiply_by(u32 x_at, float (&sums)[C::MANY][SUMS_OF][4], int set, int deep_set) {
 #pragma unroll
-    for (int step = 0; step < C::DEEP; step++)
+    for (int step = 0; step < C::DEEP; step++) {
+      if (!C::mine(deep_set, step)) continue;
 #pragma unroll
       for (int j = 0; j < C::LOADS; j++) {
         uint2 x[X_TILES];
@@ -106,6 +59,7 @@ template <class C> struct Batch {
               multiply(sums[i][X_TILES == 1 ? j % 2 : t], a.x, a.y, a.z, a.w, x[t].x, x[t].y);
             }
       }
+    }
   }
 };
 // A product's sums, a part of each warp's, of x that is there, added to what is there of other pieces. batch: the first.
@@ -114,8 +68,8 @@ template <class C>
 __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing,
                                                bool adds = false, int only = -1) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u32 x_at = shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * C::PART * 2 +
-                   lane % 4 * 16 + lane / 4 % 2 * 8;
+  const u32 x_at =
+      shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * C::PART * 2 + x_of_lane(lane);
 #pragma unroll 1
   for (int set = 0; set < C::SETS; set++) {
     float sums[C::MANY][SUMS_OF][4] = {};
@@ -139,14 +93,19 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
       }
   }
 }
-// Where four elements of this thread's row stand: of each eight the first pair, the third, the second and the fourth.
-__device__ __forceinline__ void put_four(Memory& memory, int at, u32 front, u32 back) {  // at: in fours
-  u32* to = (u32*)memory.x[threadIdx.x / TEAM] + at / 2 * 4 + at % 2;
+// Four elements of this thread's row, the ``at``-th four.
+__device__ __forceinline__ void put_four(Memory& memory, int at, u32 front, u32 back) {
+  u32* to = (u32*)memory.x[threadIdx.x / TEAM] + x_of_four(at);
   to[0] = front, to[2] = back;
 }
 __device__ __forceinline__ float sum_of(const Memory& memory, int line, int row) {
   const float4 a = *(const float4*)memory.sums[line][row], b = *((const float4*)memory.sums[line][row] + 1);
   return (a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w));
+}
+// A program's output of one of its LINES of a product, whose sums and scales begin there.
+template <int LINES, int SCALES, int SUMS = 0>
+__device__ __forceinline__ float output(const Memory& memory, int line, int row) {
+  return sum_of(memory, SUMS + first_sum<LINES>() + line, row) * scale_of(memory, SCALES + line);
 }
 
 // Puts a product's input where it is read: WORDS pairs of each row of so many, which other programs leave. Returns the
@@ -217,10 +176,10 @@ __device__ __forceinline__ float factor(const Memory& memory, int row, float eps
   for (int w = 0; w < WARPS / ROWS; w++) sum += memory.squares[row * (WARPS / ROWS) + w];
   return rsqrtf(sum / HIDDEN + eps);
 }
-// SiLU of gate times up, of x that a norm with ``eps`` is still to scale.
-__device__ __forceinline__ float activated(const Memory& memory, int gate_line, int up_line, int row, float eps) {
-  const float by = factor(memory, row, eps), gate = sum_of(memory, gate_line, row) * by;
-  return __fdividef(gate, 1.f + __expf(-gate)) * (sum_of(memory, up_line, row) * by);
+// SiLU of gate times up, of x that is still to be multiplied by a norm's factor.
+__device__ __forceinline__ float activated(float gate, float up, float by) {
+  gate *= by;
+  return __fdividef(gate, 1.f + __expf(-gate)) * (up * by);
 }
 
 // The first layer's input, from the embedding, and zeros where there is no row.

@@ -6,7 +6,12 @@ constexpr int TEAM = THREADS / ROWS;            // those of them that take in on
 constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
 // Of gate and up: of all experts that a row has chosen, one where an MLP is dense.
 constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = CHOSEN * 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
-constexpr int MOST_LINES = GATE_LINES > QKV_LINES ? GATE_LINES : QKV_LINES;
+// Where sums of up's lines begin, behind gate's; packed lines come by eights, of which the first may be another's.
+constexpr int UP_AT = PACKED ? (GATE_LINES / 2 + 7) / 8 * 8 : GATE_LINES / 2, GATE_SUMS = 2 * UP_AT;
+constexpr int MOST_LINES = GATE_SUMS > QKV_LINES ? GATE_SUMS : QKV_LINES;
+// Scales of packed lines, of a layer's products one behind another.
+constexpr int O_SCALES = QKV_LINES, DOWN_SCALES = O_SCALES + ADD_LINES, GATE_SCALES = DOWN_SCALES + ADD_LINES;
+constexpr int UP_SCALES = GATE_SCALES + GATE_LINES / 2, ALL_SCALES = GATE_SCALES + GATE_LINES;
 constexpr int PIECE = CHOSEN * INNER / PIECES;  // of down's input, which may not fit in shared memory whole
 constexpr int MOST_K = PIECE > WIDTH ? PIECE > HIDDEN ? PIECE : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
 constexpr int X_BYTES = 2 * MOST_K + (ROWS > 1 ? 64 : 0);  // of a row in shared memory: rows in different banks
@@ -17,7 +22,7 @@ constexpr int MOST_TAKEN = 2;               // parts of a sequence, of which eve
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
 constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
 static_assert(STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
-static_assert(INNER % PIECES == 0 && PIECE % INNER_CHUNK == 0, "megakernel.py");
+static_assert(INNER % PIECES == 0, "megakernel.py");
 static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "megakernel.py");
 // Words: of a row's projection, which stand in front; in each copy of what all read, where parts of attention, their
 // sums, and rows of the others begin.
@@ -26,11 +31,17 @@ constexpr int SUMS = SPLITS * WIDTH / 2, MIDDLE = SUMS + SPLITS * HEADS, ACTIVAT
 constexpr int STREAM = ACTIVATED + ROWS * INNER_WORDS, LOGITS = STREAM + ROWS * X_WORDS;
 constexpr int JOINED = LOGITS + ROWS * EXPERTS, COPY_WORDS = JOINED + ROWS * WIDTH / 2;
 
+#if PACKED
+typedef unsigned char Stored;
+#else
+typedef u16 Stored;
+#endif
 struct Layer {
-  const u16 *qkv, *o, *gate_up, *down;  // norms' weights are folded in, but where there is a router
+  const Stored *qkv, *o, *gate_up, *down;  // norms' weights are folded in, but where there is a router
   const u16 *query_norm, *key_norm;     // (D,), or null: not normed
   u16 *keys, *values;                   // (blocks, TILE, KV, D)
   const u16 *router, *norm;             // (EXPERTS, HIDDEN), (HIDDEN,): of what stands before router and experts
+  const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of packed lines, see packed_weights.py
 };
 
 __device__ __forceinline__ u64 word_of(u32 data, u32 flag) { return (u64)flag << 32 | data; }
@@ -119,6 +130,7 @@ struct Memory {  // shared
     alignas(16) float outs[WARPS][G][D];  // of each warp's keys
   };
   alignas(16) float sums[(MOST_LINES + 7) / 8 * 8][ROWS][WARPS];
+  float scales[PACKED ? ALL_SCALES : 1];
   alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, the new key and value
   float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
   // This step's, in every layer: what this program attends to, that sequence's angles, length and place in the cache,
@@ -161,4 +173,11 @@ __device__ __forceinline__ void keep_pace(const Ring& ring) {
     const int before = ring.stage - AHEAD;
     barrier_wait(ring.full + 8 * (before < 0 ? before + STAGES : before), (before < 0 ? ring.round - 1 : ring.round) & 1);
   }
+}
+
+// One lane of a warp, of which the compiler knows that no other does the same.
+__device__ __forceinline__ bool is_elected() {
+  u32 yes;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
+  return yes;
 }

@@ -1,6 +1,7 @@
 // All layers of a decoder for the next token of ROWS sequences, or fewer, in one kernel; see megakernel.py.
 //
-// Compiled for one shape, behind hopper.cuh and the mega_*.cuh, of which mega_dense.cuh or mega_experts.cuh is its MLP.
+// Compiled for one shape, behind hopper.cuh and the mega_*.cuh, of which mega_dense.cuh or mega_experts.cuh is its MLP,
+// and mega_lines.cuh or mega_packed.cuh brings its weights.
 // PROGRAMS of them, one a multiprocessor, all at once. Of each of a layer's four products a program has as many lines of
 // the weight as any other, all of k. One warp asks for weights, which depend on nothing but which experts a row has
 // chosen, as far ahead as there is room: from one product, and one layer, to the next; and for the pages of keys and
@@ -67,16 +68,18 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     asm volatile("" : "+l"(copies), "+l"(its_copy), "+l"(words));
     const Layer its = layers[l];
     const u32 flag = first_flag + l;
+    const Scales scales(its);  // asked for here, there when they are put
     Batch<Cut<QKV_LINES, HIDDEN, HIDDEN_CHUNK>> qkv;
     qkv.read(ring, 0, 0, nothing);
     if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
+    scales.put(memory);
     multiply_lines(memory, ring, qkv, nothing);
     leave_squares(memory, square);
     square = 0.f;  // or it would be kept through the layer
     meet();
     for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {
       const int row = i / QKV_LINES, line = i % QKV_LINES;
-      const float out = row < ROWS ? sum_of(memory, line, row) * factor(memory, row, eps) : 0.f;
+      const float out = row < ROWS ? output<QKV_LINES, 0>(memory, line, row) * factor(memory, row, eps) : 0.f;
       leave_pair<1>(words + row * QKV_WORDS + program * QKV_LINES / 2, line, out, row < ROWS, flag);
     }
     if (memory.share.row >= 0) attend(memory, its, ring, words, copies, heads_eps, scale, flag, nothing);
@@ -87,13 +90,19 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     multiply_lines(memory, ring, o, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
-      if (adds) own = rounded(own + ranks.sum(sum_of(memory, own_line, own_row), BEHIND_ATTENTION, own_row, at, flag));
+      if (adds) {
+        const float out = output<ADD_LINES, O_SCALES>(memory, own_line, own_row);
+        own = rounded(own + ranks.sum(out, BEHIND_ATTENTION, own_row, at, flag));
+      }
       leave_pair(copies + MIDDLE + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }
 
     run_mlp(memory, ring, its, copies, its_copy, eps, flag, nothing);
     if (threadIdx.x < up(ROWS * ADD_LINES)) {
-      if (adds) own = rounded(own + ranks.sum(sum_of(memory, own_line, own_row), BEHIND_MLP, own_row, at, flag));
+      if (adds) {
+        const float out = output<ADD_LINES, DOWN_SCALES>(memory, own_line, own_row);
+        own = rounded(own + ranks.sum(out, BEHIND_MLP, own_row, at, flag));
+      }
       if (l + 1 < num_layers)
         leave_pair(copies + STREAM + own_row * X_WORDS + program * ADD_LINES / 2, own_line, own, adds, flag);
     }

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, PIECE_BYTES, STEP, PackedWeight, packable
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
 
@@ -43,6 +44,9 @@ _MOST_ROUTED_ROWS = 4  # more share experts, which the kernel reads for each row
 _LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages have not been tried in an engine
 _MOST_PIECES = 4  # each is waited for
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
+# Of layers of so many weights, rows of which packed ones are multiplied faster than in any other way: in smaller layers
+# what stands between products counts most, and more rows' inputs leave too little room for weights.
+_PACKED_ROWS = (1 << 28, range(1, 3)), (45_000_000, range(1, 5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,11 @@ class DecoderShape:
     def qkv(self) -> int:
         return self.width + 2 * self.num_kv_heads * self.head_dim
 
+    @property
+    def weights(self) -> int:
+        """Elements of a layer's products; of experts, of one."""
+        return self.hidden * (self.qkv + self.width + 3 * self.inner)
+
 
 @dataclass(frozen=True, slots=True)
 class MegakernelConfig:
@@ -92,6 +101,7 @@ class MegakernelConfig:
     memory_bytes: int  # shared, beside the stages
     pieces: int  # that down's input is taken in
     under_way: int  # bytes of weights that a program waits for at once, see _under_way
+    packed: bool
 
     @property
     def shared_bytes(self) -> int:
@@ -99,9 +109,11 @@ class MegakernelConfig:
 
 
 @cache
-def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> MegakernelConfig | None:
+def megakernel_config(
+    shape: DecoderShape, rows: int = 1, sms: int = 132, packed: bool = False
+) -> MegakernelConfig | None:
     """None: the products do not cut evenly, nothing of the kernel's kind attends to such heads, or there are too many
-    rows."""
+    rows. ``packed``: from packed weights."""
     routing, chosen = shape.routing, shape.chosen
     if rows > (_MOST_ROUTED_ROWS if routing else MAX_MEGAKERNEL_ROWS):
         return None
@@ -120,21 +132,27 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
         return None
     if rows * shape.hidden // programs > 32 * _WARPS or rows * shape.width < 4 * 32 * _WARPS:
         return None
-    chunks = _chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner)
+    ks = shape.hidden, shape.width, shape.inner
+    if packed and (routing or any(n // programs % 4 for n in lines) or not all(packable(LINES, k) for k in ks)):
+        return None
+    chunks = (_WARPS * STEP,) * 3 if packed else (_chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner))
     if not all(chunks):
         return None
-    most_lines = -(-max(2 * shape.inner * chosen, shape.qkv) // programs // 8) * 8
+    gate_lines, qkv_lines = (-(-n // programs // 8) * 8 for n in (shape.inner * chosen, shape.qkv))
+    most_lines = max(2 * gate_lines, qkv_lines)
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
-    stage_bytes = -(-max(8 * (2 * max(chunks) + 64), page_bytes) // 1024) * 1024
+    weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (2 * max(chunks) + 64)
+    stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
     for pieces in range(1, 2 if routing else _MOST_PIECES + 1):
-        if shape.inner % (pieces * chunks[2]):
+        if shape.inner % (pieces * (STEP if packed else chunks[2])):
             continue
         most_k = max(shape.hidden, shape.width, chosen * shape.inner // pieces)
         x_bytes = rows * (2 * most_k + (64 if rows > 1 else 0))
         memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
         memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
         memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128 + (8 * rows * chosen if routing else 0)
+        memory += 4 * sum((shape.qkv, 2 * shape.hidden, 2 * shape.inner)) // programs if packed else 4  # scales
         memory = -(-memory // 1024) * 1024
         stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
         if stages >= enough:
@@ -143,7 +161,7 @@ def megakernel_config(shape: DecoderShape, rows: int = 1, sms: int = 132) -> Meg
         return None
     splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
     under_way = _under_way(shape, rows)
-    return MegakernelConfig(rows, programs, splits, chunks, stages, stage_bytes, memory, pieces, under_way)
+    return MegakernelConfig(rows, programs, splits, chunks, stages, stage_bytes, memory, pieces, under_way, packed)
 
 
 def _under_way(shape: DecoderShape, rows: int) -> int:
@@ -151,8 +169,7 @@ def _under_way(shape: DecoderShape, rows: int) -> int:
     there is room for, programs get theirs at different paces, and memory gives 5 to 10% less; not so of experts."""
     if shape.routing:
         return SHARED_BYTES
-    weights = shape.hidden * (shape.qkv + shape.width + 3 * shape.inner)
-    return (60 if weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
+    return (60 if shape.weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
 def _chunk(k: int) -> int:
@@ -167,21 +184,35 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
               "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way,
-              "RANKS": shape.ranks}  # fmt: skip
+              "RANKS": shape.ranks, "PACKED": int(config.packed)}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
     if routing:
         macros["RENORMALIZE"] = int(routing.renormalize)
+    if config.packed:
+        macros |= {"PIECE_BYTES": PIECE_BYTES, "FIRST_EXPONENT": FIRST_EXPONENT}
+    weights = ("packed_piece", "mega_packed") if config.packed else ("mega_lines",)
     mlp = "mega_experts" if routing else "mega_dense"
-    return Kernel("megakernel", (), tuple(macros.items()), ("mega_words", "mega_products", "mega_attention", mlp))
+    files = "mega_words", *weights, "mega_products", "mega_attention", mlp
+    return Kernel("megakernel", (), tuple(macros.items()), files)
 
 
-def use_megakernel(shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is for such layers and so many sequences, and runs there."""
+def packed_megakernel_rows(shape: DecoderShape) -> range:
+    """Rows of which packed weights are multiplied faster than others are in any way; none of small layers."""
+    if shape.routing is not None:
+        return range(0)
+    return next((rows for weights, rows in _PACKED_ROWS if shape.weights >= weights), range(0))
+
+
+def use_megakernel(
+    shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device, packed: bool = False
+) -> bool:
+    """Whether the kernel is for such layers, of weights that are ``packed`` or not, and so many sequences, and runs
+    there."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
-    config = megakernel_config(shape, rows, num_sms(device))
+    config = megakernel_config(shape, rows, num_sms(device), packed)
     if config is None or not loads(megakernel_of(shape, config), device):
         return False
     return compiling() or _fits(shape, config, device)
@@ -205,7 +236,9 @@ class LayerWeights:
     """One layer's, norms folded into ``qkv`` (qkv, hidden) and ``gate_up`` (2 * inner, hidden); o (hidden, width), down
     (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads, head_dim). All bfloat16
     and contiguous. With routing gate_up (experts, 2 * inner, hidden), gate's rows first, down (experts, hidden, inner),
-    router (experts, hidden), and the norm in front of all three (hidden,), which is folded into none of them."""
+    router (experts, hidden), and the norm in front of all three (hidden,), which is folded into none of them.
+    ``packed``: qkv, o, gate_up (as gated) and down once more, which the kernel reads in their place: of all layers, or
+    of none."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -217,9 +250,15 @@ class LayerWeights:
     values: torch.Tensor
     router: torch.Tensor | None = None
     norm: torch.Tensor | None = None
+    packed: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] | None = None
 
     def pointers(self) -> tuple[int, ...]:
-        tensors = tuple(getattr(self, name) for name in LayerWeights.__slots__)
+        products: tuple[torch.Tensor | None, ...] = self.qkv, self.o, self.gate_up, self.down
+        scales: tuple[torch.Tensor | None, ...] = (None,) * 4
+        if self.packed is not None:
+            products, scales = zip(*((its.data, its.scales) for its in self.packed), strict=True)
+        others = self.q_norm, self.k_norm, self.keys, self.values, self.router, self.norm
+        tensors = *products, *others, *scales
         assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
         return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
@@ -251,7 +290,7 @@ class DecodeTokens:
 
 @cache
 def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """(layers, 10) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
+    """(layers, 14) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
@@ -285,7 +324,8 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.T
     if compiling():
         return y
     shape, cos_sin, device = layers.shape, layers.cos_sin, x.device
-    config = megakernel_config(shape, len(x), num_sms(device))
+    packed = layers.weights[0].packed is not None
+    config = megakernel_config(shape, len(x), num_sms(device), packed)
     assert config is not None and x.shape[1] == shape.hidden and x.is_contiguous()
     assert tokens.positions.dtype == tokens.slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
     assert tokens.seq_lens.dtype == tokens.block_tables.dtype == torch.int32

@@ -223,13 +223,11 @@ class DecoderLayer(nn.Module):
         routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
         return decoder_shape(self, experts.down.shape[2], routing)
 
-    def chained(
-        self, behind: DecoderLayer
-    ) -> tuple[RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear, QKVParallelLinear]:
-        """What ``chain`` computes at once."""
-        own, mlp, its = self.self_attn, self.mlp, behind.self_attn
-        assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP) and isinstance(its, SelfAttention)
-        return own.o_proj, mlp.gate_up_proj, mlp.down_proj, its.qkv_proj
+    def products(self) -> tuple[QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear]:
+        """Of a layer that has a ``chain_shape``, in their order."""
+        own, mlp = self.self_attn, self.mlp
+        assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP)
+        return own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj
 
     def chain(
         self,
@@ -241,7 +239,8 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """What follows attention, and attention of the layer ``behind``: adds to x (t, hidden) in place and returns
         (t, width). Both have a ``chain_shape``, the same."""
-        o, gate_up, down, projection = (product.weight for product in self.chained(behind))
+        o, gate_up, down = (product.weight for product in self.products()[1:])
+        projection = behind.products()[0].weight
         eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
         qkv, scale = chain_linear(heads, o, x, gate_up, eps, down, projection, eps_behind)
         return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention, scale)
@@ -254,8 +253,9 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """``chain`` from packed weights, which all that is ``chained`` has."""
-        o, gate_up, down, projection = (cast(PackedWeight, product.packed_weight) for product in self.chained(behind))
+        """``chain`` from packed weights."""
+        o, gate_up, down = (cast(PackedWeight, product.packed_weight) for product in self.products()[1:])
+        projection = cast(PackedWeight, behind.products()[0].packed_weight)
         eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
         qkv = packed_chain(heads, o, x, gate_up, eps, down, projection, eps_behind)
         return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention)
@@ -289,11 +289,14 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, list[nn.Module]]:
         """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
         usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
+        whole, packed = self._whole_shape(layers, x, products), products is not None and _are_packed(usual)
+        if whole and packed and goes_whole(usual, whole, x, attention, packed):
+            return decode_whole(usual, whole, x, positions, attention, self.tp, packed), []
         if products is not None and self.tp.size == 1:
-            packed = _goes_packed(usual, products, x)
+            packed = packed and _chain_reads_packed(products, x)
             if packed or use_chain(len(x), products, x.dtype, x.device):
                 return self._chained(usual, x, positions, attention, packed), []
-        if (whole := self._whole_shape(layers, x, products)) and goes_whole(usual, whole, x, attention):
+        if whole and goes_whole(usual, whole, x, attention):
             return decode_whole(usual, whole, x, positions, attention, self.tp), []
         return x, layers
 
@@ -319,6 +322,13 @@ class Decoder(nn.Module):
     def chain_shape(self) -> ChainShape | None:
         """That of all layers, if they share one."""
         return _shared_shape(list(self.layers), DecoderLayer.chain_shape)
+
+    def dense_shape(self) -> DecoderShape | None:
+        """The same as this rank's part of all layers in one kernel."""
+        products = self.chain_shape()
+        if products is None or not (self.tp.size == 1 or self.tp.words):
+            return None
+        return decoder_shape(cast(DecoderLayer, self.layers[0]), products.inner, ranks=self.tp.size)
 
     def _whole_shape(
         self, layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None
@@ -375,13 +385,12 @@ def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape |
     return shape if all_tokens else None
 
 
-def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
-    """Whether layers of that shape read packed weights in this step: where there are any, before all other ways."""
-    if len(x) not in packed_rows(shape) or len(layers) < 2:
-        return False
-    chained = (product for layer, behind in pairwise(layers) for product in layer.chained(behind))
-    packed = all(product.packed_weight is not None for product in chained)
-    return packed and use_packed(len(x), shape, x.dtype, x.device)
+def _are_packed(layers: list[DecoderLayer]) -> bool:
+    return all(product.packed_weight is not None for layer in layers for product in layer.products())
+
+
+def _chain_reads_packed(shape: ChainShape, x: torch.Tensor) -> bool:
+    return len(x) in packed_rows(shape) and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):

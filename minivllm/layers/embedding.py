@@ -15,19 +15,24 @@ from minivllm.kernels.skinny_linear import linear
 from minivllm.layers.parameter import Piece, sharded_parameter
 
 
+def rank_rows(vocab_size: int, ranks: int) -> tuple[int, bool]:
+    """Rows of a vocabulary that each of several ranks holds, padding counted: whole groups of tokens, which a rank can
+    weigh alone when it samples, or, of a small vocabulary, as few as there can be; and whether they are groups."""
+    rows = -(-vocab_size // ranks)
+    groups = -(-rows // GROUP)
+    if ranks > 1 and groups * GROUP * (ranks - 1) < vocab_size:  # something for the last rank
+        return groups * GROUP, True
+    return rows, False
+
+
 class _VocabParallel(nn.Module):
-    """``weight`` holds rows [first, first + rows) of the vocabulary, padded with zero rows: to whole groups of tokens,
-    which a rank can weigh alone when it samples, or, of a small vocabulary, to a multiple of tp."""
+    """``weight`` holds rows [first, first + rows) of the vocabulary, padded with zero rows, see ``rank_rows``."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel) -> None:
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        self.rows = -(-vocab_size // tp.size)
-        groups = -(-self.rows // GROUP)
-        self.whole_groups = tp.size > 1 and groups * GROUP * (tp.size - 1) < vocab_size  # something for the last rank
-        if self.whole_groups:
-            self.rows = groups * GROUP
+        self.rows, self.whole_groups = rank_rows(vocab_size, tp.size)
         self.first = min(tp.rank * self.rows, vocab_size)
         held = min(self.rows, vocab_size - self.first)
         piece = Piece((vocab_size, hidden_size), 0, self.first, held)

@@ -10,12 +10,14 @@ packed weights, but for CUDA graphs that are captured already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TypeAlias, cast
 
 from torch import nn
 
 from minivllm.errors import CheckpointError
+from minivllm.kernels.chain_config import ChainShape
+from minivllm.kernels.megakernel import DecoderShape, packed_megakernel_rows
+from minivllm.kernels.packed_chain import packed_rows
 from minivllm.kernels.packed_weights import pack_again, pack_all
 from minivllm.layers.decoder import Decoder, DecoderLayer
 from minivllm.layers.embedding import ParallelLMHead
@@ -30,11 +32,18 @@ def packable_decoders(model: nn.Module) -> list[Decoder]:
     return [its for its in found if type(its).forward is Decoder.forward and its.chain_shape() is not None]
 
 
+def packed_ways(decoder: Decoder, plain: bool) -> tuple[ChainShape | None, DecoderShape | None]:
+    """The shapes with which kernels would read packed weights of a packable decoder, where that is faster: products
+    between two attentions, and all layers at once, if attention is ``plain`` (see ``attends_plainly``)."""
+    chain, whole = decoder.chain_shape(), decoder.dense_shape() if plain else None
+    faster = chain is not None and decoder.tp.size == 1 and packed_rows(chain)
+    return chain if faster else None, whole if whole is not None and packed_megakernel_rows(whole) else None
+
+
 def products_of(decoders: list[Decoder]) -> list[LinearBase]:
-    """Whose packed weights steps would read: neither the first layer's qkv nor what is behind the last attention."""
-    of_each = (cast(list[DecoderLayer], list(decoder.layers)) for decoder in decoders)
-    pairs = (pair for layers in of_each for pair in pairwise(layers))
-    return list(dict.fromkeys(product for layer, behind in pairs for product in layer.chained(behind)))
+    """Whose packed weights steps would read."""
+    layers = (cast(DecoderLayer, layer) for decoder in decoders for layer in decoder.layers)
+    return list(dict.fromkeys(product for layer in layers for product in layer.products()))
 
 
 def heads_of(model: nn.Module) -> list[ParallelLMHead]:

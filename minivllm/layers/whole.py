@@ -20,8 +20,10 @@ from minivllm.kernels.megakernel import (
     LayerWeights,
     Routing,
     megakernel,
+    packed_megakernel_rows,
     use_megakernel,
 )
+from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.layers.experts import RoutedExperts, RoutedMLP
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.parts import is_plain
@@ -44,14 +46,23 @@ def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
     return cast(RoutedMLP, mlp).routed_experts()
 
 
-def goes_whole(layers: list[DecoderLayer], shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend) -> bool:
-    """Whether layers of that shape go as one kernel in this step."""
+def attends_plainly(backend: AttentionBackend) -> bool:
+    """Whether decodes' attention is one that the kernel of all layers has: a step may still differ."""
+    return backend.plain_decode and backend.keeps_cache_write() and backend.spec.block_size == PAGE
+
+
+def goes_whole(
+    layers: list[DecoderLayer], shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend, packed: bool = False
+) -> bool:
+    """Whether layers of that shape go as one kernel in this step, from ``packed`` weights or others."""
     batch = backend.batch
+    if packed and len(x) not in packed_megakernel_rows(shape):
+        return False
     if len(x) > MAX_MEGAKERNEL_ROWS or batch is None or not batch.num_decodes == batch.num_seqs == len(x):
         return False
     if batch.cascade is not None:
         return False
-    if not backend.plain_decode or not backend.keeps_cache_write() or backend.kv_cache.shape[3] != PAGE:
+    if not attends_plainly(backend):
         return False
     alike = {_attention_of(layer) for layer in layers}, {eps for layer in layers for eps in _eps_of(layer)}
     if any(len(kinds) > 1 for kinds in alike):
@@ -60,7 +71,7 @@ def goes_whole(layers: list[DecoderLayer], shape: DecoderShape, x: torch.Tensor,
     products = own.o_proj.weight.shape, own.qkv_proj.weight.shape
     fits = products == ((shape.hidden, shape.width), (shape.qkv, shape.hidden)) and backend.kv_cache.dtype == x.dtype
     rotates = own.attention.rotary.cos_sin.shape[1] == shape.head_dim
-    return fits and rotates and use_megakernel(shape, len(x), x.dtype, x.device)
+    return fits and rotates and use_megakernel(shape, len(x), x.dtype, x.device, packed)
 
 
 def decode_whole(
@@ -70,12 +81,13 @@ def decode_whole(
     positions: torch.Tensor,
     backend: AttentionBackend,
     tp: TensorParallel,
+    packed: bool = False,
 ) -> torch.Tensor:
     """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; they ``goes_whole``."""
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])
-    weights = [_weights_of(layer, backend) for layer in layers]
+    weights = [_weights_of(layer, backend, packed) for layer in layers]
     fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps, tp.words)
     return megakernel(x, fixed, DecodeTokens(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
 
@@ -95,7 +107,7 @@ def _eps_of(layer: DecoderLayer) -> tuple[float, float]:
     return layer.input_layernorm.eps, layer.post_attention_layernorm.eps
 
 
-def _weights_of(layer: DecoderLayer, backend: AttentionBackend) -> LayerWeights:
+def _weights_of(layer: DecoderLayer, backend: AttentionBackend, packed: bool) -> LayerWeights:
     attention, mlp = _self_attention(layer), layer.mlp
     heads = attention.attention
     experts = routed_experts(mlp)
@@ -116,4 +128,10 @@ def _weights_of(layer: DecoderLayer, backend: AttentionBackend) -> LayerWeights:
         values,
         None if experts is None else experts.router,
         None if experts is None else layer.post_attention_layernorm.weight,
+        _packed_of(layer) if packed else None,
     )
+
+
+def _packed_of(layer: DecoderLayer) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:
+    qkv, o, gate_up, down = (cast(PackedWeight, product.packed_weight) for product in layer.products())
+    return qkv, o, gate_up, down

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,20 +21,22 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors import packing
 from minivllm.executors.packing import compile_for_packing, pack_weights
-from minivllm.kernels import packed_chain, packed_weights
+from minivllm.kernels import megakernel, packed_chain, packed_weights
+from minivllm.kernels.megakernel import megakernel_config, megakernel_of
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows
-from minivllm.kernels.packed_config import PackedConfig
 from minivllm.kernels.packed_linear import linear_config, linear_kernel
-from minivllm.kernels.packed_weights import UNIT_BYTES
+from minivllm.kernels.packed_weights import packed_bytes
 from minivllm.layers.linear import LinearBase
+from minivllm.layers.packed import packed_ways
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import build_model, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]
+_Config = TypeVar("_Config")
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
-UNITS = 2 * (4 + 3 * 4 + 6 + 2 * 4)  # of o, gate and up, down, and qkv, between two attentions
-NEEDED = UNITS * UNIT_BYTES
+SIZES = (256, 256), (768, 256), (256, 384), (512, 256)  # of o, gate and up, down, and qkv
+NEEDED = 3 * sum(packed_bytes(*size) for size in SIZES)
 ROWS = packed_chain._ROWS
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 
@@ -45,6 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     its = SimpleNamespace(free=100 * NEEDED, hopper=True, runs=True, compiled=[])
     monkeypatch.setattr(packing.nvrtc, "available", lambda device: its.hopper and device.type == "cuda")
     monkeypatch.setattr(packing, "use_packed", lambda rows, shape, dtype, device: its.runs)
+    monkeypatch.setattr(packing, "use_megakernel", lambda shape, rows, dtype, device, packed: its.runs and packed)
     monkeypatch.setattr(packing, "use_packed_linear", lambda rows, lines, k, dtype, device: its.runs)
     monkeypatch.setattr(packing, "compile_ahead", its.compiled.append)
     monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)
@@ -74,20 +77,20 @@ def packed(model: nn.Module) -> int:
 
 def ask(
     model: Any, asked: str = "auto", *, dtype: torch.dtype = BF16, device: torch.device = CUDA, needs: float = 0,
-    **config: Any,
+    plain: bool = True, **config: Any,
 ) -> bool:  # fmt: skip
     """``needs``: of the cache, in packed models."""
     config.setdefault("cache", CacheOptions(gpu_memory_utilization=1.0))
-    return pack_weights(model, EngineConfig(packed_weights=asked, **config), dtype, device, int(needs * NEEDED))
+    cache_bytes = int(needs * NEEDED)
+    return pack_weights(model, EngineConfig(packed_weights=asked, **config), dtype, device, cache_bytes, plain)
 
 
 @pytest.mark.parametrize("asked", ["auto", "true", "false"])
 def test_it_is_done_unless_it_is_not_wished(gpu: SimpleNamespace, model: Any, asked: str) -> None:
     assert ask(model, asked) == (asked != "false")
-    assert packed(model) == (0 if asked == "false" else 8)
-    products = (module for module in model.modules() if isinstance(module, LinearBase) and module.packed_weight)
-    units = sum(len(product.packed_weight.data) for product in products if product.packed_weight is not None)
-    assert units == (0 if asked == "false" else UNITS)
+    assert packed(model) == (0 if asked == "false" else 12)
+    copies = [module.packed_weight for module in model.modules() if isinstance(module, LinearBase)]
+    assert sum(copy.data.numel() for copy in copies if copy) == (0 if asked == "false" else NEEDED)
 
 
 def test_what_packs_is_compiled_while_weights_come(
@@ -98,7 +101,6 @@ def test_what_packs_is_compiled_while_weights_come(
     compile_for_packing(EngineConfig(packed_weights="false"), tiny, BF16, CUDA)
     compile_for_packing(EngineConfig(), tiny, torch.float16, CUDA)
     compile_for_packing(EngineConfig(), tiny, BF16, torch.device("cpu"))
-    compile_for_packing(EngineConfig(tp=2), tiny, BF16, CUDA)
     assert not gpu.compiled
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
     wide = read_model_config(tiny_checkpoint("llama", **SHAPE | {"vocab_size": 512}))
@@ -108,41 +110,57 @@ def test_what_packs_is_compiled_while_weights_come(
         assert {kernel.name for kernel in gpu.compiled} == {"pack_weights"} | names
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3", "llama-8b"])
+@pytest.mark.parametrize(
+    ("name", "tp", "ways"),
+    [
+        ("qwen3-8b", 1, {"packed_chain", "megakernel"}), ("qwen3", 1, set()), ("llama", 1, {"megakernel"}),
+        ("llama-8b", 1, {"packed_chain", "megakernel"}), ("qwen3-14b", 2, {"megakernel"}), ("qwen3", 2, set()),
+    ],
+)  # fmt: skip
 def test_those_are_the_kernels_that_are_asked_for(
-    name: str, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    name: str, tp: int, ways: set[str], gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_chain, "_ROWS", ROWS)
     monkeypatch.setattr(packing, "num_sms", lambda device: 132)
     config = ModelConfig.from_hf(compose_engine_config(name, load_format="dummy").model.hf_config)
-    compile_for_packing(EngineConfig(), config, BF16, CUDA)
+    compile_for_packing(EngineConfig(tp=tp), config, BF16, CUDA)
     model_class: Any = Qwen3ForCausalLM if name.startswith("qwen3") else LlamaForCausalLM
+    words: Any = object()
     with torch.device("meta"):
-        model = model_class(replace(config, num_layers=2), TensorParallel())
+        model = model_class(replace(config, num_layers=2), TensorParallel(0, tp, words=words))
     for _, product in norm_pairs(model):
         product.folded = True
     lines, k = model.lm_head.weight.shape
-    asked = [linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132)))]
-    shape = model.model.chain_shape()
-    if rows := packed_rows(shape):
-        asked.append(packed_kernel(shape, config_of(packed_chain_config(rows[0], shape, 132))))
-    assert set(gpu.compiled) == {packed_weights.PACK_KERNEL, *asked} and len(asked) == (1 if name == "qwen3" else 2)
+    asked = {packed_weights.PACK_KERNEL}
+    if lines * k >= packing.MIN_WEIGHTS:
+        asked.add(linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132))))
+    chain, whole = packed_ways(model.model, plain=True)
+    if chain is not None:
+        asked.add(packed_kernel(chain, config_of(packed_chain_config(packed_rows(chain)[0], chain, 132))))
+    if whole is not None:
+        asked.add(megakernel_of(whole, config_of(megakernel_config(whole, 1, 132, packed=True))))
+    assert set(gpu.compiled) == asked
+    assert {kernel.name for kernel in asked} - {"pack_weights", "packed_linear"} == ways
 
 
-def config_of(config: PackedConfig | None) -> PackedConfig:
+def config_of(config: _Config | None) -> _Config:
     assert config is not None
     return config
 
 
 REASONS = {
-    "ranks": ({"tp": 2}, "layers read packed weights only with tp=1, not tp=2"),
+    "attention": ({"plain": False}, "with this attention, layers of 0 million weights are not read packed"),
     "CPU": ({"device": torch.device("cpu")}, r"device=cpu is no Hopper GPU \(H100, H200\)"),
     "dtype": ({"dtype": torch.float16}, "dtype=bfloat16 are packed, not of dtype=float16"),
 }
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_what_keeps_it_from_it_is_said_to_who_asks(gpu: SimpleNamespace, model: Any, reason: str) -> None:
+def test_what_keeps_it_from_it_is_said_to_who_asks(
+    gpu: SimpleNamespace, model: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_chain, "_ROWS", ())
+    monkeypatch.setattr(megakernel, "_PACKED_ROWS", ((0, range(1, 3)),))
     options, says = REASONS[reason]
     refused(model, says, **options)
 
@@ -178,18 +196,29 @@ def test_heads_without_layers_and_on_each_rank(
 ) -> None:
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
     small = build(tiny_checkpoint, vocab_size=384)
-    assert ask(small, "true") and packed(small) == 8 and small.lm_head.packed_weight is None
+    assert ask(small, "true") and packed(small) == 12 and small.lm_head.packed_weight is None
     for options in ({}, {"tp": 2}):
         model = build(tiny_checkpoint, vocab_size=512)
-        assert ask(model, "true", **options) and model.lm_head.packed_weight is not None
-        assert packed(model) == (0 if options else 8)
-    model = build(tiny_checkpoint, vocab_size=512)
-    assert not ask(model, tp=2) and model.lm_head.packed_weight is None
+        assert ask(model, **options) and model.lm_head.packed_weight is not None and packed(model) == 12
     monkeypatch.setattr(packed_chain, "_ROWS", ())
     model = build(tiny_checkpoint, vocab_size=512)
     assert ask(model) and not packed(model)
     says = "in LM heads of 0 million weights .* not faster, and in layers of 0 million weights .* not faster"
     refused(build(tiny_checkpoint, vocab_size=384), says)
+
+
+def test_either_way_of_reading_layers_is_enough(
+    gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chained, whole = ((0, range(1, 65)),), ((0, range(1, 3)),)
+    for rows, at_once, plain, is_packed in (
+        (chained, whole, True, True), (chained, whole, False, True), (chained, (), True, True), ((), whole, True, True),
+        ((), whole, False, False), ((), (), True, False),
+    ):  # fmt: skip
+        monkeypatch.setattr(packed_chain, "_ROWS", rows)
+        monkeypatch.setattr(megakernel, "_PACKED_ROWS", at_once)
+        model = build(tiny_checkpoint)
+        assert ask(model, plain=plain) == is_packed and packed(model) == 12 * is_packed
 
 
 def test_who_asks_is_not_given_a_part_of_what_would_be_faster(
@@ -204,7 +233,7 @@ def test_who_asks_is_not_given_a_part_of_what_would_be_faster(
         ask(model, "true")
     wide = build(tiny_checkpoint, vocab_size=320)  # the head's lines are no whole blocks
     gpu.free = 100 * NEEDED
-    assert ask(wide) and packed(wide) == 8 and wide.lm_head.packed_weight is None
+    assert ask(wide) and packed(wide) == 12 and wide.lm_head.packed_weight is None
     with pytest.raises(ConfigError, match="not for the sizes of the LM heads of LlamaForCausalLM"):
         ask(wide, "true")
 
@@ -234,7 +263,7 @@ def test_a_weight_that_cannot_be_packed(gpu: SimpleNamespace, model: Any) -> Non
 def test_three_quarters_are_left_for_the_cache_unless_it_is_asked_for(gpu: SimpleNamespace, model: Any) -> None:
     gpu.free = 4 * NEEDED - 8
     assert not ask(model) and not packed(model)
-    assert ask(model, "true") and packed(model) == 8
+    assert ask(model, "true") and packed(model) == 12
 
 
 @pytest.mark.parametrize("more", [0, 8])

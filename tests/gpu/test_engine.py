@@ -366,7 +366,7 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
     step."""
     if not nvrtc.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no cuda-bindings")
-    rng, used, heads, told = random.Random(0), [], [], []
+    rng, used, whole_rows, heads, told = random.Random(0), [], [], [], []
     prompts = [[rng.randrange(1000, 100_000) for _ in range(n)] for n in (1, 14, 31, 60, 127, 250, 900)]
     together = [*([prompt] for prompt in prompts), prompts[:2], prompts[2:5], prompts * 3]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
@@ -375,11 +375,17 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
         used.append(len(args[2]))
         return packed_chain(*args)
 
+    def noted_whole(*args: Any) -> torch.Tensor:
+        if args[1].weights[0].packed is not None:
+            whole_rows.append(len(args[0]))
+        return megakernel(*args)
+
     def noted_head(*args: Any) -> torch.Tensor:
         heads.append(len(args[0]))
         return packed_linear(*args)
 
     monkeypatch.setattr(decoder, "packed_chain", noted)
+    monkeypatch.setattr(whole, "megakernel", noted_whole)
     monkeypatch.setattr(embedding, "packed_linear", noted_head)
     for packed in ("true", "false"):
         overrides = ["model.hf_config.num_hidden_layers=3", f"packed_weights={packed}"]
@@ -389,10 +395,11 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
         ) as llm:  # fmt: skip
             assert llm.engine.describe()["packed_weights"] == (packed == "true")
             told.append([out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)])
-            assert used and max(used) <= 48 and heads and max(heads) <= 64
+            assert used and max(used) <= 48 and set(whole_rows) == {1, 2, 3 if eager else 4}
+            assert heads and max(heads) <= 64
         if packed == "true":
-            number = len(used), len(heads)
-    assert (len(used), len(heads)) == number, "where nothing is packed"
+            number = len(used), len(whole_rows), len(heads)
+    assert (len(used), len(whole_rows), len(heads)) == number, "where nothing is packed"
     same = sum(common_tokens(*both) for both in zip(*told, strict=True))
     assert same > 0.75 * 8 * sum(map(len, together))
 

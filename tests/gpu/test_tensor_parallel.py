@@ -78,8 +78,8 @@ def test_dummy_qwen3_says_the_same_on_several(tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", SIZES)
-def test_ranks_with_packed_heads_say_the_same(tp: int) -> None:
-    """Each has its part of the LM head in 12 bits: decodes of few rows, prompts, rows of which ranks draw together."""
+def test_ranks_with_packed_weights_say_the_same(tp: int) -> None:
+    """Each has its parts in 12 bits: decodes of one and of few rows, prompts, rows of which ranks draw together."""
     if not nvrtc.available(torch.device("cuda")):
         pytest.skip("no Hopper GPU, or no cuda-bindings")
     rng = random.Random(2)

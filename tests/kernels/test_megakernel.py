@@ -23,8 +23,10 @@ from minivllm.kernels.megakernel import (
     megakernel,
     megakernel_config,
     megakernel_reference,
+    packed_megakernel_rows,
     use_megakernel,
 )
+from minivllm.kernels.packed_weights import PIECE_BYTES, pack_all
 from minivllm.kernels.peer_words import PeerWords
 
 BF16, EPS, HEADS_EPS = torch.bfloat16, 1e-6, 1e-2
@@ -56,8 +58,8 @@ ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2)) | {"Qwen3-30B-A3B": (1
 # --------------------------------------------------------------------------- how they are cut
 
 
-def check(shape, rows, sms):
-    config = megakernel_config(shape, rows, sms)
+def check(shape, rows, sms, packed=False):
+    config = megakernel_config(shape, rows, sms, packed)
     if config is None:
         return False
     assert rows <= config.rows <= 8
@@ -68,11 +70,12 @@ def check(shape, rows, sms):
     assert config.rows * shape.hidden // config.programs <= 256, "a thread each"
     assert shape.width >= 4 * 256 // config.rows, "no thread that takes a row takes nothing"
     for k, chunk in zip((shape.hidden, shape.width, shape.inner // config.pieces), config.chunks, strict=True):
-        assert k % chunk == 0 and chunk % 256 == 0
+        assert (k % 128 == 0 and chunk == 1024) if packed else (k % chunk == 0 and chunk % 256 == 0)
     assert 1 <= config.pieces <= 4 and config.under_way >= 2 * 16 * max(config.chunks), "two stages under way"
     assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
     assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
-    assert config.stage_bytes >= max(8 * (2 * max(config.chunks) + 64), 4 * 16 * shape.head_dim)
+    assert config.stage_bytes >= max(8 * (PIECE_BYTES if packed else 2 * max(config.chunks) + 64), 64 * shape.head_dim)
+    assert not packed or all(lines // config.programs % 4 == 0 for lines in (shape.hidden, shape.inner, shape.qkv))
     assert shape.num_heads // shape.num_kv_heads <= 8
     return True
 
@@ -88,9 +91,18 @@ def check(shape, rows, sms):
     ),
     st.integers(1, 9),
     st.sampled_from([2, 39, 114, 132]),
+    st.booleans(),
 )
-def test_what_is_cut_fits_the_chip(shape, rows, sms):
-    check(shape, rows, sms)
+def test_what_is_cut_fits_the_chip(shape, rows, sms, packed):
+    check(shape, rows, sms, packed)
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_published_models_are_cut_for_packed_weights(model):
+    rows = packed_megakernel_rows(SHAPES[model])
+    assert len(rows) == {"Qwen3-0.6B": 0, "Qwen3-14B": 2, "Qwen3-32B": 2, "Qwen3-30B-A3B": 0}.get(model, 4)
+    assert all(check(SHAPES[model], some, 132, packed=True) for some in rows)
+    assert not megakernel_config(SHAPES["Qwen3-30B-A3B"], packed=True), "experts are not packed"
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -155,6 +167,12 @@ def test_published_models_compile(compiled, reads_in_time, model):
         cubin = nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows)).source)
         assert b"megakernel" in cubin
         reads_in_time(cubin)
+
+
+@pytest.mark.parametrize(("model", "rows"), [("Qwen3-4B", 4), ("Qwen3-14B, 2", 1)])
+def test_packed_weights_compile(compiled, reads_in_time, model, rows):
+    shape = (SHAPES | PARTS)[model]
+    reads_in_time(nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows, packed=True)).source))
 
 
 @pytest.mark.parametrize("model", ["Qwen3-4B, 2", "Qwen3-14B, 4"])
@@ -226,6 +244,14 @@ class Step:
         tokens = DecodeTokens(self.positions, self.slots, self.lens, self.tables)
         return kernel(self.x if x is None else x, layers, tokens)
 
+    def packed(self):
+        """The same step from packed weights."""
+        own, gated = copy.copy(self), [False, False, True, False]
+        own.layers = [
+            replace(its, packed=tuple(pack_all([its.qkv, its.o, its.gate_up, its.down], gated))) for its in self.layers
+        ]
+        return own
+
     def take_new(self):
         """Each layer's new keys and values, (layers, 2, rows, kv heads, head_dim), out of the cache."""
         new = self.flat[:, :, self.slots].clone()
@@ -286,7 +312,7 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert table[1].tolist()[:4] == [
         getattr(step.layers[1], name).data_ptr() for name in ("qkv", "o", "gate_up", "down")
     ]
-    assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1]), 0, 0]
+    assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1]), *[0] * 6]
     blocks, width = step.cache.shape[2], step.tables.shape[1]
     assert told.maps == [(cache.data_ptr(), blocks, 16, 1024, 128) for layer in step.cache for cache in layer]
     words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536 + 1024) * rows), 0)
@@ -297,6 +323,17 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert values[19:] == [None, 0], "no other rank"
     assert (config.gridDimX, config.blockDimX, int(config.hStream)) == (128, 288, 77)
     assert config.sharedMemBytes == cut.shared_bytes and not words.any() and not count.any()
+
+
+def test_the_kernel_is_told_where_packed_weights_are(told):
+    step = Step(DecoderShape(1024, 3072, 16, 8, 128), 1, [40], "cpu").packed()
+    step.run()
+    ((_, kernel, values),) = told.seen
+    assert kernel == mega.megakernel_of(step.shape, megakernel_config(step.shape, packed=True))
+    (layer,) = step.layers
+    ((*products, _, _, _, _, _, _, a, b, c, d),) = mega._table(step.x.device, (layer.pointers(),)).tolist()
+    assert products == [its.data.data_ptr() for its in layer.packed]
+    assert [a, b, c, d] == [its.scales.data_ptr() for its in layer.packed] and values[0]
 
 
 # --------------------------------------------------------------------------- emulated
@@ -319,6 +356,58 @@ def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape
     got = agrees(step)
     emulated.seed = 2
     assert torch.equal(step.run(), got), "in whatever order, with the words of the launch before"
+
+
+PACKED = [
+    (SMALL, 16, [300, 17]), (DecoderShape(1024, 2048, 16, 2, 64), 16, [20, 300, 6]), (SMALL, 16, [300, 17, 100, 1, 40]),
+    (DecoderShape(640, 1152, 9, 3, 128), 32, [40]),  # 20 lines, 36 and 60: they begin amid eights; nine pieces of k
+    (DecoderShape(640, 1152, 9, 3, 128), 32, [7, 300, 19]),
+]  # fmt: skip
+
+
+def spread(step, device="cpu"):
+    """Lines of all sizes, and weights that are far from their line's others."""
+    for layer in step.layers:
+        for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+            weight *= torch.exp2(torch.randint(-8, 1, (len(weight), 1), device=device))
+            drawn = torch.rand(weight.shape, device=device)
+            weight[drawn < 1e-3] *= 2.0**-20
+            weight[drawn > 1 - 2e-4] *= 64
+
+
+@pytest.mark.parametrize(("shape", "programs", "lengths"), PACKED, ids=str)
+def test_packed_weights_are_the_same_weights(emulated, agrees, close, monkeypatch, shape, programs, lengths):
+    monkeypatch.setattr(mega, "num_sms", lambda device: programs)
+    torch.manual_seed(0)
+    step = Step(shape, 2, lengths, "cpu")
+    spread(step)
+    assert megakernel_config(shape, len(lengths), programs, packed=True).programs == programs
+    got = agrees(step.packed())
+    emulated.seed = 2
+    assert torch.equal(step.packed().run(), got), "in whatever order"
+
+
+PACKED_MISTAKES = {
+    "scales of gate's lines for up's": ("(i < UP_SCALES ? 0 : 8)", "0"),
+    "scales of the layer before": ("    scales.put(memory);\n", "    if (!l) scales.put(memory);\n"),
+    "lines that begin amid an eight": ("LINES % 8 ? blockIdx.x * LINES % 8 : 0", "0"),
+    "where k ends": ("mine ? read_half(piece + EXCEPTIONS_AT) : 0", "read_half(piece + EXCEPTIONS_AT)"),
+    "exceptions left out": ("if (number) seen |= put_exceptions(w, piece, number);", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", PACKED_MISTAKES)
+def test_the_emulator_notices_those_of_packed_weights(emulated, close, monkeypatch, mistake):
+    monkeypatch.setattr(mega, "num_sms", lambda device: 32)
+    torch.manual_seed(0)
+    step = Step(DecoderShape(640, 1152, 9, 3, 128), 2, [40], "cpu")
+    spread(step)
+    x = step.run(kernel=megakernel_reference)
+    step.take_new()
+    step = step.packed()
+    emulated.changes = (PACKED_MISTAKES[mistake],)
+    with pytest.raises((AssertionError, RuntimeError)):
+        close(step.run(), x)
 
 
 def test_what_is_padding_asks_for_no_experts(emulated):
@@ -484,6 +573,22 @@ def test_it_computes_what_the_layers_do(gpu, agrees, model):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("model", [model for model, shape in SHAPES.items() if shape.routing is None])
+def test_packed_weights_are_the_same_weights_here(gpu, agrees, model):
+    shape = SHAPES[model]
+    for lengths in [1], [1000], [40, 300], [1, 700, 33], SEVERAL[-1]:
+        if megakernel_config(shape, len(lengths), packed=True) is None:
+            assert len(lengths) > 2
+            continue
+        step = Step(shape, 2, lengths, gpu, normed=model.startswith("Qwen"))
+        spread(step, gpu)
+        step = step.packed()
+        got = agrees(step)
+        for _ in range(5):
+            assert torch.equal(step.run(), got)
+
+
+@pytest.mark.gpu
 def test_nan_come_out_as_nan_and_nobody_waits_for_them(gpu):
     step = Step(SHAPES["Qwen3-0.6B"], 2, [700, 40, 300], gpu)
     expected = step.run()
@@ -499,6 +604,7 @@ def test_nan_come_out_as_nan_and_nobody_waits_for_them(gpu):
 def test_launches_behind_each_other_wait_for_what_the_one_before_wrote(gpu, captured):
     """In a graph, each on the stream of the one before, of other models' layers in turn."""
     steps = [Step(SHAPES["Qwen3-0.6B"], 3, [400], gpu), Step(SHAPES["Llama-3.2-1B"], 2, [90, 300], gpu, normed=False)]
+    steps.append(Step(SHAPES["Llama-3.2-1B"], 3, [30, 100], gpu).packed())
     starts, ends = [step.x.clone() for step in steps], {}
 
     def step_all():
@@ -506,16 +612,16 @@ def test_launches_behind_each_other_wait_for_what_the_one_before_wrote(gpu, capt
         for _ in range(3):
             for i, step in enumerate(steps):
                 xs[i] = step.run(xs[i])
-        ends[0], ends[1] = xs
+        ends.update(enumerate(xs))
 
     step_all()
     torch.cuda.synchronize()
-    expected = [ends[0].clone(), ends[1].clone()]
+    expected = [ends[i].clone() for i in range(3)]
     graph = captured(step_all)
     for _ in range(30):
         graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(ends[i], expected[i]) for i in range(2)) and ends[0].isfinite().all()
+    assert all(torch.equal(ends[i], expected[i]) for i in range(3)) and ends[0].isfinite().all()
 
 
 @pytest.mark.gpu

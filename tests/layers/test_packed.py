@@ -1,10 +1,11 @@
 """Layers that read packed copies of their weights in steps of few rows: the same comes out, before any other way is
-asked for, and a copy is never older than its weight. With the reference in the kernel's place; the kernel itself:
+asked for, and a copy is never older than its weight. With references in the kernels' place; the kernels themselves:
 ``tests/kernels``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from helpers import PagedRun, attention_spec
 from torch.nn import functional as F
 
 from minivllm.backends.torch import TorchBackend
+from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
+from minivllm.kernels.megakernel import PAGE, DecoderShape, DecodeTokens, Layers, LayerWeights, megakernel_reference
 from minivllm.kernels.packed_weights import PackedWeight, pack, unpack
 from minivllm.layers.decoder import Decoder
 from minivllm.layers.embedding import ParallelLMHead
@@ -26,8 +29,8 @@ from minivllm.models.qwen3 import Qwen3ForCausalLM
 Checkpoints = Callable[..., Path]
 PROMPT = list(range(7, 7 + 31 * 9, 31))
 SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64}
-NAMES = [f"layers.{i}.{name}" for i in (0, 1) for name in ("self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")]
-NAMES += [f"layers.{i}.self_attn.qkv_proj" for i in (1, 2)]
+PRODUCTS = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
+NAMES = [f"layers.{i}.{name}" for i in range(3) for name in PRODUCTS]
 
 
 def pack_its_layers(model: Any) -> str | None:
@@ -44,7 +47,7 @@ class World:
             Qwen3ForCausalLM, config, TensorParallel(), "cpu", bf16, iterate_safetensors(folder), 256
         )
         self.decoder: Decoder = self.model.model
-        self.backend = TorchBackend(attention_spec(config, dtype="bfloat16"))
+        self.backend = TorchBackend(attention_spec(config, dtype="bfloat16", block_size=PAGE))
         for norm, product in norm_pairs(self.model):
             product.fold(norm)
         assert not pack or pack_its_layers(self.model) is None
@@ -84,7 +87,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         calls.append(("chained", len(args[2])))
         return products(*args), None
 
-    for name, value in {"packed_chain": packed, "chain_linear": chained, "goes_whole": lambda *args: True}.items():
+    def whole(layers: Any, shape: Any, x: Any, backend: Any, packed: bool = False) -> bool:
+        return not packed
+
+    for name, value in {"packed_chain": packed, "chain_linear": chained, "goes_whole": whole}.items():
         monkeypatch.setattr(f"minivllm.layers.decoder.{name}", value)
     for name in ("use_packed", "use_chain"):
         monkeypatch.setattr(f"minivllm.layers.decoder.{name}", lambda rows, shape, dtype, device: True)
@@ -130,7 +136,7 @@ def test_while_kernels_are_found_some_layers_stand_for_all(
     assert calls == [("packed", 9)] * 3
 
 
-def test_it_is_the_products_between_two_attentions_that_are_packed(folder: Path) -> None:
+def test_it_is_the_products_of_all_layers_that_are_packed(folder: Path) -> None:
     world = World(folder)
     packed, modules = world.packed(), dict(world.decoder.named_modules())
     assert packed.keys() == set(NAMES)
@@ -171,6 +177,42 @@ def test_a_weight_that_cannot_be_packed_leaves_all_as_they_are(folder: Path) -> 
     world.decoder.get_submodule("layers.1.mlp.down_proj").weight.data[:, ::2] *= 2.0**-60  # type: ignore[operator]
     assert pack_its_layers(world.model) == "model.layers.1.mlp.down_proj.weight"
     assert not world.packed()
+
+
+@pytest.fixture
+def whole(calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """``calls``, and those of the kernel of all layers, which has a reference in its place and takes decodes."""
+
+    def reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.Tensor:
+        calls.append(("whole, packed" if layers.weights[0].packed else "whole", len(x)))
+        weights = [replace(its, **unpacked(its)) for its in layers.weights]
+        return megakernel_reference(x, replace(layers, weights=weights), tokens)
+
+    def unpacked(its: LayerWeights) -> dict[str, torch.Tensor]:
+        names = "qkv", "o", "gate_up", "down"
+        return {name: unpack(packed) for name, packed in zip(names, its.packed or (), strict=False)}
+
+    def takes(
+        layers: Any, shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend, packed: bool = False
+    ) -> bool:
+        assert backend.batch is not None
+        return backend.batch.num_decodes == backend.batch.num_seqs == len(x)
+
+    monkeypatch.setattr("minivllm.layers.whole.megakernel", reference)
+    monkeypatch.setattr("minivllm.layers.decoder.goes_whole", takes)
+    return calls
+
+
+def test_all_layers_at_once_read_them_first(
+    folder: Path, whole: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = World(folder).steps()
+    assert set(whole) == {("packed", 9), ("whole, packed", 1), ("packed", 6)}
+    whole.clear()
+    monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda *args: False)
+    expected = World(folder, pack=False).steps().float()
+    assert set(whole) == {("whole", 1)}, "prompts go layer by layer"
+    assert (got.float() - expected).norm() < 0.03 * expected.norm()
 
 
 # --------------------------------------------------------------------------- LM heads

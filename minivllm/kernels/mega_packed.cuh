@@ -1,0 +1,104 @@
+// A product's weights in megakernel.cu, packed (packed_weights.py): a stage has a piece of each warp's, eight lines by
+// 128 of k, or fewer pieces where k ends.
+//
+// Pieces begin at whole eights of lines. Where a program's lines do not, its first or last eight is another's, too.
+
+static_assert(!EXPERTS && STAGE_BYTES >= WARPS * PIECE_BYTES, "megakernel.py");
+
+// Asks for the pieces of LINES lines of a weight, eight at a time, of one part of k after another; of gate and up a
+// program has half of each, whose eights take turns in memory.
+template <int LINES, int K, int OF, bool GATED = false, int PIECES_ = 1>
+__device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, int lane, u64 policy) {
+  constexpr int OWN = GATED ? LINES / 2 : LINES, EIGHTS = (OWN + 7) / 8, ALL_EIGHTS = GATED ? 2 * EIGHTS : EIGHTS;
+  constexpr int UNITS = K / PIECE_K, SOME = UNITS / PIECES_;  // of a line, and of those in a part of k
+  static_assert(OF == WARPS * PIECE_K && OWN % 4 == 0 && UNITS % PIECES_ == 0, "megakernel.py");
+#pragma unroll 1
+  for (int i = 0; i < PIECES_ * ALL_EIGHTS; i++) {
+    const int e = i % ALL_EIGHTS, own = blockIdx.x * OWN / 8 + e % EIGHTS, eight = GATED ? 2 * own + e / EIGHTS : own;
+    const u64 first = (u64)(eight / 16) * UNITS + i / ALL_EIGHTS * SOME;
+    const Stored* from = weight + first * UNIT_BYTES + eight % 16 * PIECE_BYTES;
+#pragma unroll 1
+    for (int unit = 0; unit < SOME; unit += WARPS, from += WARPS * UNIT_BYTES) {
+      const int some = min(SOME - unit, WARPS);
+      keep_pace<WARPS * PIECE_BYTES>(ring);
+      const u32 bar = make_room(ring, some * PIECE_BYTES, lane);
+      if (is_elected())  // lanes that ask one after another take longer than a stage does
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+          if (w < some) load_bytes(ring.at() + w * PIECE_BYTES, from + w * UNIT_BYTES, PIECE_BYTES, bar, policy);
+      ring.next();
+    }
+  }
+}
+
+// The exponents of those weights of this warp's piece that have others; returns words that all that was read has a part
+// in.
+__device__ __forceinline__ u32 put_exceptions(uint4 (&w)[4], u32 piece, u32 number) {
+  u32 seen = 0;
+  each_exception(piece, number, [&](u32 entry) {
+    const Exception exception(entry);
+    seen |= entry;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      exception.put(w[i].x, 4 * i);
+      exception.put(w[i].y, 4 * i + 1);
+      exception.put(w[i].z, 4 * i + 2);
+      exception.put(w[i].w, 4 * i + 3);
+    }
+  });
+  return seen;
+}
+// A lane's part of a stage, four pairs of a line each 32 of k; anything, if the stage has no piece of this warp's.
+// Returns words that all that was read has a part in.
+template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[4], u32 stage, bool mine) {
+  const u32 piece = stage + threadIdx.x / 32 * PIECE_BYTES, from = piece + threadIdx.x % 32 * 16;
+  const uint4 first = read16(from), second = read16(from + PLANE_BYTES), third = read16(from + 2 * PLANE_BYTES);
+  const u32 number = mine ? read_half(piece + EXCEPTIONS_AT) : 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    u32 pairs[4];
+    decode_four(pairs, word(first, i), word(second, i), word(third, i));
+    w[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+  u32 seen = first.x | second.x | third.x | number;
+  if (number) seen |= put_exceptions(w, piece, number);
+  return seen;
+}
+// Where a lane finds its x of 32 of k, 64 bytes: pairs q and q + 8 of each q beside each other, those of 0 to 3 first.
+__device__ __forceinline__ int x_of_lane(int lane) { return lane / 4 % 2 * 32 + lane % 4 * 8; }
+__device__ __forceinline__ int x_of_four(int at) {  // at: in fours; returns words
+  return at / 8 * 16 + at / 2 % 2 * 8 + at % 2 * 4 + at / 4 % 2;
+}
+
+// Which of the sums of so many lines a program's begin at.
+template <int LINES> __device__ __forceinline__ int first_sum() { return LINES % 8 ? blockIdx.x * LINES % 8 : 0; }
+// What its lines' sums are multiplied by, for all of a layer's products.
+__device__ __forceinline__ float scale_of(const Memory& memory, int i) { return memory.scales[i]; }
+struct Scales {
+  static constexpr int EACH = (ALL_SCALES + THREADS - 1) / THREADS;
+  float its[EACH];
+
+  __device__ __forceinline__ Scales(const Layer& layer) {
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      its[j] = __ldg(place(layer, min((int)threadIdx.x + j * THREADS, ALL_SCALES - 1)));
+      asm volatile("" : "+f"(its[j])::"memory");
+    }
+  }
+  __device__ __forceinline__ void put(Memory& memory) const {
+#pragma unroll
+    for (int j = 0; j < EACH; j++)
+      if (const int i = threadIdx.x + j * THREADS; i < ALL_SCALES) memory.scales[i] = its[j];
+  }
+
+ private:
+  // Those of gate and up lie as their lines do in memory: eight of each in turn.
+  static __device__ __forceinline__ const float* place(const Layer& layer, int i) {
+    constexpr int OWN = GATE_LINES / 2;
+    if (i < O_SCALES) return layer.qkv_scales + blockIdx.x * QKV_LINES + i;
+    if (i < DOWN_SCALES) return layer.o_scales + blockIdx.x * ADD_LINES + i - O_SCALES;
+    if (i < GATE_SCALES) return layer.down_scales + blockIdx.x * ADD_LINES + i - DOWN_SCALES;
+    const int line = blockIdx.x * OWN + (i - GATE_SCALES) % OWN;
+    return layer.gate_up_scales + line / 8 * 16 + (i < UP_SCALES ? 0 : 8) + line % 8;
+  }
+};
