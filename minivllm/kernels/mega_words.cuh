@@ -38,9 +38,9 @@ typedef u16 Stored;
 #endif
 struct Layer {
   const Stored *qkv, *o, *gate_up, *down;  // norms' weights are folded in, but where there is a router
-  const u16 *query_norm, *key_norm;     // (D,), or null: not normed
-  u16 *keys, *values;                   // (blocks, TILE, KV, D)
-  const u16 *router, *norm;             // (EXPERTS, HIDDEN), (HIDDEN,): of what stands before router and experts
+  const u16 *query_norm, *key_norm;        // (D,), or null: not normed
+  u16 *keys, *values;                      // (blocks, TILE, KV, D)
+  const u16 *router, *norm;                // (EXPERTS, HIDDEN), (HIDDEN,): of what stands before router and experts
   const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of packed lines, see packed_weights.py
 };
 

@@ -8,6 +8,8 @@ model, and the next product's first in registers), and programs hand each other 
 beside the data, as NCCL's low-latency protocol does: no barrier of the grid, no fence. A layer's critical path is five
 such ways through L2, of about a µs each, and the arithmetic between.
 
+Weights may come packed (``mega_packed.cuh``): a quarter less to wait for, which layers of some size do.
+
 MLPs may be of experts (``mega_experts.cuh``): programs leave the router's logits as they leave all else, a sixth way,
 and no weights come until they are there.
 
