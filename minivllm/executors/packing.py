@@ -26,12 +26,21 @@ from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, pa
 from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
 from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
 from minivllm.layers.embedding import rank_rows
-from minivllm.layers.packed import Product, heads_of, pack_products, packable_decoders, packed_ways, products_of
+from minivllm.layers.packed import (
+    Product,
+    heads_of,
+    pack_products,
+    packable_decoders,
+    packed_ways,
+    products_of,
+    unpack_products,
+)
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Model
     from minivllm.core.model_config import ModelConfig
+    from minivllm.core.parallel import TensorParallel
 
 logger = logging.getLogger("minivllm")
 
@@ -61,35 +70,41 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
 
 
 def pack_weights(
-    model: Model, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int, plain: bool
+    model: Model,
+    config: EngineConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_bytes: int,
+    plain: bool,
 ) -> bool:
     """Pack the weights of a model that is loaded, those of LM heads and those of layers, where
-    ``config.packed_weights`` asks for it, or is auto and they fit; returns whether any are. ``cache_bytes``: of the
-    least cache that the configuration allows. ``plain``: its attention ``attends_plainly``.
+    ``config.packed_weights`` asks for it, or is auto and they fit, on all ranks; returns whether any are.
+    ``cache_bytes``: of the least cache that the configuration allows. ``plain``: its attention ``attends_plainly``.
 
     Raises:
         ConfigError: packed_weights=true, and some that would be faster cannot be packed, or none would be; it says why.
     """
     if config.packed_weights == "false":
         return False
-    module, asked, reasons, done = cast(nn.Module, model), config.packed_weights == "true", [], False
-    if why := _impossible(dtype, device):
-        reasons.append(why)
-    else:
-        for part in (_heads(module), _layers(module, plain)):
-            if (why := part.unfit or part.odd(dtype)) is None:
-                why = _pack(part, module, config, dtype, device, cache_bytes)
-                if why is not None and asked:
-                    raise _refusal(why)
-            if why is None:
-                done = True
-            else:
-                reasons.append(why)
-    if asked and not done:
-        raise _refusal(", and ".join(reasons))
-    for why in reasons:
+    module, asked = cast(nn.Module, model), config.packed_weights == "true"
+    reasons: list[str] = []
+    impossible, parts = _impossible(dtype, device), (_heads(module), _layers(module, plain))
+    for part in parts:
+        unfit = impossible or part.unfit or part.odd(dtype)
+        why = unfit or _pack(part, module, config, dtype, device, cache_bytes)
+        if not tp.minimum(int(why is None), device) and why is None:  # ranks' kernels wait for each other
+            unpack_products(part.products)
+            why = f"{part.what} are not packed on another rank"
+        if why is not None:
+            reasons.append(why)
+            if asked and unfit is None:
+                raise _refusal(why)
+    if asked and len(reasons) == len(parts):
+        raise _refusal(", and ".join(dict.fromkeys(reasons)))
+    for why in dict.fromkeys(reasons):
         logger.debug("weights are not packed: %s", why)
-    return done
+    return len(reasons) < len(parts)
 
 
 def _pack(

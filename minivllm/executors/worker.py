@@ -136,7 +136,7 @@ class Worker:
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
         runner = self.runner = self._build(device)
         self.packed_weights = pack_weights(
-            runner.model, self.config, getattr(torch, self.dtype), device, self._least_cache_bytes(),
+            runner.model, self.config, self.tp, getattr(torch, self.dtype), device, self._least_cache_bytes(),
             attends_plainly(runner.attention),
         )  # fmt: skip
         if self.device_type == "cuda":

@@ -61,6 +61,12 @@ def pack_products(model: nn.Module, products: Sequence[Product]) -> str | None:
     return None
 
 
+def unpack_products(products: Sequence[Product]) -> None:
+    """Nobody reads packed ones any more."""
+    for product in products:
+        product.packed_weight = None
+
+
 def pack_products_again(model: nn.Module) -> None:
     """After weights were loaded into a model that may have packed ones.
 
@@ -71,8 +77,7 @@ def pack_products_again(model: nn.Module) -> None:
     copies = {module: module.packed_weight for module in modules if module.packed_weight is not None}
     fits = pack_again(list(copies.values())) if copies else []
     if not all(fits):
-        for product in copies:
-            product.packed_weight = None
+        unpack_products(list(copies))
         raise CheckpointError(
             f"{_name_of(model, list(copies)[fits.index(False)])} has weights whose exponents lie too far apart to be "
             "packed, where CUDA graphs read packed ones; make a new engine, or one with packed_weights=false"

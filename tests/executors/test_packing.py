@@ -38,6 +38,7 @@ SHAPE = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 384, "
 SIZES = (256, 256), (768, 256), (256, 384), (512, 256)  # of o, gate and up, down, and qkv
 NEEDED = 3 * sum(packed_bytes(*size) for size in SIZES)
 ROWS = packed_chain._ROWS
+ALONE = TensorParallel()
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 
 
@@ -77,12 +78,12 @@ def packed(model: nn.Module) -> int:
 
 def ask(
     model: Any, asked: str = "auto", *, dtype: torch.dtype = BF16, device: torch.device = CUDA, needs: float = 0,
-    plain: bool = True, **config: Any,
+    plain: bool = True, tp: Any = ALONE, **config: Any,
 ) -> bool:  # fmt: skip
     """``needs``: of the cache, in packed models."""
     config.setdefault("cache", CacheOptions(gpu_memory_utilization=1.0))
     cache_bytes = int(needs * NEEDED)
-    return pack_weights(model, EngineConfig(packed_weights=asked, **config), dtype, device, cache_bytes, plain)
+    return pack_weights(model, EngineConfig(packed_weights=asked, **config), tp, dtype, device, cache_bytes, plain)
 
 
 @pytest.mark.parametrize("asked", ["auto", "true", "false"])
@@ -191,15 +192,14 @@ def test_small_layers(gpu: SimpleNamespace, model: Any, monkeypatch: pytest.Monk
     refused(model, "in layers of 0 million weights packed ones are not faster")
 
 
-def test_heads_without_layers_and_on_each_rank(
+def test_heads_without_layers_and_layers_without_heads(
     gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
     small = build(tiny_checkpoint, vocab_size=384)
     assert ask(small, "true") and packed(small) == 12 and small.lm_head.packed_weight is None
-    for options in ({}, {"tp": 2}):
-        model = build(tiny_checkpoint, vocab_size=512)
-        assert ask(model, **options) and model.lm_head.packed_weight is not None and packed(model) == 12
+    model = build(tiny_checkpoint, vocab_size=512)
+    assert ask(model) and model.lm_head.packed_weight is not None and packed(model) == 12
     monkeypatch.setattr(packed_chain, "_ROWS", ())
     model = build(tiny_checkpoint, vocab_size=512)
     assert ask(model) and not packed(model)
@@ -236,6 +236,21 @@ def test_who_asks_is_not_given_a_part_of_what_would_be_faster(
     assert ask(wide) and packed(wide) == 12 and wide.lm_head.packed_weight is None
     with pytest.raises(ConfigError, match="not for the sizes of the LM heads of LlamaForCausalLM"):
         ask(wide, "true")
+
+
+@pytest.mark.parametrize("other", [True, False])
+def test_ranks_agree(gpu: SimpleNamespace, model: Any, other: bool) -> None:
+    """A kernel of all ranks' layers waits for the other ranks."""
+    told: list[int] = []
+    tp = SimpleNamespace(size=2, minimum=lambda number, device: told.append(number) or min(number, int(other)))
+    assert ask(model, tp=tp) == other and packed(model) == 12 * other and told == [0, 1], "the head is too small"
+    gpu.runs = False
+    told.clear()
+    assert not ask(model, tp=tp) and told == [0, 0], "it says so before it goes on"
+    if not other:
+        gpu.runs = True
+        with pytest.raises(ConfigError, match="layers of LlamaForCausalLM are not packed on another rank"):
+            ask(model, "true", tp=tp)
 
 
 class OwnModel(nn.Module):
