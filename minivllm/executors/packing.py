@@ -56,14 +56,14 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     compile_ahead(PACK_KERNEL)
     tp, sms = config.tp, num_sms(device)
     kv_heads = max(its.num_kv_heads // tp, 1)
-    whole = DecoderShape(
+    shape = DecoderShape(
         its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
     )
-    chain = ChainShape(whole.hidden, whole.width, whole.inner, whole.qkv)
-    if tp == 1 and (rows := packed_rows(chain)) and (chained := packed_chain_config(rows[0], chain, sms)) is not None:
+    chain, whole = packed_ways(shape.products, shape, tp)
+    if chain and (chained := packed_chain_config(packed_rows(chain)[0], chain, sms)):
         compile_ahead(packed_kernel(chain, chained))
-    if (rows := packed_megakernel_rows(whole)) and (at_once := megakernel_config(whole, rows[0], sms, packed=True)):
-        compile_ahead(megakernel_of(whole, at_once))
+    if whole and (cut := megakernel_config(whole, packed_megakernel_rows(whole)[0], sms, packed=True)):
+        compile_ahead(megakernel_of(whole, cut))
     head = rank_rows(its.vocab_size, tp)[0], its.hidden_size
     if head[0] * head[1] >= MIN_WEIGHTS and (linear := linear_config(1, *head, sms)) is not None:
         compile_ahead(linear_kernel(*head, linear))
@@ -157,10 +157,13 @@ def _heads(model: nn.Module) -> _Part:
 
 def _layers(model: nn.Module, plain: bool) -> _Part:
     decoders = packable_decoders(model)
-    weights = {packed_ways(decoder, plain): chain.weights for decoder in decoders if (chain := decoder.chain_shape())}
+    ways = {}  # of kernels, for each shape
+    for decoder in decoders:
+        if chain := decoder.chain_shape():
+            ways[chain] = packed_ways(chain, decoder.dense_shape() if plain else None, decoder.tp.size)
     unfit = None
-    if (None, None) in weights:
-        its = f"layers of {weights[None, None] / 1e6:.0f} million weights"
+    if none := next((chain for chain, faster in ways.items() if faster == (None, None)), None):
+        its = f"layers of {none.weights / 1e6:.0f} million weights"
         unfit = f"in {its} packed ones are not faster" if plain else f"with this attention, {its} are not read packed"
 
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
@@ -169,7 +172,7 @@ def _layers(model: nn.Module, plain: bool) -> _Part:
                 return True
             return chain is not None and use_packed(packed_rows(chain)[0], chain, dtype, device)
 
-        return all(reads(*ways) for ways in weights)
+        return all(reads(*faster) for faster in ways.values())
 
     return _Part(f"the layers of {type(model).__name__}", products_of(decoders), unfit, runs)
 

@@ -6,7 +6,8 @@ template <int LINES, int K, int OF> struct Cut {
   static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // of a stage a warp has so many elements of k
   static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages that registers hold
   static constexpr int STAGE = OF, STEP_BYTES = 2 * OF;
-  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = (K + OF - 1) / OF, SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
+  static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = (K + OF - 1) / OF;
+  static constexpr int SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
   static constexpr int DEEP = (STEPS + SETS_OF_STEPS - 1) / SETS_OF_STEPS, MOST = AT_ONCE / DEEP;
   static constexpr int SETS = (EIGHTS + MOST - 1) / MOST, MANY = (EIGHTS + SETS - 1) / SETS;
   static_assert(MANY == 1 || SETS_OF_STEPS == 1, "stages come line by line");

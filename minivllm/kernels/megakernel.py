@@ -33,8 +33,9 @@ from torch.nn import functional as F
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
+from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
-from minivllm.kernels.packed_weights import FIRST_EXPONENT, LINES, PIECE_BYTES, STEP, PackedWeight, packable
+from minivllm.kernels.packed_weights import FIRST_EXPONENT, PIECE_BYTES, STEP, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
 
@@ -87,9 +88,9 @@ class DecoderShape:
         return self.width + 2 * self.num_kv_heads * self.head_dim
 
     @property
-    def weights(self) -> int:
-        """Elements of a layer's products; of experts, of one."""
-        return self.hidden * (self.qkv + self.width + 3 * self.inner)
+    def products(self) -> ChainShape:
+        """Of a layer, or of one with one of its experts."""
+        return ChainShape(self.hidden, self.width, self.inner, self.qkv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,7 @@ def megakernel_config(
     if rows * shape.hidden // programs > 32 * _WARPS or rows * shape.width < 4 * 32 * _WARPS:
         return None
     ks = shape.hidden, shape.width, shape.inner
-    if packed and (routing or any(n // programs % 4 for n in lines) or not all(packable(LINES, k) for k in ks)):
+    if packed and (routing or any(n // programs % 4 for n in lines) or any(k % STEP for k in ks)):
         return None
     chunks = (_WARPS * STEP,) * 3 if packed else (_chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner))
     if not all(chunks):
@@ -171,7 +172,7 @@ def _under_way(shape: DecoderShape, rows: int) -> int:
     there is room for, programs get theirs at different paces, and memory gives 5 to 10% less; not so of experts."""
     if shape.routing:
         return SHARED_BYTES
-    return (60 if shape.weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
+    return (60 if shape.products.weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
 def _chunk(k: int) -> int:
@@ -204,7 +205,7 @@ def packed_megakernel_rows(shape: DecoderShape) -> range:
     """Rows of which packed weights are multiplied faster than others are in any way; none of small layers."""
     if shape.routing is not None:
         return range(0)
-    return next((rows for weights, rows in _PACKED_ROWS if shape.weights >= weights), range(0))
+    return next((rows for weights, rows in _PACKED_ROWS if shape.products.weights >= weights), range(0))
 
 
 def use_megakernel(

@@ -3,10 +3,11 @@
 // Compiled for ROWS columns, behind packed_piece.cuh and multiply_by. One program a multiprocessor, in clusters of two
 // that go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input.
 // Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a
-// unit, 128 of k, and each warp two pieces. What is left when each cluster has as many whole blocks as any other is cut
-// along k, so that each gets as many units, but for one; programs that have parts of a block leave their sums in memory,
-// and each finishes a share of it, if it has several whole blocks before the last, while weights come. A warp asks for
-// weights, two units at a time, and where inputs are not there yet for as many as there is room for; another for inputs.
+// unit, 128 of k, and each warp two pieces. What is left when each cluster has as many whole blocks as any other is
+// cut along k, so that each gets as many units, but for one; programs that have parts of a block leave their sums in
+// memory, and each finishes a share of it, if it has several whole blocks before the last, while weights come. A warp
+// asks for weights, two units at a time, and where inputs are not there yet for as many as there is room for; another
+// for inputs.
 
 constexpr int THREADS = 256, LINES = 128;
 constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in

@@ -289,11 +289,11 @@ class Decoder(nn.Module):
     ) -> tuple[torch.Tensor, list[nn.Module]]:
         """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
         usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
-        whole, packed = self._whole_shape(layers, x, products), products is not None and _are_packed(usual)
-        if whole and packed and goes_whole(usual, whole, x, attention, packed):
-            return decode_whole(usual, whole, x, positions, attention, self.tp, packed), []
+        whole = self._whole_shape(layers, x, products)
+        if whole and products and _are_packed(usual) and goes_whole(usual, whole, x, attention, packed=True):
+            return decode_whole(usual, whole, x, positions, attention, self.tp, packed=True), []
         if products is not None and self.tp.size == 1:
-            packed = packed and _chain_reads_packed(products, x)
+            packed = _goes_packed(usual, products, x)
             if packed or use_chain(len(x), products, x.dtype, x.device):
                 return self._chained(usual, x, positions, attention, packed), []
         if whole and goes_whole(usual, whole, x, attention):
@@ -324,11 +324,14 @@ class Decoder(nn.Module):
         return _shared_shape(list(self.layers), DecoderLayer.chain_shape)
 
     def dense_shape(self) -> DecoderShape | None:
-        """The same as this rank's part of all layers in one kernel."""
+        """The same as this rank's part of all layers in one kernel, if ranks can meet in one."""
         products = self.chain_shape()
         if products is None or not (self.tp.size == 1 or self.tp.words):
             return None
-        return decoder_shape(cast(DecoderLayer, self.layers[0]), products.inner, ranks=self.tp.size)
+        return self._dense_shape(self.layers[0], products)
+
+    def _dense_shape(self, layer: nn.Module, products: ChainShape) -> DecoderShape:
+        return decoder_shape(cast(DecoderLayer, layer), products.inner, ranks=self.tp.size)
 
     def _whole_shape(
         self, layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None
@@ -337,7 +340,7 @@ class Decoder(nn.Module):
         if len(x) > MAX_MEGAKERNEL_ROWS:  # the host would ask each layer for nothing
             return None
         if products is not None:
-            return decoder_shape(cast(DecoderLayer, layers[0]), products.inner, ranks=self.tp.size)
+            return self._dense_shape(layers[0], products)
         return self._shape_of(layers, x, DecoderLayer.routed_shape) if self.tp.size == 1 else None
 
     def _chained(
@@ -389,8 +392,9 @@ def _are_packed(layers: list[DecoderLayer]) -> bool:
     return all(product.packed_weight is not None for layer in layers for product in layer.products())
 
 
-def _chain_reads_packed(shape: ChainShape, x: torch.Tensor) -> bool:
-    return len(x) in packed_rows(shape) and use_packed(len(x), shape, x.dtype, x.device)
+def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
+    """Whether products of layers of that shape read packed weights in this step, in the kernel between attentions."""
+    return len(x) in packed_rows(shape) and _are_packed(layers) and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):

@@ -32,12 +32,13 @@ def packable_decoders(model: nn.Module) -> list[Decoder]:
     return [its for its in found if type(its).forward is Decoder.forward and its.chain_shape() is not None]
 
 
-def packed_ways(decoder: Decoder, plain: bool) -> tuple[ChainShape | None, DecoderShape | None]:
-    """The shapes with which kernels would read packed weights of a packable decoder, where that is faster: products
-    between two attentions, and all layers at once, if attention is ``plain`` (see ``attends_plainly``)."""
-    chain, whole = decoder.chain_shape(), decoder.dense_shape() if plain else None
-    faster = chain is not None and decoder.tp.size == 1 and packed_rows(chain)
-    return chain if faster else None, whole if whole is not None and packed_megakernel_rows(whole) else None
+def packed_ways(
+    chain: ChainShape, whole: DecoderShape | None, ranks: int
+) -> tuple[ChainShape | None, DecoderShape | None]:
+    """With which of these shapes kernels would read packed weights of layers, where that is faster: of one rank,
+    products between two attentions, and all layers in one, if they go so."""
+    chained = ranks == 1 and packed_rows(chain)
+    return chain if chained else None, whole if whole is not None and packed_megakernel_rows(whole) else None
 
 
 def products_of(decoders: list[Decoder]) -> list[LinearBase]:

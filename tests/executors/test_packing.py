@@ -135,7 +135,7 @@ def test_those_are_the_kernels_that_are_asked_for(
     asked = {packed_weights.PACK_KERNEL}
     if lines * k >= packing.MIN_WEIGHTS:
         asked.add(linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132))))
-    chain, whole = packed_ways(model.model, plain=True)
+    chain, whole = packed_ways(model.model.chain_shape(), model.model.dense_shape(), tp)
     if chain is not None:
         asked.add(packed_kernel(chain, config_of(packed_chain_config(packed_rows(chain)[0], chain, 132))))
     if whole is not None:
