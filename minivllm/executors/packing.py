@@ -24,11 +24,12 @@ from minivllm.kernels.megakernel import (
 )
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
 from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
-from minivllm.kernels.packed_weights import PACK_KERNEL, packable, packed_bytes
+from minivllm.kernels.packed_weights import PACK_KERNEL, Order, packable, packed_bytes
 from minivllm.layers.embedding import rank_rows
 from minivllm.layers.packed import (
     Product,
     heads_of,
+    order_for,
     pack_products,
     packable_decoders,
     packed_ways,
@@ -62,7 +63,7 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     chain, whole = packed_ways(shape.products, shape, tp)
     if chain and (chained := packed_chain_config(packed_rows(chain)[0], chain, sms)):
         compile_ahead(packed_kernel(chain, chained))
-    if whole and (cut := megakernel_config(whole, packed_megakernel_rows(whole)[0], sms, packed=True)):
+    if whole and (cut := megakernel_config(whole, packed_megakernel_rows(whole)[0], sms, order_for(chain, whole))):
         compile_ahead(megakernel_of(whole, cut))
     head = rank_rows(its.vocab_size, tp)[0], its.hidden_size
     if head[0] * head[1] >= MIN_WEIGHTS and (linear := linear_config(1, *head, sms)) is not None:
@@ -115,7 +116,7 @@ def _pack(
         return why
     if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
         return f"the kernel of packed weights is not for the sizes of {part.what}, or does not run here"
-    if (name := pack_products(model, part.products)) is not None:
+    if (name := pack_products(model, part.products, part.order)) is not None:
         return f"{name} has weights whose exponents lie too far apart"
     return None
 
@@ -130,6 +131,7 @@ class _Part:
 
     what: str
     products: Sequence[Product]
+    order: Order
     unfit: str | None
     runs: Callable[[torch.dtype, torch.device], bool]  # is the kernel for these, and does it load? compiles it
 
@@ -152,7 +154,7 @@ def _heads(model: nn.Module) -> _Part:
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
         return all(use_packed_linear(1, lines, k, dtype, device) for lines, k in sizes)
 
-    return _Part(f"the LM heads of {type(model).__name__}", heads, unfit, runs)
+    return _Part(f"the LM heads of {type(model).__name__}", heads, Order.UNITS, unfit, runs)
 
 
 def _layers(model: nn.Module, plain: bool) -> _Part:
@@ -161,6 +163,8 @@ def _layers(model: nn.Module, plain: bool) -> _Part:
     for decoder in decoders:
         if chain := decoder.chain_shape():
             ways[chain] = packed_ways(chain, decoder.dense_shape() if plain else None, decoder.tp.size)
+    orders = {order_for(*faster) for faster in ways.values()}
+    order = orders.pop() if len(orders) == 1 else Order.UNITS  # which any kernel reads
     unfit = None
     if none := next((chain for chain, faster in ways.items() if faster == (None, None)), None):
         its = f"layers of {none.weights / 1e6:.0f} million weights"
@@ -168,13 +172,13 @@ def _layers(model: nn.Module, plain: bool) -> _Part:
 
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
         def reads(chain: ChainShape | None, whole: DecoderShape | None) -> bool:
-            if whole and use_megakernel(whole, packed_megakernel_rows(whole)[0], dtype, device, packed=True):
+            if whole and use_megakernel(whole, packed_megakernel_rows(whole)[0], dtype, device, order):
                 return True
             return chain is not None and use_packed(packed_rows(chain)[0], chain, dtype, device)
 
         return all(reads(*faster) for faster in ways.values())
 
-    return _Part(f"the layers of {type(model).__name__}", products_of(decoders), unfit, runs)
+    return _Part(f"the layers of {type(model).__name__}", products_of(decoders), order, unfit, runs)
 
 
 def _impossible(dtype: torch.dtype, device: torch.device) -> str | None:

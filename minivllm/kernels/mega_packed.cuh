@@ -5,6 +5,16 @@
 
 static_assert(!EXPERTS && STAGE_BYTES >= WARPS * PIECE_BYTES, "megakernel.py");
 
+constexpr int APART = BY_LINES ? PIECE_BYTES : UNIT_BYTES;  // pieces of the same lines, one behind another along k
+
+// Asks for so many pieces, one a warp.
+__device__ __forceinline__ void load_pieces(const Stored* from, int some, Ring& ring, u32 bar, u64 policy) {
+  if (!is_elected()) return;  // lanes that ask one after another take longer than a stage does
+  if (BY_LINES) return load_bytes(ring.at(), from, some * PIECE_BYTES, bar, policy);
+#pragma unroll
+  for (int w = 0; w < WARPS; w++)
+    if (w < some) load_bytes(ring.at() + w * PIECE_BYTES, from + w * UNIT_BYTES, PIECE_BYTES, bar, policy);
+}
 // Asks for the pieces of LINES lines of a weight, eight at a time, of one part of k after another; of gate and up a
 // program has half of each, whose eights take turns in memory.
 template <int LINES, int K, int OF, bool GATED = false, int PIECES_ = 1>
@@ -15,17 +25,14 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
 #pragma unroll 1
   for (int i = 0; i < PIECES_ * ALL_EIGHTS; i++) {
     const int e = i % ALL_EIGHTS, own = blockIdx.x * OWN / 8 + e % EIGHTS, eight = GATED ? 2 * own + e / EIGHTS : own;
-    const u64 first = (u64)(eight / 16) * UNITS + i / ALL_EIGHTS * SOME;
-    const Stored* from = weight + first * UNIT_BYTES + eight % 16 * PIECE_BYTES;
+    const u64 first = (u64)(BY_LINES ? eight : eight / 16) * UNITS + i / ALL_EIGHTS * SOME;
+    const Stored* from = weight + first * APART + (BY_LINES ? 0 : eight % 16 * PIECE_BYTES);
 #pragma unroll 1
-    for (int unit = 0; unit < SOME; unit += WARPS, from += WARPS * UNIT_BYTES) {
+    for (int unit = 0; unit < SOME; unit += WARPS, from += WARPS * APART) {
       const int some = min(SOME - unit, WARPS);
       keep_pace<WARPS * PIECE_BYTES>(ring);
       const u32 bar = make_room(ring, some * PIECE_BYTES, lane);
-      if (is_elected())  // lanes that ask one after another take longer than a stage does
-#pragma unroll
-        for (int w = 0; w < WARPS; w++)
-          if (w < some) load_bytes(ring.at() + w * PIECE_BYTES, from + w * UNIT_BYTES, PIECE_BYTES, bar, policy);
+      load_pieces(from, some, ring, bar, policy);
       ring.next();
     }
   }

@@ -35,7 +35,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
-from minivllm.kernels.packed_weights import FIRST_EXPONENT, PIECE_BYTES, STEP, PackedWeight
+from minivllm.kernels.packed_weights import FIRST_EXPONENT, PIECE_BYTES, STEP, Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
 
@@ -104,7 +104,7 @@ class MegakernelConfig:
     memory_bytes: int  # shared, beside the stages
     pieces: int  # that down's input is taken in
     under_way: int  # bytes of weights that a program waits for at once, see _under_way
-    packed: bool
+    packed: Order | None  # of weights
 
     @property
     def shared_bytes(self) -> int:
@@ -113,10 +113,10 @@ class MegakernelConfig:
 
 @cache
 def megakernel_config(
-    shape: DecoderShape, rows: int = 1, sms: int = 132, packed: bool = False
+    shape: DecoderShape, rows: int = 1, sms: int = 132, packed: Order | None = None
 ) -> MegakernelConfig | None:
     """None: the products do not cut evenly, nothing of the kernel's kind attends to such heads, or there are too many
-    rows. ``packed``: from packed weights."""
+    rows. ``packed``: from packed weights, in that order."""
     routing, chosen = shape.routing, shape.chosen
     if rows > (_MOST_ROUTED_ROWS if routing else MAX_MEGAKERNEL_ROWS):
         return None
@@ -187,7 +187,7 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
               "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way,
-              "RANKS": shape.ranks, "PACKED": int(config.packed)}  # fmt: skip
+              "RANKS": shape.ranks, "PACKED": int(config.packed is not None)}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
@@ -195,6 +195,7 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
         macros["RENORMALIZE"] = int(routing.renormalize)
     if config.packed:
         macros |= {"PIECE_BYTES": PIECE_BYTES, "FIRST_EXPONENT": FIRST_EXPONENT}
+        macros["BY_LINES"] = int(config.packed is Order.LINES)
     weights = ("packed_piece", "mega_packed") if config.packed else ("mega_lines",)
     mlp = "mega_experts" if routing else "mega_dense"
     files = "mega_words", *weights, "mega_products", "mega_attention", mlp
@@ -209,7 +210,7 @@ def packed_megakernel_rows(shape: DecoderShape) -> range:
 
 
 def use_megakernel(
-    shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device, packed: bool = False
+    shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device, packed: Order | None = None
 ) -> bool:
     """Whether the kernel is for such layers, of weights that are ``packed`` or not, and so many sequences, and runs
     there."""
@@ -240,8 +241,8 @@ class LayerWeights:
     (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads, head_dim). All bfloat16
     and contiguous. With routing gate_up (experts, 2 * inner, hidden), gate's rows first, down (experts, hidden, inner),
     router (experts, hidden), and the norm in front of all three (hidden,), which is folded into none of them.
-    ``packed``: qkv, o, gate_up (as gated) and down once more, which the kernel reads in their place: of all layers, or
-    of none."""
+    ``packed``: qkv, o, gate_up (as gated) and down once more, which the kernel reads in their place: of all layers, in
+    one order, or of none."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -327,8 +328,8 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.T
     if compiling():
         return y
     shape, cos_sin, device = layers.shape, layers.cos_sin, x.device
-    packed = layers.weights[0].packed is not None
-    config = megakernel_config(shape, len(x), num_sms(device), packed)
+    packed = layers.weights[0].packed
+    config = megakernel_config(shape, len(x), num_sms(device), packed[0].order if packed else None)
     assert config is not None and x.shape[1] == shape.hidden and x.is_contiguous()
     assert tokens.positions.dtype == tokens.slots.dtype == torch.int64 and cos_sin.shape[1] == shape.head_dim
     assert tokens.seq_lens.dtype == tokens.block_tables.dtype == torch.int32

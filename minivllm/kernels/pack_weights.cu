@@ -103,12 +103,14 @@ __device__ __forceinline__ bool pack_piece(const u16* from, int base, unsigned c
   return fits;
 }
 
-// weight (lines, k); data (lines / 128, k / 128, 16) pieces; scales (lines,), as data has them. failed: becomes 1 if
-// that cannot be.
+// weight (lines, k); data: pieces of (lines / 128, k / 128, 16), or, by_lines, of (lines / 8, k / 128); scales (lines,), as
+// data has them. failed: becomes 1 if that cannot be.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-pack_weights(const u16* weight, unsigned char* data, float* scales, u32* failed, int lines, int k, int gated) {
+pack_weights(const u16* weight, unsigned char* data, float* scales, u32* failed, int lines, int k, int gated,
+             int by_lines) {
   extern __shared__ unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, steps = k / PIECE_K;
+  const int apart = by_lines ? PIECE_BYTES : UNIT_BYTES;  // pieces of the same lines
   u32* const counts = (u32*)memory + warp * EXPONENTS;
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {
@@ -123,9 +125,9 @@ pack_weights(const u16* weight, unsigned char* data, float* scales, u32* failed,
       __syncwarp();
     }
     const u16* from = weight + (u64)(line + lane / 4) * k + lane % 4 * 2;
-    unsigned char* piece = data + (u64)block * steps * UNIT_BYTES + which * PIECE_BYTES;
+    unsigned char* piece = data + (u64)block * steps * UNIT_BYTES + (by_lines ? which * steps : which) * PIECE_BYTES;
 #pragma unroll 1
-    for (int step = 0; step < steps; step++, from += PIECE_K, piece += UNIT_BYTES)
+    for (int step = 0; step < steps; step++, from += PIECE_K, piece += apart)
       if (!pack_piece(from, its_base, piece)) *failed = 1;
   }
 }

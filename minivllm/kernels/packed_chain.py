@@ -22,7 +22,7 @@ from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import Kernel, load
 from minivllm.kernels.packed_config import PackedConfig, packed_config
-from minivllm.kernels.packed_weights import PackedWeight
+from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
 # For layers of so many weights, rows: with fewer one kernel of all layers is faster, with more what programs give each
@@ -77,6 +77,7 @@ def packed_chain(
     shape = ChainShape(x.shape[1], heads.shape[1], down.weight.shape[1], qkv.weight.shape[0])
     config = packed_chain_config(rows, shape, num_sms(device))
     assert config is not None and x.is_contiguous() and heads.stride(1) == 1 and gate_up.gated
+    assert all(its.order is Order.UNITS for its in (o, gate_up, down, qkv))
     projection = x.new_empty((rows, shape.qkv))
     if compiling():
         return projection

@@ -16,7 +16,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.hopper import Kernel, load
 from minivllm.kernels.packed_config import PackedConfig, packed_config
-from minivllm.kernels.packed_weights import PackedWeight
+from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
 MIN_WEIGHTS = 100_000_000  # of smaller ones, what stands before and behind the stream counts as much
@@ -45,6 +45,7 @@ def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     (lines, k), rows = packed.weight.shape, len(x)
     config = linear_config(rows, lines, k, num_sms(x.device))
     assert config is not None and x.shape[1] == k and x.stride(1) == 1 and not packed.gated
+    assert packed.order is Order.UNITS
     out = x.new_empty((rows, lines))
     if compiling():
         return out

@@ -8,12 +8,14 @@ kept beside where they are and how far their exponent lies. What a kernel makes 
 of two, its line's, by which it divides the sums: nothing is rounded, nothing is lost. A line that training has left
 near zero has its own base, as any other; one of zeros is whatever, times zero.
 
-Weights lie in units of 128 lines by 128 of k, one behind another along k, and of a unit in pieces of eight lines, each
-of which can be read by itself (``packed_piece.cuh``): three planes of 16 bytes for each of 32 lanes, then the piece's
-exceptions, 16 bits each behind their number. Of a line four lanes have eight pairs of neighbours in 32 of k, as a
-thread has them where wgmma takes weights from its registers: of two pieces those of 16 lines. Of a plane's four words
+A piece is eight lines by 128 of k (``packed_piece.cuh``): three planes of 16 bytes for each of 32 lanes, then the
+piece's exceptions, 16 bits each behind their number. Of a line four lanes have eight pairs of neighbours in 32 of k, as
+a thread has them where wgmma takes weights from its registers: of two pieces those of 16 lines. Of a plane's four words
 each is of other 32 of k; three words, a plane's each, have a pair of weights where it belongs, in 24 bits of 32, and in
 the other bits of all three a fourth pair.
+
+Kernels differ in which pieces they read together (``Order``): sixteen, a unit of 128 lines, or those of eight lines,
+whose k one warp after another takes.
 
 The kernel that packs is CUDA C++ (``pack_weights.cu``). Bytes moved: a weight's, twice, and three quarters as many
 back.
@@ -25,6 +27,7 @@ decode; fixed lengths decode where they are multiplied, 1.4 instructions a weigh
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 
 import torch
@@ -58,16 +61,30 @@ PACK_KERNEL = Kernel(
 )
 
 
+class Order(Enum):
+    """How pieces lie in memory."""
+
+    UNITS = "units"  # the sixteen of 128 lines one behind another, then those further along k
+    LINES = "lines"  # those of eight lines, along k
+
+
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Of ``weight`` (lines, k). data (lines / 128, k / 128, 16, PIECE_BYTES) uint8; a weight is what its bits say times
-    its line's scale, of ``scales`` (lines,) float32, powers of two or zero, as data has the lines: as they are, or, if
-    ``gated``, eight of the first half (gate) and eight of the second (up) in turn."""
+    """Of ``weight`` (lines, k). data (lines / 128, k / 128, 16, PIECE_BYTES) uint8, of ``Order.LINES`` (lines / 128,
+    16, k / 128, PIECE_BYTES), contiguous; a weight is what its bits say times its line's scale, of ``scales`` (lines,)
+    float32, powers of two or zero, as data has the lines: as they are, or, if ``gated``, eight of the first half (gate)
+    and eight of the second (up) in turn."""
 
     weight: torch.Tensor
     data: torch.Tensor
     scales: torch.Tensor
     gated: bool
+    order: Order
+
+    @property
+    def units(self) -> torch.Tensor:
+        """data as of ``Order.UNITS``."""
+        return self.data if self.order is Order.UNITS else self.data.transpose(1, 2)
 
 
 def packable(lines: int, k: int) -> bool:
@@ -78,15 +95,17 @@ def packed_bytes(lines: int, k: int) -> int:
     return lines // PIECE_LINES * (k // STEP) * PIECE_BYTES
 
 
-def pack(weight: torch.Tensor, gated: bool = False) -> PackedWeight | None:
+def pack(weight: torch.Tensor, gated: bool = False, order: Order = Order.UNITS) -> PackedWeight | None:
     """Of weight (lines, k) bfloat16, contiguous. None: a piece has more than ``MOST_EXCEPTIONS``, or a weight lies too
     far from the others of its line, or is a denormal or no number."""
-    return _packed([weight], [gated], _write)[0]
+    return _packed([weight], [gated], order, _write)[0]
 
 
-def pack_all(weights: Sequence[torch.Tensor], gated: Sequence[bool]) -> list[PackedWeight | None]:
+def pack_all(
+    weights: Sequence[torch.Tensor], gated: Sequence[bool], order: Order = Order.UNITS
+) -> list[PackedWeight | None]:
     """``pack`` of each, all on one device; on Hopper by a kernel, whose answers the host waits for once."""
-    return _packed(weights, gated, _writer(weights[0].device))
+    return _packed(weights, gated, order, _writer(weights[0].device))
 
 
 def pack_again(packed: Sequence[PackedWeight]) -> list[bool]:
@@ -99,13 +118,16 @@ def pack_again(packed: Sequence[PackedWeight]) -> list[bool]:
 _Writer = Callable[[PackedWeight, torch.Tensor], None]
 
 
-def _packed(weights: Sequence[torch.Tensor], gated: Sequence[bool], write: _Writer) -> list[PackedWeight | None]:
+def _packed(
+    weights: Sequence[torch.Tensor], gated: Sequence[bool], order: Order, write: _Writer
+) -> list[PackedWeight | None]:
     packed = []
     for weight, its in zip(weights, gated, strict=True):
         assert weight.dtype == torch.bfloat16 and weight.is_contiguous() and packable(*weight.shape)
         lines, k = weight.shape
-        data = weight.new_empty((lines // LINES, k // STEP, _UNIT_PIECES, PIECE_BYTES), dtype=torch.uint8)
-        packed.append(PackedWeight(weight, data, weight.new_empty(lines, dtype=torch.float32), its))
+        inside = (k // STEP, _UNIT_PIECES) if order is Order.UNITS else (_UNIT_PIECES, k // STEP)
+        data = weight.new_empty((lines // LINES, *inside, PIECE_BYTES), dtype=torch.uint8)
+        packed.append(PackedWeight(weight, data, weight.new_empty(lines, dtype=torch.float32), its, order))
     return [its if fits else None for its, fits in zip(packed, _fill(packed, write), strict=True)]
 
 
@@ -133,7 +155,7 @@ def _launch(packed: PackedWeight, failed: torch.Tensor) -> None:
     weight = packed.weight
     tensors = weight, packed.data, packed.scales, failed
     pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    numbers = (ctypes.c_int * 3)(*weight.shape, packed.gated)
+    numbers = (ctypes.c_int * 4)(*weight.shape, packed.gated, packed.order is Order.LINES)
     addresses = [
         *(ctypes.addressof(pointers) + 8 * i for i in range(len(pointers))),
         *(ctypes.addressof(numbers) + 4 * i for i in range(len(numbers))),
@@ -147,7 +169,7 @@ def _launch(packed: PackedWeight, failed: torch.Tensor) -> None:
 def _write(packed: PackedWeight, failed: torch.Tensor) -> None:
     eights, some = _by_eight(packed.weight, packed.gated), max(1, _AT_ONCE // (LINES * packed.weight.shape[1]))
     of_blocks = (its.split(some * _UNIT_PIECES) for its in (eights, _scales(packed)))
-    for bits, scales, units in zip(*of_blocks, packed.data.split(some), strict=True):
+    for bits, scales, units in zip(*of_blocks, packed.units.split(some), strict=True):
         pieces = units.new_empty(len(bits), units.shape[1], PIECE_BYTES)
         _pack_eights(bits, scales, pieces, failed)
         units.copy_(pieces.unflatten(0, (-1, _UNIT_PIECES)).transpose(1, 2))
@@ -231,7 +253,7 @@ def _delta(shift: torch.Tensor) -> torch.Tensor:
 def unpack(packed: PackedWeight) -> torch.Tensor:
     """The weight (lines, k) again, by the arithmetic of the kernels that read it."""
     lines, k = packed.weight.shape
-    pieces = packed.data.transpose(1, 2).reshape(-1, PIECE_BYTES)
+    pieces = packed.units.transpose(1, 2).reshape(-1, PIECE_BYTES)
     planes = pieces[:, :_EXCEPTIONS_AT].contiguous().view(torch.int32).view(-1, _PLANES, _LANES, 4).unbind(1)
     first = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23
     in_place = [(plane & -0x78007801) | first for plane in planes]  # 0x87FF87FF

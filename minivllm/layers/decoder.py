@@ -24,7 +24,7 @@ from minivllm.kernels.chain_linear import chain_linear, use_chain
 from minivllm.kernels.exchange import PeerExchange
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
 from minivllm.kernels.packed_chain import packed_chain, packed_rows, use_packed
-from minivllm.kernels.packed_weights import PackedWeight
+from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
@@ -290,7 +290,7 @@ class Decoder(nn.Module):
         """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
         usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
         whole = self._whole_shape(layers, x, products)
-        if whole and products and _are_packed(usual) and goes_whole(usual, whole, x, attention, packed=True):
+        if whole and products and (order := _order_of(usual)) and goes_whole(usual, whole, x, attention, order):
             return decode_whole(usual, whole, x, positions, attention, self.tp, packed=True), []
         if products is not None and self.tp.size == 1:
             packed = _goes_packed(usual, products, x)
@@ -388,13 +388,18 @@ def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape |
     return shape if all_tokens else None
 
 
-def _are_packed(layers: list[DecoderLayer]) -> bool:
-    return all(product.packed_weight is not None for layer in layers for product in layer.products())
+def _order_of(layers: list[DecoderLayer]) -> Order | None:
+    """In which all their weights are packed; None: they are not, or not alike."""
+    packed = (product.packed_weight for layer in layers for product in layer.products())
+    orders = {None if its is None else its.order for its in packed}
+    return orders.pop() if len(orders) == 1 else None
 
 
 def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
     """Whether products of layers of that shape read packed weights in this step, in the kernel between attentions."""
-    return len(x) in packed_rows(shape) and _are_packed(layers) and use_packed(len(x), shape, x.dtype, x.device)
+    if len(x) not in packed_rows(shape) or _order_of(layers) is not Order.UNITS:
+        return False
+    return use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):

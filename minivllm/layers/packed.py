@@ -18,7 +18,7 @@ from minivllm.errors import CheckpointError
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.megakernel import DecoderShape, packed_megakernel_rows
 from minivllm.kernels.packed_chain import packed_rows
-from minivllm.kernels.packed_weights import pack_again, pack_all
+from minivllm.kernels.packed_weights import Order, pack_again, pack_all
 from minivllm.layers.decoder import Decoder, DecoderLayer
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear
@@ -51,10 +51,15 @@ def heads_of(model: nn.Module) -> list[ParallelLMHead]:
     return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
 
 
-def pack_products(model: nn.Module, products: Sequence[Product]) -> str | None:
+def order_for(chain: ChainShape | None, whole: DecoderShape | None) -> Order:
+    """In which those of ``packed_ways`` read packed weights, which all layers of a shape have once."""
+    return Order.LINES if whole is not None and chain is None else Order.UNITS
+
+
+def pack_products(model: nn.Module, products: Sequence[Product], order: Order = Order.UNITS) -> str | None:
     """Pack the weights of some of its products, all or nothing. Returns the name of one that cannot be packed."""
     gated = [isinstance(product, MergedColumnParallelLinear) for product in products]
-    packed = pack_all([product.weight for product in products], gated)
+    packed = pack_all([product.weight for product in products], gated, order)
     if None in packed:
         return _name_of(model, products[packed.index(None)])
     for product, its in zip(products, packed, strict=True):

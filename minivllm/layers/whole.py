@@ -23,7 +23,7 @@ from minivllm.kernels.megakernel import (
     packed_megakernel_rows,
     use_megakernel,
 )
-from minivllm.kernels.packed_weights import PackedWeight
+from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.layers.experts import RoutedExperts, RoutedMLP
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.parts import is_plain
@@ -52,9 +52,13 @@ def attends_plainly(backend: AttentionBackend) -> bool:
 
 
 def goes_whole(
-    layers: list[DecoderLayer], shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend, packed: bool = False
+    layers: list[DecoderLayer],
+    shape: DecoderShape,
+    x: torch.Tensor,
+    backend: AttentionBackend,
+    packed: Order | None = None,
 ) -> bool:
-    """Whether layers of that shape go as one kernel in this step, from ``packed`` weights or others."""
+    """Whether layers of that shape go as one kernel in this step, from ``packed`` weights of that order or others."""
     batch = backend.batch
     if packed and len(x) not in packed_megakernel_rows(shape):
         return False

@@ -25,9 +25,9 @@ from minivllm.kernels import megakernel, packed_chain, packed_weights
 from minivllm.kernels.megakernel import megakernel_config, megakernel_of
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows
 from minivllm.kernels.packed_linear import linear_config, linear_kernel
-from minivllm.kernels.packed_weights import packed_bytes
+from minivllm.kernels.packed_weights import Order, packed_bytes
 from minivllm.layers.linear import LinearBase
-from minivllm.layers.packed import packed_ways
+from minivllm.layers.packed import order_for, packed_ways
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import build_model, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -139,7 +139,7 @@ def test_those_are_the_kernels_that_are_asked_for(
     if chain is not None:
         asked.add(packed_kernel(chain, config_of(packed_chain_config(packed_rows(chain)[0], chain, 132))))
     if whole is not None:
-        asked.add(megakernel_of(whole, config_of(megakernel_config(whole, 1, 132, packed=True))))
+        asked.add(megakernel_of(whole, config_of(megakernel_config(whole, 1, 132, order_for(chain, whole)))))
     assert set(gpu.compiled) == asked
     assert {kernel.name for kernel in asked} - {"pack_weights", "packed_linear"} == ways
 
@@ -219,6 +219,10 @@ def test_either_way_of_reading_layers_is_enough(
         monkeypatch.setattr(megakernel, "_PACKED_ROWS", at_once)
         model = build(tiny_checkpoint)
         assert ask(model, plain=plain) == is_packed and packed(model) == 12 * is_packed
+        copies = (its.packed_weight for its in model.modules() if isinstance(its, LinearBase))
+        assert {copy.order for copy in copies if copy} == (
+            {Order.UNITS if rows else Order.LINES} if is_packed else set()
+        )
 
 
 def test_who_asks_is_not_given_a_part_of_what_would_be_faster(

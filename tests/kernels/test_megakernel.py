@@ -26,7 +26,7 @@ from minivllm.kernels.megakernel import (
     packed_megakernel_rows,
     use_megakernel,
 )
-from minivllm.kernels.packed_weights import PIECE_BYTES, pack_all
+from minivllm.kernels.packed_weights import PIECE_BYTES, Order, pack_all
 from minivllm.kernels.peer_words import PeerWords
 
 BF16, EPS, HEADS_EPS = torch.bfloat16, 1e-6, 1e-2
@@ -58,7 +58,7 @@ ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2)) | {"Qwen3-30B-A3B": (1
 # --------------------------------------------------------------------------- how they are cut
 
 
-def check(shape, rows, sms, packed=False):
+def check(shape, rows, sms, packed=None):
     config = megakernel_config(shape, rows, sms, packed)
     if config is None:
         return False
@@ -91,7 +91,7 @@ def check(shape, rows, sms, packed=False):
     ),
     st.integers(1, 9),
     st.sampled_from([2, 39, 114, 132]),
-    st.booleans(),
+    st.sampled_from([None, *Order]),
 )
 def test_what_is_cut_fits_the_chip(shape, rows, sms, packed):
     check(shape, rows, sms, packed)
@@ -101,8 +101,8 @@ def test_what_is_cut_fits_the_chip(shape, rows, sms, packed):
 def test_published_models_are_cut_for_packed_weights(model):
     rows = packed_megakernel_rows(SHAPES[model])
     assert len(rows) == {"Qwen3-0.6B": 0, "Qwen3-14B": 2, "Qwen3-32B": 2, "Qwen3-30B-A3B": 0}.get(model, 4)
-    assert all(check(SHAPES[model], some, 132, packed=True) for some in rows)
-    assert not megakernel_config(SHAPES["Qwen3-30B-A3B"], packed=True), "experts are not packed"
+    assert all(check(SHAPES[model], some, 132, order) for some in rows for order in Order)
+    assert not megakernel_config(SHAPES["Qwen3-30B-A3B"], packed=Order.LINES), "experts are not packed"
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -169,10 +169,10 @@ def test_published_models_compile(compiled, reads_in_time, model):
         reads_in_time(cubin)
 
 
-@pytest.mark.parametrize(("model", "rows"), [("Qwen3-4B", 4), ("Qwen3-14B, 2", 1)])
-def test_packed_weights_compile(compiled, reads_in_time, model, rows):
+@pytest.mark.parametrize(("model", "rows", "order"), [("Qwen3-8B", 4, Order.UNITS), ("Qwen3-14B, 2", 1, Order.LINES)])
+def test_packed_weights_compile(compiled, reads_in_time, model, rows, order):
     shape = (SHAPES | PARTS)[model]
-    reads_in_time(nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows, packed=True)).source))
+    reads_in_time(nvrtc.compile_cubin(mega.megakernel_of(shape, megakernel_config(shape, rows, packed=order)).source))
 
 
 @pytest.mark.parametrize("model", ["Qwen3-4B, 2", "Qwen3-14B, 4"])
@@ -244,11 +244,12 @@ class Step:
         tokens = DecodeTokens(self.positions, self.slots, self.lens, self.tables)
         return kernel(self.x if x is None else x, layers, tokens)
 
-    def packed(self):
+    def packed(self, order=Order.LINES):
         """The same step from packed weights."""
         own, gated = copy.copy(self), [False, False, True, False]
         own.layers = [
-            replace(its, packed=tuple(pack_all([its.qkv, its.o, its.gate_up, its.down], gated))) for its in self.layers
+            replace(its, packed=tuple(pack_all([its.qkv, its.o, its.gate_up, its.down], gated, order)))
+            for its in self.layers
         ]
         return own
 
@@ -325,11 +326,12 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert config.sharedMemBytes == cut.shared_bytes and not words.any() and not count.any()
 
 
-def test_the_kernel_is_told_where_packed_weights_are(told):
-    step = Step(DecoderShape(1024, 3072, 16, 8, 128), 1, [40], "cpu").packed()
+@pytest.mark.parametrize("order", Order)
+def test_the_kernel_is_told_where_packed_weights_are(told, order):
+    step = Step(DecoderShape(1024, 3072, 16, 8, 128), 1, [40], "cpu").packed(order)
     step.run()
     ((_, kernel, values),) = told.seen
-    assert kernel == mega.megakernel_of(step.shape, megakernel_config(step.shape, packed=True))
+    assert kernel == mega.megakernel_of(step.shape, megakernel_config(step.shape, packed=order))
     (layer,) = step.layers
     ((*products, _, _, _, _, _, _, a, b, c, d),) = mega._table(step.x.device, (layer.pointers(),)).tolist()
     assert products == [its.data.data_ptr() for its in layer.packed]
@@ -360,8 +362,7 @@ def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape
 
 PACKED = [
     (SMALL, 16, [300, 17]), (DecoderShape(1024, 2048, 16, 2, 64), 16, [20, 300, 6]), (SMALL, 16, [300, 17, 100, 1, 40]),
-    (DecoderShape(640, 1152, 9, 3, 128), 32, [40]),  # 20 lines, 36 and 60: they begin amid eights; nine pieces of k
-    (DecoderShape(640, 1152, 9, 3, 128), 32, [7, 300, 19]),
+    (DecoderShape(640, 1152, 9, 3, 128), 32, [7, 300, 19]),  # 20 lines, 36, 60: they begin amid eights; k of nine
 ]  # fmt: skip
 
 
@@ -375,36 +376,41 @@ def spread(step, device="cpu"):
             weight[drawn > 1 - 2e-4] *= 64
 
 
-@pytest.mark.parametrize(("shape", "programs", "lengths"), PACKED, ids=str)
-def test_packed_weights_are_the_same_weights(emulated, agrees, close, monkeypatch, shape, programs, lengths):
+@pytest.mark.parametrize(
+    ("shape", "programs", "lengths", "order"), [(*its, order) for its in PACKED for order in Order], ids=str
+)
+def test_packed_weights_are_the_same_weights(emulated, agrees, close, monkeypatch, shape, programs, lengths, order):
     monkeypatch.setattr(mega, "num_sms", lambda device: programs)
     torch.manual_seed(0)
     step = Step(shape, 2, lengths, "cpu")
     spread(step)
-    assert megakernel_config(shape, len(lengths), programs, packed=True).programs == programs
-    got = agrees(step.packed())
+    assert megakernel_config(shape, len(lengths), programs, packed=order).programs == programs
+    step = step.packed(order)
+    got = agrees(step)
     emulated.seed = 2
-    assert torch.equal(step.packed().run(), got), "in whatever order"
+    assert torch.equal(step.run(), got), "whoever comes first"
 
 
 PACKED_MISTAKES = {
     "scales of gate's lines for up's": ("(i < UP_SCALES ? 0 : 8)", "0"),
     "scales of the layer before": ("    scales.put(memory);\n", "    if (!l) scales.put(memory);\n"),
     "lines that begin amid an eight": ("LINES % 8 ? blockIdx.x * LINES % 8 : 0", "0"),
+    "the k behind": ("i / ALL_EIGHTS * SOME;", "i / ALL_EIGHTS * SOME + 1;"),
     "where k ends": ("mine ? read_half(piece + EXCEPTIONS_AT) : 0", "read_half(piece + EXCEPTIONS_AT)"),
     "exceptions left out": ("if (number) seen |= put_exceptions(w, piece, number);", ""),
 }
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("mistake", PACKED_MISTAKES)
-def test_the_emulator_notices_those_of_packed_weights(emulated, close, monkeypatch, mistake):
+def test_the_emulator_notices_those_of_packed_weights(emulated, close, monkeypatch, mistake, order):
     monkeypatch.setattr(mega, "num_sms", lambda device: 32)
     torch.manual_seed(0)
     step = Step(DecoderShape(640, 1152, 9, 3, 128), 2, [40], "cpu")
     spread(step)
     x = step.run(kernel=megakernel_reference)
     step.take_new()
-    step = step.packed()
+    step = step.packed(order)
     emulated.changes = (PACKED_MISTAKES[mistake],)
     with pytest.raises((AssertionError, RuntimeError)):
         close(step.run(), x)
@@ -573,16 +579,17 @@ def test_it_computes_what_the_layers_do(gpu, agrees, model):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("model", [model for model, shape in SHAPES.items() if shape.routing is None])
-def test_packed_weights_are_the_same_weights_here(gpu, agrees, model):
+def test_packed_weights_are_the_same_weights_here(gpu, agrees, model, order):
     shape = SHAPES[model]
     for lengths in [1], [1000], [40, 300], [1, 700, 33], SEVERAL[-1]:
-        if megakernel_config(shape, len(lengths), packed=True) is None:
+        if megakernel_config(shape, len(lengths), packed=order) is None:
             assert len(lengths) > 2
             continue
         step = Step(shape, 2, lengths, gpu, normed=model.startswith("Qwen"))
         spread(step, gpu)
-        step = step.packed()
+        step = step.packed(order)
         got = agrees(step)
         for _ in range(5):
             assert torch.equal(step.run(), got)
@@ -604,7 +611,7 @@ def test_nan_come_out_as_nan_and_nobody_waits_for_them(gpu):
 def test_launches_behind_each_other_wait_for_what_the_one_before_wrote(gpu, captured):
     """In a graph, each on the stream of the one before, of other models' layers in turn."""
     steps = [Step(SHAPES["Qwen3-0.6B"], 3, [400], gpu), Step(SHAPES["Llama-3.2-1B"], 2, [90, 300], gpu, normed=False)]
-    steps.append(Step(SHAPES["Llama-3.2-1B"], 3, [30, 100], gpu).packed())
+    steps.append(Step(SHAPES["Llama-3.2-1B"], 3, [30, 100], gpu).packed(Order.UNITS))
     starts, ends = [step.x.clone() for step in steps], {}
 
     def step_all():

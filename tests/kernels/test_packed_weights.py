@@ -20,6 +20,7 @@ from minivllm.kernels.packed_weights import (
     PIECE_BYTES,
     PIECE_LINES,
     STEP,
+    Order,
     pack,
     pack_again,
     pack_all,
@@ -56,7 +57,7 @@ def crowded(number, lines=(274, 279)):
 
 def by_eight(packed):
     """(eights, k / 128, PIECE_BYTES)."""
-    return packed.data.transpose(1, 2).flatten(0, 1)
+    return packed.units.transpose(1, 2).flatten(0, 1)
 
 
 def exceptions(packed):
@@ -109,13 +110,16 @@ CASES = {
 # --------------------------------------------------------------------------- in torch
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_a_weight_comes_back_bit_for_bit(case, gated):
+def test_a_weight_comes_back_bit_for_bit(case, gated, order):
     weight = CASES[case]()
-    packed = pack(weight, gated)
+    packed = pack(weight, gated, order)
     lines, k = weight.shape
-    assert packed.data.shape == (lines // LINES, k // STEP, 16, PIECE_BYTES) and packed.gated == gated
+    inside = (k // STEP, 16) if order is Order.UNITS else (16, k // STEP)
+    assert packed.data.shape == (lines // LINES, *inside, PIECE_BYTES) and packed.data.is_contiguous()
+    assert packed.units.shape == (lines // LINES, k // STEP, 16, PIECE_BYTES) and packed.gated == gated
     assert packed.weight is weight and packed.data.numel() < 0.77 * 2 * weight.numel()
     assert same_bits(unpack(packed), weight) and exceptions(packed).max() <= MOST_EXCEPTIONS
 
@@ -229,11 +233,12 @@ def test_the_base_of_a_line_is_that_of_most_of_its_weights():
     assert packing._bases(weight.view(torch.int16))[9:11].tolist() == [0, 0]
 
 
-def test_it_is_packed_again_where_it_stands():
+@pytest.mark.parametrize("order", Order)
+def test_it_is_packed_again_where_it_stands(order):
     first, second, third = random_weight(), strewn(random_weight(), APART), random_weight() * 1e30
     second[:256] *= 2.0**-30
     weights = [first.clone(), first.clone()]
-    packed = pack_all(weights, [False, True])
+    packed = pack_all(weights, [False, True], order)
     places = [(its.data.data_ptr(), its.scales.data_ptr()) for its in packed]
 
     def again(*others):
@@ -288,11 +293,12 @@ def emulated(monkeypatch, built):
     return launches
 
 
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_kernel_writes_the_same_bytes(emulated, gated):
+def test_the_kernel_writes_the_same_bytes(emulated, gated, order):
     weights = [make() for make in CASES.values()]
-    for packed, weight in zip(pack_all(weights, [gated] * len(weights)), weights, strict=True):
-        expected = pack(weight, gated)
+    for packed, weight in zip(pack_all(weights, [gated] * len(weights), order), weights, strict=True):
+        expected = pack(weight, gated, order)
         assert torch.equal(packed.data, expected.data) and torch.equal(packed.scales, expected.scales)
         assert packed.gated == gated
     assert emulated == [len(weight) // LINES for weight in weights]
@@ -308,15 +314,16 @@ def test_the_kernel_refuses_the_same(emulated):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("gated", [False, True])
-def test_on_a_gpu_it_writes_the_same_bytes(gpu, gated):
+def test_on_a_gpu_it_writes_the_same_bytes(gpu, gated, order):
     assert hopper.loads(PACK_KERNEL, gpu)
     weights = [make().to(gpu) for make in CASES.values()] + [
         random_weight(5120, 2048, gpu),
         random_weight(7168, 5120, gpu),
     ]
-    for packed, weight in zip(pack_all(weights, [gated] * len(weights)), weights, strict=True):
-        expected = pack(weight, gated)
+    for packed, weight in zip(pack_all(weights, [gated] * len(weights), order), weights, strict=True):
+        expected = pack(weight, gated, order)
         assert torch.equal(packed.data, expected.data) and torch.equal(packed.scales, expected.scales)
         assert same_bits(unpack(packed), weight)
     assert pack_all([make().to(gpu) for make in REFUSED.values()], [gated] * len(REFUSED)) == [None] * len(REFUSED)

@@ -19,7 +19,7 @@ from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
 from minivllm.kernels.megakernel import PAGE, DecoderShape, DecodeTokens, Layers, LayerWeights, megakernel_reference
-from minivllm.kernels.packed_weights import PackedWeight, pack, unpack
+from minivllm.kernels.packed_weights import Order, PackedWeight, pack, unpack
 from minivllm.layers.decoder import Decoder
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.packed import heads_of, pack_products, packable_decoders, products_of
@@ -33,15 +33,15 @@ PRODUCTS = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.do
 NAMES = [f"layers.{i}.{name}" for i in range(3) for name in PRODUCTS]
 
 
-def pack_its_layers(model: Any) -> str | None:
-    """Its layers."""
-    return pack_products(model, products_of(packable_decoders(model)))
+def pack_its_layers(model: Any, order: Order = Order.UNITS) -> str | None:
+    """Returns the name of one that cannot be packed."""
+    return pack_products(model, products_of(packable_decoders(model)), order)
 
 
 class World:
     """A bfloat16 model of one rank on the CPU, its norms folded into the products behind them."""
 
-    def __init__(self, folder: Path, pack: bool = True) -> None:
+    def __init__(self, folder: Path, pack: bool = True, order: Order = Order.UNITS) -> None:
         config, bf16 = read_model_config(folder), torch.bfloat16
         self.model: Any = build_model(
             Qwen3ForCausalLM, config, TensorParallel(), "cpu", bf16, iterate_safetensors(folder), 256
@@ -50,7 +50,7 @@ class World:
         self.backend = TorchBackend(attention_spec(config, dtype="bfloat16", block_size=PAGE))
         for norm, product in norm_pairs(self.model):
             product.fold(norm)
-        assert not pack or pack_its_layers(self.model) is None
+        assert not pack or pack_its_layers(self.model, order) is None
 
     def steps(self) -> torch.Tensor:
         """Logits behind a prompt (1, vocab), then behind a token more, then behind one more and another's prompt."""
@@ -87,7 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         calls.append(("chained", len(args[2])))
         return products(*args), None
 
-    def whole(layers: Any, shape: Any, x: Any, backend: Any, packed: bool = False) -> bool:
+    def whole(layers: Any, shape: Any, x: Any, backend: Any, packed: Order | None = None) -> bool:
         return not packed
 
     for name, value in {"packed_chain": packed, "chain_linear": chained, "goes_whole": whole}.items():
@@ -193,7 +193,7 @@ def whole(calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> list
         return {name: unpack(packed) for name, packed in zip(names, its.packed or (), strict=False)}
 
     def takes(
-        layers: Any, shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend, packed: bool = False
+        layers: Any, shape: DecoderShape, x: torch.Tensor, backend: AttentionBackend, packed: Order | None = None
     ) -> bool:
         assert backend.batch is not None
         return backend.batch.num_decodes == backend.batch.num_seqs == len(x)
@@ -203,11 +203,12 @@ def whole(calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> list
     return calls
 
 
+@pytest.mark.parametrize("order", Order)
 def test_all_layers_at_once_read_them_first(
-    folder: Path, whole: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+    folder: Path, whole: list[tuple[str, int]], order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got = World(folder).steps()
-    assert set(whole) == {("packed", 9), ("whole, packed", 1), ("packed", 6)}
+    got, others = World(folder, order=order).steps(), "packed" if order is Order.UNITS else "chained"
+    assert set(whole) == {(others, 9), ("whole, packed", 1), (others, 6)}, "one kernel alone reads Order.LINES"
     whole.clear()
     monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda *args: False)
     expected = World(folder, pack=False).steps().float()
