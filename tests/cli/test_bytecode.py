@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minivllm import cli
+from minivllm import bytecode, cli
 from minivllm.bytecode import kept_bytecode, without_bytecode
 
 NAME = "compiled_each_time"
@@ -27,6 +27,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(bytecode, "_LEAST_CORES", 1 << 30)
     yield file
     sys.modules.pop(NAME, None)
 
@@ -65,6 +66,29 @@ def test_bytecode_is_kept_and_taken_the_next_time(source: Path, tmp_path: Path) 
     source.write_text("answer = 'changed'\n")
     with kept_bytecode(NAME, str(folder)):
         assert imported().answer == "changed"
+
+
+def test_the_first_time_other_cores_compile_all_of_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bytecode, "_LEAST_CORES", 1)
+    monkeypatch.setattr(bytecode, "_ahead", [])
+    (source.parent / "inner").mkdir()
+    (source.parent / "inner" / "seldom.py").write_text("'nobody imports it here'\n")
+    (source.parent / "broken.py").write_text("no Python\n")
+    folder = tmp_path / "kept"
+    for _ in range(2):  # and again, before it is done
+        with kept_bytecode(NAME, str(folder)):
+            pass
+    (ahead,) = bytecode._ahead
+    assert ahead.wait(60) == 1, "it goes on behind what does not compile"
+    kept = {file.relative_to(folder / str(source.parent)[1:]).as_posix() for file in folder.rglob("*.pyc")}
+    assert {name.partition(".")[0] for name in kept} == {"__init__", "inner/seldom"}
+    (file,) = folder.rglob("__init__*.pyc")
+    file.write_bytes(file.read_bytes().replace(b"answer", b"solved"))
+    with kept_bytecode(NAME, str(folder)):
+        assert imported().solved == 1, "what they compiled is taken"
+    assert len(bytecode._ahead) == 1
 
 
 def python_keeps_it(source: Path, folder: Path) -> None:
