@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
 
 // A lane's part of a stage: 16 bytes of a line at once, which the tensor cores take as they are. Returns words that all
 // that was read has a part in.
-template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[OF / WARPS / 32], u32 stage, bool) {
+template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[OF / WARPS / 32], u32 stage, bool, u32) {
   const int lane = threadIdx.x % 32;
   const u32 from = stage + lane / 4 * line_bytes(OF) + threadIdx.x / 32 * (OF / WARPS) * 2 + lane % 4 * 16;
   u32 seen = 0;

@@ -40,9 +40,9 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
 
 // The exponents of those weights of this warp's piece that have others; returns words that all that was read has a part
 // in.
-__device__ __forceinline__ u32 put_exceptions(uint4 (&w)[4], u32 piece, u32 number) {
+__device__ __forceinline__ u32 put_exceptions(uint4 (&w)[4], u32 piece, u32 tail) {
   u32 seen = 0;
-  each_exception(piece, number, [&](u32 entry) {
+  each_exception(piece, tail, [&](u32 entry) {
     const Exception exception(entry);
     seen |= entry;
 #pragma unroll
@@ -57,18 +57,18 @@ __device__ __forceinline__ u32 put_exceptions(uint4 (&w)[4], u32 piece, u32 numb
 }
 // A lane's part of a stage, four pairs of a line each 32 of k; anything, if the stage has no piece of this warp's.
 // Returns words that all that was read has a part in.
-template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[4], u32 stage, bool mine) {
+template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[4], u32 stage, bool mine, u32 nothing) {
   const u32 piece = stage + threadIdx.x / 32 * PIECE_BYTES, from = piece + threadIdx.x % 32 * 16;
   const uint4 first = read16(from), second = read16(from + PLANE_BYTES), third = read16(from + 2 * PLANE_BYTES);
-  const u32 number = mine ? read_half(piece + EXCEPTIONS_AT) : 0;
+  const u32 tail = mine ? read_tail(piece) : 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     u32 pairs[4];
-    decode_four(pairs, word(first, i), word(second, i), word(third, i));
+    decode_four(pairs, word(first, i), word(second, i), word(third, i), nothing);
     w[i] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
-  u32 seen = first.x | second.x | third.x | number;
-  if (number) seen |= put_exceptions(w, piece, number);
+  u32 seen = first.x | second.x | third.x | tail;
+  if (tail) seen |= put_exceptions(w, piece, tail);
   return seen;
 }
 // Where a lane finds its x of 32 of k, 64 bytes: pairs q and q + 8 of each q beside each other, those of 0 to 3 first.

@@ -35,7 +35,7 @@ template <class C> struct Batch {
         if (C::has(set, deep_set, i, step)) {
           barrier_wait(ring.full + 8 * ring.stage, ring.round & 1);
           // see `nothing` in megakernel.cu
-          const u32 seen = read_stage<C::STAGE>(w[i][step], ring.at(), C::mine(deep_set, step));
+          const u32 seen = read_stage<C::STAGE>(w[i][step], ring.at(), C::mine(deep_set, step), nothing);
           __syncwarp();
           if (threadIdx.x % 32 == 0) here_arrive(ring.empty + 8 * ring.stage + (seen & nothing));
           ring.next();

@@ -132,24 +132,24 @@ __device__ __forceinline__ void read_words(u32 (&words)[2][3][4], u32 from) {
     }
 }
 // Its weights of a tile, 16 pairs, of two words a plane; where wgmma takes them, halves of lines take turns.
-__device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[2][3][4], int tile) {
+__device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[2][3][4], int tile, u32 nothing) {
 #pragma unroll
   for (int i = 0; i < 2; i++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const auto& of = words[half];
       u32 pairs[4];
-      decode_four(pairs, of[0][2 * tile + i], of[1][2 * tile + i], of[2][2 * tile + i]);
+      decode_four(pairs, of[0][2 * tile + i], of[1][2 * tile + i], of[2][2 * tile + i], nothing);
 #pragma unroll
       for (int r = 0; r < 4; r++) a[8 * i + 2 * r + half] = pairs[r];
     }
 }
-// The exponents of those of the tile's weights that have others, of each half so many.
-__device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 pieces, const u32 (&numbers)[2], int tile) {
+// The exponents of those of the tile's weights that have others, of each half's piece.
+__device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 pieces, const u32 (&tails)[2], int tile) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
-    if (numbers[half])
-      each_exception(pieces + half * PIECE_BYTES, numbers[half], [&](u32 entry) {
+    if (tails[half])
+      each_exception(pieces + half * PIECE_BYTES, tails[half], [&](u32 entry) {
         const Exception exception(entry);
 #pragma unroll
         for (int i = 0; i < 8; i++) exception.put(a[2 * i + half], 8 * tile + i);
@@ -165,14 +165,15 @@ __device__ __forceinline__ void leave(u32 bar) {
     barrier_arrive(bar, lane);
   }
 }
-// A block's sums, or those of a part of k.
-__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units) {
+// A block's sums, or those of a part of k. nothing: see decode_four.
+__device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units,
+                                               u32 nothing) {
   const u32 from = threadIdx.x / 32 * 2 * PIECE_BYTES, lane = threadIdx.x % 32;
   u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
     const u32 pieces = ring.at() + from;
-    u32 words[2][3][4], numbers[2];  // of exceptions
+    u32 words[2][3][4], tails[2];
 #pragma unroll
     for (int t = 0; t < 2; t++, inputs.next()) {
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -180,11 +181,11 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       before[t] = inputs.empty + 8 * inputs.stage;
       if (t == 0) {
         ring.wait();
-        numbers[0] = read_half(pieces + EXCEPTIONS_AT), numbers[1] = read_half(pieces + PIECE_BYTES + EXCEPTIONS_AT);
+        tails[0] = read_tail(pieces), tails[1] = read_tail(pieces + PIECE_BYTES);
         read_words(words, pieces + lane * 16);
       }
-      decode(a[t], words, t);
-      if (numbers[0] | numbers[1]) put_exceptions(a[t], pieces, numbers, t);
+      decode(a[t], words, t, nothing);
+      if (tails[0] | tails[1]) put_exceptions(a[t], pieces, tails, t);
       inputs.wait();
       const u64 x = matrix(inputs.at());
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -334,12 +335,13 @@ __device__ __forceinline__ void wait_for_factors(int bar) {
 template <class P>
 __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inputs& inputs, const float* scales) {
   float sums[ROWS / 2];
+  const u32 nothing = (u32)step.rows >> 16;
   const int begin = P::begin(cluster_of()), end = P::begin(cluster_of() + 1);
   const int first = begin / P::STEPS, last = (end - 1) / P::STEPS;  // pairs of which this has a part
   if constexpr (P::REST > 0) {
 #pragma unroll 1
     for (int pair = first; pair <= last; pair++) {
-      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS));
+      multiply_units(sums, ring, inputs, min(end, (pair + 1) * P::STEPS) - max(begin, pair * P::STEPS), nothing);
       float4* to = step.parts + (u64)(2 * (2 * cluster_of() + pair - first) + member()) * PART_FOURS + threadIdx.x;
 #pragma unroll
       for (int part = 0; part < ROWS / 8; part++)
@@ -357,7 +359,7 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
     if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
     const int block = 2 * (w * CLUSTERS + cluster_of()) + member(), its_warp = threadIdx.x / 32;
     const float2 of_lines = read_scales<P>(scales, block, its_warp);
-    multiply_units(sums, ring, inputs, P::STEPS);
+    multiply_units(sums, ring, inputs, P::STEPS, nothing);
     if (P::NORMED && w == 0) wait_for_factors(step.factors_bar);
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)

@@ -7,14 +7,17 @@ constexpr int PIECE_K = 128, UNIT_BYTES = 16 * PIECE_BYTES;  // of a unit, 128 l
 constexpr int PLANE_BYTES = 512;                  // of three: 16 bytes a lane, a word each 32 of k
 constexpr int EXCEPTIONS_AT = 3 * PLANE_BYTES;    // their number, 16 bits, then 16 bits each
 constexpr int BELOW = 47, ABOVE = 31, ZERO = 63;  // how far exceptions may lie, and what says that one is zero
-constexpr u32 PLACES = 0x87FF87FF;                // of a pair in its word; the rest of three is a fourth
+constexpr u32 PLACES = 0x87FF87FF;                // of a pair in its word; the rest of three is a fourth:
+constexpr u32 FOURTH = 0x07800780;                // its exponents, of the first of them
 constexpr u32 BASE = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23;
 static_assert(PIECE_BYTES >= EXCEPTIONS_AT + 4 && FIRST_EXPONENT > BELOW, "packed_weights.py");
 
-// Four pairs of a line, each weight times the line's power of two, of a word of each plane.
-__device__ __forceinline__ void decode_four(u32 (&pairs)[4], u32 first, u32 second, u32 third) {
-  pairs[0] = first & PLACES | BASE, pairs[1] = second & PLACES | BASE, pairs[2] = third & PLACES | BASE;
-  u32 fourth = first >> 4 & 0x07800780 | BASE;
+// Four pairs of a line, each weight times the line's power of two, of a word of each plane. nothing: zero, which the
+// compiler had better not know: an instruction takes one constant, and others it makes anew for each.
+__device__ __forceinline__ void decode_four(u32 (&pairs)[4], u32 first, u32 second, u32 third, u32 nothing = 0) {
+  const u32 places = PLACES + nothing;  // not ^, which is taken apart
+  pairs[0] = first & places | BASE, pairs[1] = second & places | BASE, pairs[2] = third & places | BASE;
+  u32 fourth = first >> 4 & FOURTH + nothing | BASE;
   fourth |= second >> 8 & 0x00780078;
   fourth |= third >> 11 & 0x00070007;
   pairs[3] = fourth | third << 1 & 0x80008000;
@@ -39,12 +42,20 @@ struct Exception {
     if (its == 32 * which) asm("add.u32 %0, %0, %1;" : "+r"(pair) : "r"(addend));
   }
 };
-// Of a piece that has so many, at least one: a loop whose code stands once, from the last to the first.
-template <class F> __device__ __forceinline__ void each_exception(u32 piece, u32 number, const F& put) {
-  u32 at = piece + 2 * number;
+// How many a piece has and, in the upper half, the first of them: zero if there is none.
+__device__ __forceinline__ u32 read_tail(u32 piece) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(piece + EXCEPTIONS_AT) : "memory");
+  return x;
+}
+// Of a piece whose tail says that there are some: a loop whose code stands once.
+template <class F> __device__ __forceinline__ void each_exception(u32 piece, u32 tail, const F& put) {
+  const u32 first = piece + EXCEPTIONS_AT + 2, end = first + 2 * (tail & 0xFFFF);
+  u32 entry = tail >> 16, at = first;
 #pragma unroll 1
   do {
-    put(read_half(at + EXCEPTIONS_AT));
-    at -= 2;
-  } while (at != piece);
+    if (at != first) entry = read_half(at);
+    put(entry);
+    at += 2;
+  } while (at != end);
 }
