@@ -13,13 +13,11 @@ from torch import nn
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import num_sms
-from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
 from minivllm.kernels.megakernel import (
     DecoderShape,
     megakernel_config,
     megakernel_of,
-    packed_megakernel_rows,
     use_megakernel,
 )
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
@@ -28,8 +26,8 @@ from minivllm.kernels.packed_weights import PACK_KERNEL, Order, packable, packed
 from minivllm.layers.embedding import rank_rows
 from minivllm.layers.packed import (
     Product,
+    Ways,
     heads_of,
-    order_for,
     pack_products,
     packable_decoders,
     packed_ways,
@@ -60,10 +58,10 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     shape = DecoderShape(
         its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
     )
-    chain, whole = packed_ways(shape.products, shape, tp)
+    chain, whole, order = packed_ways(shape.products, shape, tp)
     if chain and (chained := packed_chain_config(packed_rows(chain)[0], chain, sms)):
         compile_ahead(packed_kernel(chain, chained))
-    if whole and (cut := megakernel_config(whole, packed_megakernel_rows(whole)[0], sms, order_for(chain, whole))):
+    if whole and (cut := megakernel_config(whole, 1, sms, order)):
         compile_ahead(megakernel_of(whole, cut))
     head = rank_rows(its.vocab_size, tp)[0], its.hidden_size
     if head[0] * head[1] >= MIN_WEIGHTS and (linear := linear_config(1, *head, sms)) is not None:
@@ -159,24 +157,24 @@ def _heads(model: nn.Module) -> _Part:
 
 def _layers(model: nn.Module, plain: bool) -> _Part:
     decoders = packable_decoders(model)
-    ways = {}  # of kernels, for each shape
+    ways = {}  # for each shape
     for decoder in decoders:
         if chain := decoder.chain_shape():
             ways[chain] = packed_ways(chain, decoder.dense_shape() if plain else None, decoder.tp.size)
-    orders = {order_for(*faster) for faster in ways.values()}
+    orders = {its.order for its in ways.values()}
     order = orders.pop() if len(orders) == 1 else Order.UNITS  # which any kernel reads
     unfit = None
-    if none := next((chain for chain, faster in ways.items() if faster == (None, None)), None):
+    if none := next((chain for chain, its in ways.items() if not its), None):
         its = f"layers of {none.weights / 1e6:.0f} million weights"
         unfit = f"in {its} packed ones are not faster" if plain else f"with this attention, {its} are not read packed"
 
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
-        def reads(chain: ChainShape | None, whole: DecoderShape | None) -> bool:
-            if whole and use_megakernel(whole, packed_megakernel_rows(whole)[0], dtype, device, order):
+        def reads(its: Ways) -> bool:
+            if its.whole and use_megakernel(its.whole, 1, dtype, device, order):
                 return True
-            return chain is not None and use_packed(packed_rows(chain)[0], chain, dtype, device)
+            return its.chain is not None and use_packed(packed_rows(its.chain)[0], its.chain, dtype, device)
 
-        return all(reads(*faster) for faster in ways.values())
+        return all(map(reads, ways.values()))
 
     return _Part(f"the layers of {type(model).__name__}", products_of(decoders), order, unfit, runs)
 

@@ -48,8 +48,12 @@ _LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer s
 _MOST_PIECES = 4  # each is waited for
 _COPIES = 4  # of what all programs read: so many fewer wait for one word
 # Of layers of so many weights, rows of which packed ones are multiplied faster than in any other way: in smaller layers
-# what stands between products counts most, and more rows' inputs leave too little room for weights.
-_PACKED_ROWS = (1 << 28, range(1, 3)), (45_000_000, range(1, 5))
+# what stands between products counts most, and more rows' inputs leave too little room for weights. Those in units are
+# read by packed_chain, too.
+_PACKED_ROWS = {
+    Order.UNITS: ((1 << 28, range(1, 3)), (150_000_000, range(1, 5)), (100_000_000, range(1, 3))),
+    Order.LINES: ((1 << 28, range(1, 3)), (45_000_000, range(1, 9))),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +206,11 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
     return Kernel("megakernel", (), tuple(macros.items()), files)
 
 
-def packed_megakernel_rows(shape: DecoderShape) -> range:
-    """Rows of which packed weights are multiplied faster than others are in any way; none of small layers."""
+def packed_megakernel_rows(shape: DecoderShape, order: Order) -> range:
+    """Rows of which packed weights in that order are multiplied faster than in any other way; none of small layers."""
     if shape.routing is not None:
         return range(0)
-    return next((rows for weights, rows in _PACKED_ROWS if shape.products.weights >= weights), range(0))
+    return next((rows for weights, rows in _PACKED_ROWS[order] if shape.products.weights >= weights), range(0))
 
 
 def use_megakernel(

@@ -10,7 +10,7 @@ packed weights, but for CUDA graphs that are captured already.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 from torch import nn
 
@@ -32,13 +32,23 @@ def packable_decoders(model: nn.Module) -> list[Decoder]:
     return [its for its in found if type(its).forward is Decoder.forward and its.chain_shape() is not None]
 
 
-def packed_ways(
-    chain: ChainShape, whole: DecoderShape | None, ranks: int
-) -> tuple[ChainShape | None, DecoderShape | None]:
-    """With which of these shapes kernels would read packed weights of layers, where that is faster: of one rank,
-    products between two attentions, and all layers in one, if they go so."""
-    chained = ranks == 1 and packed_rows(chain)
-    return chain if chained else None, whole if whole is not None and packed_megakernel_rows(whole) else None
+class Ways(NamedTuple):
+    """Which kernels read packed weights of layers, where that is faster, and in which order: of products between two
+    attentions, of all layers."""
+
+    chain: ChainShape | None
+    whole: DecoderShape | None
+    order: Order
+
+    def __bool__(self) -> bool:
+        return self.chain is not None or self.whole is not None
+
+
+def packed_ways(chain: ChainShape, whole: DecoderShape | None, ranks: int) -> Ways:
+    """Of layers of these shapes; ``whole``: None if they never go as one kernel."""
+    chained = chain if ranks == 1 and packed_rows(chain) else None
+    order = Order.LINES if chained is None else Order.UNITS  # one kernel reads either, but lines faster
+    return Ways(chained, whole if whole is not None and packed_megakernel_rows(whole, order) else None, order)
 
 
 def products_of(decoders: list[Decoder]) -> list[LinearBase]:
@@ -49,11 +59,6 @@ def products_of(decoders: list[Decoder]) -> list[LinearBase]:
 
 def heads_of(model: nn.Module) -> list[ParallelLMHead]:
     return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
-
-
-def order_for(chain: ChainShape | None, whole: DecoderShape | None) -> Order:
-    """In which those of ``packed_ways`` read packed weights, which all layers of a shape have once."""
-    return Order.LINES if whole is not None and chain is None else Order.UNITS
 
 
 def pack_products(model: nn.Module, products: Sequence[Product], order: Order = Order.UNITS) -> str | None:

@@ -60,7 +60,7 @@ def goes_whole(
 ) -> bool:
     """Whether layers of that shape go as one kernel in this step, from ``packed`` weights of that order or others."""
     batch = backend.batch
-    if packed and len(x) not in packed_megakernel_rows(shape):
+    if packed and len(x) not in packed_megakernel_rows(shape, packed):
         return False
     if len(x) > MAX_MEGAKERNEL_ROWS or batch is None or not batch.num_decodes == batch.num_seqs == len(x):
         return False

@@ -27,7 +27,7 @@ from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, pa
 from minivllm.kernels.packed_linear import linear_config, linear_kernel
 from minivllm.kernels.packed_weights import Order, packed_bytes
 from minivllm.layers.linear import LinearBase
-from minivllm.layers.packed import order_for, packed_ways
+from minivllm.layers.packed import packed_ways
 from minivllm.models.llama import LlamaForCausalLM
 from minivllm.models.loader import build_model, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -135,11 +135,11 @@ def test_those_are_the_kernels_that_are_asked_for(
     asked = {packed_weights.PACK_KERNEL}
     if lines * k >= packing.MIN_WEIGHTS:
         asked.add(linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132))))
-    chain, whole = packed_ways(model.model.chain_shape(), model.model.dense_shape(), tp)
+    chain, whole, order = packed_ways(model.model.chain_shape(), model.model.dense_shape(), tp)
     if chain is not None:
         asked.add(packed_kernel(chain, config_of(packed_chain_config(packed_rows(chain)[0], chain, 132))))
     if whole is not None:
-        asked.add(megakernel_of(whole, config_of(megakernel_config(whole, 1, 132, order_for(chain, whole)))))
+        asked.add(megakernel_of(whole, config_of(megakernel_config(whole, 1, 132, order))))
     assert set(gpu.compiled) == asked
     assert {kernel.name for kernel in asked} - {"pack_weights", "packed_linear"} == ways
 
@@ -161,7 +161,7 @@ def test_what_keeps_it_from_it_is_said_to_who_asks(
     gpu: SimpleNamespace, model: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_chain, "_ROWS", ())
-    monkeypatch.setattr(megakernel, "_PACKED_ROWS", ((0, range(1, 3)),))
+    monkeypatch.setattr(megakernel, "_PACKED_ROWS", dict.fromkeys(Order, ((0, range(1, 3)),)))
     options, says = REASONS[reason]
     refused(model, says, **options)
 
@@ -216,7 +216,7 @@ def test_either_way_of_reading_layers_is_enough(
         ((), whole, False, False), ((), (), True, False),
     ):  # fmt: skip
         monkeypatch.setattr(packed_chain, "_ROWS", rows)
-        monkeypatch.setattr(megakernel, "_PACKED_ROWS", at_once)
+        monkeypatch.setattr(megakernel, "_PACKED_ROWS", dict.fromkeys(Order, at_once))
         model = build(tiny_checkpoint)
         assert ask(model, plain=plain) == is_packed and packed(model) == 12 * is_packed
         copies = (its.packed_weight for its in model.modules() if isinstance(its, LinearBase))
