@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
+from threading import Thread
 
 KEPT_IN = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "minivllm", "bytecode")
 
@@ -36,7 +37,7 @@ def kept_bytecode(package: str = "torch", folder: str = KEPT_IN) -> Iterator[Non
 
 
 _LEAST_CORES, _MOST_CORES = 8, 16
-_ahead: list[subprocess.Popen[bytes]] = []  # under way, or done: nobody waits for it
+_ahead: list[subprocess.Popen[bytes]] = []  # under way, or done
 
 
 def _compile_ahead(package: Path) -> None:
@@ -50,7 +51,9 @@ def _compile_ahead(package: Path) -> None:
         (kept.parent / "compiled_ahead").touch(exist_ok=False)  # of processes that start together one does
         command = [sys.executable, "-m", "compileall", "-qq", "-j", str(min(cores, _MOST_CORES)), str(package)]
         env = os.environ | {"PYTHONPYCACHEPREFIX": str(sys.pycache_prefix)}
-        _ahead.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+        nothing = subprocess.DEVNULL  # not what it says when Ctrl-C ends it, either
+        _ahead.append(subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, stderr=nothing))
+        Thread(target=_ahead[-1].wait, daemon=True).start()  # or it would stay, as a zombie
 
 
 def without_bytecode(package: str) -> Path | None:
