@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +13,7 @@ from torch import nn
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import num_sms
+from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
 from minivllm.kernels.megakernel import (
     DecoderShape,
@@ -114,7 +115,7 @@ def _pack(
         return why
     if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
         return f"the kernel of packed weights is not for the sizes of {part.what}, or does not run here"
-    if (name := pack_products(model, part.products, part.order)) is not None:
+    if (name := pack_products(model, part.products)) is not None:
         return f"{name} has weights whose exponents lie too far apart"
     return None
 
@@ -128,8 +129,7 @@ class _Part:
     """Of a model, what is packed together, or not. ``unfit``: why nobody would gain by it."""
 
     what: str
-    products: Sequence[Product]
-    order: Order
+    products: Mapping[Product, Order]
     unfit: str | None
     runs: Callable[[torch.dtype, torch.device], bool]  # is the kernel for these, and does it load? compiles it
 
@@ -152,17 +152,16 @@ def _heads(model: nn.Module) -> _Part:
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
         return all(use_packed_linear(1, lines, k, dtype, device) for lines, k in sizes)
 
-    return _Part(f"the LM heads of {type(model).__name__}", heads, Order.UNITS, unfit, runs)
+    return _Part(f"the LM heads of {type(model).__name__}", dict.fromkeys(heads, Order.UNITS), unfit, runs)
 
 
 def _layers(model: nn.Module, plain: bool) -> _Part:
-    decoders = packable_decoders(model)
-    ways = {}  # for each shape
-    for decoder in decoders:
+    ways: dict[ChainShape, Ways] = {}
+    products: dict[Product, Order] = {}
+    for decoder in packable_decoders(model):
         if chain := decoder.chain_shape():
             ways[chain] = packed_ways(chain, decoder.dense_shape() if plain else None, decoder.tp.size)
-    orders = {its.order for its in ways.values()}
-    order = orders.pop() if len(orders) == 1 else Order.UNITS  # which any kernel reads
+            products |= dict.fromkeys(products_of(decoder), ways[chain].order)
     unfit = None
     if none := next((chain for chain, its in ways.items() if not its), None):
         its = f"layers of {none.weights / 1e6:.0f} million weights"
@@ -170,13 +169,13 @@ def _layers(model: nn.Module, plain: bool) -> _Part:
 
     def runs(dtype: torch.dtype, device: torch.device) -> bool:
         def reads(its: Ways) -> bool:
-            if its.whole and use_megakernel(its.whole, 1, dtype, device, order):
+            if its.whole and use_megakernel(its.whole, 1, dtype, device, its.order):
                 return True
             return its.chain is not None and use_packed(packed_rows(its.chain)[0], its.chain, dtype, device)
 
         return all(map(reads, ways.values()))
 
-    return _Part(f"the layers of {type(model).__name__}", products_of(decoders), order, unfit, runs)
+    return _Part(f"the layers of {type(model).__name__}", products, unfit, runs)
 
 
 def _impossible(dtype: torch.dtype, device: torch.device) -> str | None:

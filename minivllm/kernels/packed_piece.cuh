@@ -7,8 +7,7 @@ constexpr int PIECE_K = 128, UNIT_BYTES = 16 * PIECE_BYTES;  // of a unit, 128 l
 constexpr int PLANE_BYTES = 512;                  // of three: 16 bytes a lane, a word each 32 of k
 constexpr int EXCEPTIONS_AT = 3 * PLANE_BYTES;    // their number, 16 bits, then 16 bits each
 constexpr int BELOW = 47, ABOVE = 31, ZERO = 63;  // how far exceptions may lie, and what says that one is zero
-constexpr u32 PLACES = 0x87FF87FF;                // of a pair in its word; the rest of three is a fourth:
-constexpr u32 FOURTH = 0x07800780;                // its exponents, of the first of them
+constexpr u32 PLACES = 0x87FF87FF;                // of a pair in its word; the rest of three is a fourth
 constexpr u32 BASE = FIRST_EXPONENT << 7 | FIRST_EXPONENT << 23;
 static_assert(PIECE_BYTES >= EXCEPTIONS_AT + 4 && FIRST_EXPONENT > BELOW, "packed_weights.py");
 
@@ -17,7 +16,7 @@ static_assert(PIECE_BYTES >= EXCEPTIONS_AT + 4 && FIRST_EXPONENT > BELOW, "packe
 __device__ __forceinline__ void decode_four(u32 (&pairs)[4], u32 first, u32 second, u32 third, u32 nothing = 0) {
   const u32 places = PLACES + nothing;  // not ^, which is taken apart
   pairs[0] = first & places | BASE, pairs[1] = second & places | BASE, pairs[2] = third & places | BASE;
-  u32 fourth = first >> 4 & FOURTH + nothing | BASE;
+  u32 fourth = first >> 4 & 0x07800780 | BASE;
   fourth |= second >> 8 & 0x00780078;
   fourth |= third >> 11 & 0x00070007;
   pairs[3] = fourth | third << 1 & 0x80008000;

@@ -98,14 +98,14 @@ def packed_bytes(lines: int, k: int) -> int:
 def pack(weight: torch.Tensor, gated: bool = False, order: Order = Order.UNITS) -> PackedWeight | None:
     """Of weight (lines, k) bfloat16, contiguous. None: a piece has more than ``MOST_EXCEPTIONS``, or a weight lies too
     far from the others of its line, or is a denormal or no number."""
-    return _packed([weight], [gated], order, _write)[0]
+    return _packed([weight], [gated], [order], _write)[0]
 
 
 def pack_all(
-    weights: Sequence[torch.Tensor], gated: Sequence[bool], order: Order = Order.UNITS
+    weights: Sequence[torch.Tensor], gated: Sequence[bool], orders: Sequence[Order]
 ) -> list[PackedWeight | None]:
     """``pack`` of each, all on one device; on Hopper by a kernel, whose answers the host waits for once."""
-    return _packed(weights, gated, order, _writer(weights[0].device))
+    return _packed(weights, gated, orders, _writer(weights[0].device))
 
 
 def pack_again(packed: Sequence[PackedWeight]) -> list[bool]:
@@ -119,10 +119,10 @@ _Writer = Callable[[PackedWeight, torch.Tensor], None]
 
 
 def _packed(
-    weights: Sequence[torch.Tensor], gated: Sequence[bool], order: Order, write: _Writer
+    weights: Sequence[torch.Tensor], gated: Sequence[bool], orders: Sequence[Order], write: _Writer
 ) -> list[PackedWeight | None]:
     packed = []
-    for weight, its in zip(weights, gated, strict=True):
+    for weight, its, order in zip(weights, gated, orders, strict=True):
         assert weight.dtype == torch.bfloat16 and weight.is_contiguous() and packable(*weight.shape)
         lines, k = weight.shape
         inside = (k // STEP, _UNIT_PIECES) if order is Order.UNITS else (_UNIT_PIECES, k // STEP)

@@ -9,7 +9,7 @@ packed weights, but for CUDA graphs that are captured already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias, cast
 
 from torch import nn
@@ -51,28 +51,27 @@ def packed_ways(chain: ChainShape, whole: DecoderShape | None, ranks: int) -> Wa
     return Ways(chained, whole if whole is not None and packed_megakernel_rows(whole, order) else None, order)
 
 
-def products_of(decoders: list[Decoder]) -> list[LinearBase]:
-    """Whose packed weights steps would read."""
-    layers = (cast(DecoderLayer, layer) for decoder in decoders for layer in decoder.layers)
-    return list(dict.fromkeys(product for layer in layers for product in layer.products()))
+def products_of(decoder: Decoder) -> list[LinearBase]:
+    """Whose packed weights its steps would read."""
+    return [product for layer in decoder.layers for product in cast(DecoderLayer, layer).products()]
 
 
 def heads_of(model: nn.Module) -> list[ParallelLMHead]:
     return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
 
 
-def pack_products(model: nn.Module, products: Sequence[Product], order: Order = Order.UNITS) -> str | None:
+def pack_products(model: nn.Module, products: Mapping[Product, Order]) -> str | None:
     """Pack the weights of some of its products, all or nothing. Returns the name of one that cannot be packed."""
     gated = [isinstance(product, MergedColumnParallelLinear) for product in products]
-    packed = pack_all([product.weight for product in products], gated, order)
+    packed = pack_all([product.weight for product in products], gated, list(products.values()))
     if None in packed:
-        return _name_of(model, products[packed.index(None)])
+        return _name_of(model, list(products)[packed.index(None)])
     for product, its in zip(products, packed, strict=True):
         product.packed_weight = its
     return None
 
 
-def unpack_products(products: Sequence[Product]) -> None:
+def unpack_products(products: Iterable[Product]) -> None:
     """Nobody reads packed ones any more."""
     for product in products:
         product.packed_weight = None

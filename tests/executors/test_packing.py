@@ -225,6 +225,19 @@ def test_either_way_of_reading_layers_is_enough(
         )
 
 
+def test_each_shape_of_layers_lies_as_its_kernels_read_it(
+    gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.ModuleDict({"small": build(tiny_checkpoint), "large": build(tiny_checkpoint, intermediate_size=768)})
+    weights = {name: its.model.chain_shape().weights for name, its in model.items()}
+    monkeypatch.setattr(packed_chain, "_ROWS", ((weights["large"], range(1, 65)),))
+    monkeypatch.setattr(megakernel, "_PACKED_ROWS", {Order.UNITS: (), Order.LINES: ((weights["small"], range(1, 3)),)})
+    assert ask(model) and packed(model) == 24
+    for name, order in ("small", Order.LINES), ("large", Order.UNITS):
+        copies = [its.packed_weight for its in model[name].modules() if isinstance(its, LinearBase)]
+        assert {copy.order for copy in copies if copy} == {order}
+
+
 def test_who_asks_is_not_given_a_part_of_what_would_be_faster(
     gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -258,7 +258,7 @@ class Step:
         """The same step from packed weights."""
         own, gated = copy.copy(self), [False, False, True, False]
         own.layers = [
-            replace(its, packed=tuple(pack_all([its.qkv, its.o, its.gate_up, its.down], gated, order)))
+            replace(its, packed=tuple(pack_all([its.qkv, its.o, its.gate_up, its.down], gated, [order] * 4)))
             for its in self.layers
         ]
         return own

@@ -15,7 +15,7 @@ from minivllm.kernels import hopper, nvrtc, packed_config
 from minivllm.kernels import packed_chain as packed
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.packed_chain import packed_chain, packed_chain_config, packed_kernel, packed_rows, use_packed
-from minivllm.kernels.packed_weights import MOST_EXCEPTIONS, pack_all
+from minivllm.kernels.packed_weights import MOST_EXCEPTIONS, Order, pack_all
 
 BF16, EPS, EPS_BEHIND = torch.bfloat16, 1e-6, 2e-2  # of the two norms
 SHAPES = {  # of published models
@@ -153,7 +153,7 @@ class Tensors:
             weight(shape.hidden, shape.inner),
             weight(shape.qkv, shape.hidden),
         ]
-        self.packed = pack_all(self.weights, [False, True, False, False])
+        self.packed = pack_all(self.weights, [False, True, False, False], [Order.UNITS] * 4)
         numbers = [its.data[..., -2 * (MOST_EXCEPTIONS + 1)] for its in self.packed]
         assert all(number.unique().numel() > 2 for number in numbers), "exceptions"
         assert all(its.scales.unique().numel() > 3 for its in self.packed), "zero, and several powers of two"

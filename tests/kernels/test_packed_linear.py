@@ -7,7 +7,7 @@ import torch
 from minivllm.kernels import nvrtc, packed_config
 from minivllm.kernels import packed_linear as packed
 from minivllm.kernels.packed_linear import linear_config, linear_kernel, packed_linear, use_packed_linear
-from minivllm.kernels.packed_weights import pack_all
+from minivllm.kernels.packed_weights import Order, pack_all
 
 BF16 = torch.bfloat16
 HEADS = {  # lines and k of published models
@@ -26,7 +26,7 @@ class Tensors:
         weight[lines - 7] *= 2.0**-40
         weight[lines // 2] = 0
         self.x = torch.randn(rows, k, device=device).to(BF16)
-        (self.packed,) = pack_all([weight], [False])
+        (self.packed,) = pack_all([weight], [False], [Order.UNITS])
         self.expected = self.x.float() @ weight.float().T
         self.config = linear_config(rows, lines, k, packed.num_sms(self.x.device))
 

@@ -38,6 +38,10 @@ def same_bits(a, b):
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
+def pack_each(weights, gated, order):
+    return pack_all(weights, [gated] * len(weights), [order] * len(weights))
+
+
 def strewn(weight, values, every=97):
     """Some places hold values that lie apart."""
     flat = weight.flatten()
@@ -238,7 +242,7 @@ def test_it_is_packed_again_where_it_stands(order):
     first, second, third = random_weight(), strewn(random_weight(), APART), random_weight() * 1e30
     second[:256] *= 2.0**-30
     weights = [first.clone(), first.clone()]
-    packed = pack_all(weights, [False, True], order)
+    packed = pack_all(weights, [False, True], [order] * 2)
     places = [(its.data.data_ptr(), its.scales.data_ptr()) for its in packed]
 
     def again(*others):
@@ -254,7 +258,7 @@ def test_it_is_packed_again_where_it_stands(order):
 
 def test_of_several_weights_those_are_none_that_cannot_be_kept():
     given = [random_weight(), REFUSED["too far"](), random_weight(256, 128)]
-    first, second, third = pack_all(given, [True, False, False])
+    first, second, third = pack_all(given, [True, False, False], [*Order, Order.UNITS])
     assert second is None and first.gated and not third.gated
     assert same_bits(unpack(first), given[0]) and same_bits(unpack(third), given[2])
 
@@ -297,7 +301,7 @@ def emulated(monkeypatch, built):
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_kernel_writes_the_same_bytes(emulated, gated, order):
     weights = [make() for make in CASES.values()]
-    for packed, weight in zip(pack_all(weights, [gated] * len(weights), order), weights, strict=True):
+    for packed, weight in zip(pack_each(weights, gated, order), weights, strict=True):
         expected = pack(weight, gated, order)
         assert torch.equal(packed.data, expected.data) and torch.equal(packed.scales, expected.scales)
         assert packed.gated == gated
@@ -306,7 +310,8 @@ def test_the_kernel_writes_the_same_bytes(emulated, gated, order):
 
 def test_the_kernel_refuses_the_same(emulated):
     weights = [random_weight(), *(make() for make in REFUSED.values()), random_weight()]
-    first, *others, last = pack_all(weights, [i % 2 == 1 for i in range(len(weights))])
+    gated, orders = ([its[i % 2] for i in range(len(weights))] for its in ([False, True], [*Order]))
+    first, *others, last = pack_all(weights, gated, orders)
     assert first is not None and last is not None and others == [None] * len(REFUSED)
     assert same_bits(unpack(first), weights[0]) and same_bits(unpack(last), weights[-1])
     weights[0].copy_(weights[-1]), weights[-1].copy_(REFUSED["too far"]())
@@ -322,8 +327,8 @@ def test_on_a_gpu_it_writes_the_same_bytes(gpu, gated, order):
         random_weight(5120, 2048, gpu),
         random_weight(7168, 5120, gpu),
     ]
-    for packed, weight in zip(pack_all(weights, [gated] * len(weights), order), weights, strict=True):
+    for packed, weight in zip(pack_each(weights, gated, order), weights, strict=True):
         expected = pack(weight, gated, order)
         assert torch.equal(packed.data, expected.data) and torch.equal(packed.scales, expected.scales)
         assert same_bits(unpack(packed), weight)
-    assert pack_all([make().to(gpu) for make in REFUSED.values()], [gated] * len(REFUSED)) == [None] * len(REFUSED)
+    assert pack_each([make().to(gpu) for make in REFUSED.values()], gated, order) == [None] * len(REFUSED)

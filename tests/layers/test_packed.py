@@ -35,7 +35,8 @@ NAMES = [f"layers.{i}.{name}" for i in range(3) for name in PRODUCTS]
 
 def pack_its_layers(model: Any, order: Order = Order.UNITS) -> str | None:
     """Returns the name of one that cannot be packed."""
-    return pack_products(model, products_of(packable_decoders(model)), order)
+    (decoder,) = packable_decoders(model)
+    return pack_products(model, dict.fromkeys(products_of(decoder), order))
 
 
 class World:
@@ -141,7 +142,7 @@ def test_it_is_the_products_of_all_layers_that_are_packed(folder: Path) -> None:
     packed, modules = world.packed(), dict(world.decoder.named_modules())
     assert packed.keys() == set(NAMES)
     assert packable_decoders(world.model) == [world.decoder]
-    assert set(products_of([world.decoder])) == {modules[name] for name in NAMES}
+    assert set(products_of(world.decoder)) == {modules[name] for name in NAMES}
     for name, its in packed.items():
         assert torch.equal(unpack(its), modules[name].weight) and its.gated == name.endswith("gate_up_proj")
     assert not World(folder, pack=False).packed()
@@ -240,7 +241,7 @@ def test_the_head_reads_its_copy_for_few_rows(tiny_checkpoint: Checkpoints, prod
     assert head is world.model.lm_head and head.packed_weight is None
     hidden = [torch.randn(rows, 256).to(torch.bfloat16) for rows in (1, 3, 4)]
     expected = [world.model.compute_logits(rows) for rows in hidden]
-    assert pack_products(world.model, [head]) is None and not products
+    assert pack_products(world.model, {head: Order.UNITS}) is None and not products
     assert all(torch.equal(world.model.compute_logits(rows), one) for rows, one in zip(hidden, expected, strict=True))
     assert products == [1, 3]
     assert not world.packed(), "the embedding has none"
@@ -262,7 +263,7 @@ def test_a_head_loaded_again_is_packed_again(tiny_checkpoint: Checkpoints, produ
     shape = SHAPE | {"vocab_size": 512, "tie_word_embeddings": True}
     world, second = World(tiny_checkpoint("qwen3", **shape), pack=False), tiny_checkpoint("qwen3", seed=1, **shape)
     head = world.model.lm_head
-    pack_products(world.model, [head])
+    pack_products(world.model, {head: Order.UNITS})
     before = head.packed_weight.data.clone()
     world.model.load_weights(iterate_safetensors(second))
     assert not torch.equal(head.packed_weight.data, before) and torch.equal(unpack(head.packed_weight), head.weight)
