@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.bytecode import kept_bytecode
 from minivllm.core.engine import LLMEngine
+from minivllm.core.garbage import uncollected
 from minivllm.core.longest_first import longest_first
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
@@ -70,7 +71,7 @@ class LLM:
         overrides: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        with kept_bytecode():
+        with kept_bytecode(), uncollected():
             from minivllm.config.compose import compose_engine_config
 
             config = compose_engine_config(

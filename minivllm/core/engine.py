@@ -14,6 +14,7 @@ import numpy as np
 
 from minivllm.bytecode import kept_bytecode
 from minivllm.core.admission import Admission
+from minivllm.core.garbage import uncollected
 from minivllm.core.guides import Guide
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
@@ -107,7 +108,7 @@ class LLMEngine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
         """Load and start everything that ``config`` names."""
-        with kept_bytecode():
+        with kept_bytecode(), uncollected():
             from minivllm.assemble import build_engine
 
             return build_engine(config)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.bytecode import kept_bytecode
-from minivllm.core.garbage import frozen
+from minivllm.core.garbage import frozen, uncollected
 from minivllm.executors.messages import Failed, Hello, Link, Ready
 from minivllm.executors.progress import Progress
 from minivllm.executors.ring import Bell, Reader, Ring, Writer
@@ -47,12 +47,13 @@ class RankProcess:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self) -> None:
-        from minivllm.executors.taking import StepTaker
-        from minivllm.plugins.ranks import registry_of_rank
-
         hello = self.hello
-        registry, notes = registry_of_rank(hello.plugins, hello.rank, hello.config, hello.model_config)
-        worker = start_worker(hello, registry)
+        with uncollected():
+            from minivllm.executors.taking import StepTaker
+            from minivllm.plugins.ranks import registry_of_rank
+
+            registry, notes = registry_of_rank(hello.plugins, hello.rank, hello.config, hello.model_config)
+            worker = start_worker(hello, registry)
         returning = None
         if hello.rank == 0:
             returning = threading.Thread(target=self._return, args=(worker,), daemon=True)
@@ -173,7 +174,8 @@ def leave(code: int) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     *gpu, fd = map(int, sys.argv[1:])
-    import_ahead(gpu[0] if gpu else None)
+    with uncollected():
+        import_ahead(gpu[0] if gpu else None)
     link = Link(socket.socket(fileno=fd))
     taken, hello = link.take_over(), link.receive()
     if not isinstance(hello, Hello):
