@@ -18,6 +18,8 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from threading import Thread
 
+from minivllm.cores import usable_cores
+
 KEPT_IN = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "minivllm", "bytecode")
 
 
@@ -42,7 +44,7 @@ _ahead: list[subprocess.Popen[bytes]] = []  # under way, or done
 
 def _compile_ahead(package: Path) -> None:
     """Begin to, in processes of their own, where there are cores for them and nobody began before."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     kept = Path(cache_from_source(str(package / "__init__.py")))
     if cores < _LEAST_CORES or kept.exists():
         return

@@ -14,6 +14,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
+from minivllm.cores import usable_cores
 from minivllm.errors import ConfigError
 from minivllm.version import __version__
 
@@ -25,7 +26,7 @@ def environment() -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
-        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu_count": usable_cores(),
         "python": platform.python_version(),
         "torch": _version("torch"),
         "triton": _version("triton"),

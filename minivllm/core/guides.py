@@ -7,7 +7,6 @@ launched before the newest token is known, as any other is, and samples when it 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from minivllm.core.batch import TokenMasks, mask_words
 from minivllm.core.grammars import clear_bits, few_lines, grammar_of, matcher_of
+from minivllm.cores import usable_cores
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Guides:
         except RequestError as error:
             self._refused = str(error)
             raise
-        self._threads = LLExecutor(max(1, min(_THREADS, (os.cpu_count() or 1) * 3 // 4)))
+        self._threads = LLExecutor(max(1, min(_THREADS, usable_cores() * 3 // 4)))
         own = frozenset(self._for_grammars.eos_tokens)
         self._known_ends, self._stand_ins = self._ends & own, own - self._ends
         self._width = mask_words(self._for_grammars.vocab_size)

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from minivllm import child_process
+from minivllm.cores import usable_cores
 from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executors.messages import Failed, Hello, Link, Ready, Still
 from minivllm.executors.progress import SILENT, START_TIMEOUT, TICK, nobody_moves
@@ -94,7 +95,7 @@ def start_children(size: int, gpus: bool) -> list[Child]:
 
 def _start_child(size: int, gpu: list[str]) -> Child:
     ours, theirs = socket.socketpair()
-    threads = max((os.cpu_count() or 1) // size, 1)
+    threads = max(usable_cores() // size, 1)
     fd = theirs.fileno()
     try:
         process = child_process.start(

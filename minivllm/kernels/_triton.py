@@ -9,9 +9,10 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from os import cpu_count
 from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any
+
+from minivllm.cores import usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,7 @@ class _Compilations(Executor):
         """All, side by side, in the order in which they came."""
         import torch
 
-        threads = min(len(self._jobs), cpu_count() or 1, _MOST_THREADS)
+        threads = min(len(self._jobs), usable_cores(), _MOST_THREADS)
         if not threads:
             return
         device = torch.cuda.current_device()  # torch keeps it per thread
