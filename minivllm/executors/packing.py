@@ -59,7 +59,8 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     shape = DecoderShape(
         its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
     )
-    chain, whole, order = packed_ways(shape.products, shape, tp)
+    mixture = any("experts" in key for key in its.hf_config)  # its MLPs are of other sizes, and are not packed
+    chain, whole, order = Ways(None, None, Order.UNITS) if mixture else packed_ways(shape.products, shape, tp)
     if chain and (chained := packed_chain_config(packed_rows(chain)[0], chain, sms)):
         compile_ahead(packed_kernel(chain, chained))
     if whole and (cut := megakernel_config(whole, 1, sms, order)):

@@ -105,7 +105,9 @@ def test_what_packs_is_compiled_while_weights_come(
     assert not gpu.compiled
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 512 * 256)
     wide = read_model_config(tiny_checkpoint("llama", **SHAPE | {"vocab_size": 512}))
-    for config, names in ((tiny, {"packed_chain"}), (wide, {"packed_chain", "packed_linear"})):
+    mixture = replace(wide, hf_config=wide.hf_config | {"num_local_experts": 8})
+    expected = (tiny, {"packed_chain"}), (wide, {"packed_chain", "packed_linear"}), (mixture, {"packed_linear"})
+    for config, names in expected:
         gpu.compiled.clear()
         compile_for_packing(EngineConfig(), config, BF16, CUDA)
         assert {kernel.name for kernel in gpu.compiled} == {"pack_weights"} | names
