@@ -290,10 +290,11 @@ class Decoder(nn.Module):
         """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
         usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
         whole = self._whole_shape(layers, x, products)
-        if whole and products and (order := _order_of(usual)) and goes_whole(usual, whole, x, attention, order):
+        order = _order_of(usual) if products and (whole or len(x) in packed_rows(products)) else None
+        if whole and order and goes_whole(usual, whole, x, attention, order):
             return decode_whole(usual, whole, x, positions, attention, self.tp, packed=True), []
         if products is not None and self.tp.size == 1:
-            packed = _goes_packed(usual, products, x)
+            packed = order is Order.UNITS and _goes_packed(products, x)
             if packed or use_chain(len(x), products, x.dtype, x.device):
                 return self._chained(usual, x, positions, attention, packed), []
         if whole and goes_whole(usual, whole, x, attention):
@@ -390,16 +391,16 @@ def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape |
 
 def _order_of(layers: list[DecoderLayer]) -> Order | None:
     """In which all their weights are packed; None: they are not, or not alike."""
+    first = layers[0].products()[0].packed_weight
+    if first is None:  # as where nothing is: then the others are not asked
+        return None
     packed = (product.packed_weight for layer in layers for product in layer.products())
-    orders = {None if its is None else its.order for its in packed}
-    return orders.pop() if len(orders) == 1 else None
+    return first.order if all(its is not None and its.order is first.order for its in packed) else None
 
 
-def _goes_packed(layers: list[DecoderLayer], shape: ChainShape, x: torch.Tensor) -> bool:
+def _goes_packed(shape: ChainShape, x: torch.Tensor) -> bool:
     """Whether products of layers of that shape read packed weights in this step, in the kernel between attentions."""
-    if len(x) not in packed_rows(shape) or _order_of(layers) is not Order.UNITS:
-        return False
-    return use_packed(len(x), shape, x.dtype, x.device)
+    return len(x) in packed_rows(shape) and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):
