@@ -39,14 +39,12 @@ def kept_bytecode(package: str = "torch", folder: str = KEPT_IN) -> Iterator[Non
 
 
 _LEAST_CORES, _MOST_CORES = 8, 16
-_ahead: list[subprocess.Popen[bytes]] = []  # under way, or done
 
 
 def _compile_ahead(package: Path) -> None:
     """Begin to, in processes of their own, where there are cores for them and nobody began before."""
-    cores = usable_cores()
     kept = Path(cache_from_source(str(package / "__init__.py")))
-    if cores < _LEAST_CORES or kept.exists():
+    if kept.exists() or (cores := usable_cores()) < _LEAST_CORES:
         return
     with suppress(OSError):  # then each file is compiled as it is imported
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -54,8 +52,8 @@ def _compile_ahead(package: Path) -> None:
         command = [sys.executable, "-m", "compileall", "-qq", "-j", str(min(cores, _MOST_CORES)), str(package)]
         env = os.environ | {"PYTHONPYCACHEPREFIX": str(sys.pycache_prefix)}
         nothing = subprocess.DEVNULL  # not what it says when Ctrl-C ends it, either
-        _ahead.append(subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, stderr=nothing))
-        Thread(target=_ahead[-1].wait, daemon=True).start()  # or it would stay, as a zombie
+        process = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, stderr=nothing)
+        Thread(target=process.wait, daemon=True).start()  # or it would stay, as a zombie
 
 
 def without_bytecode(package: str) -> Path | None:

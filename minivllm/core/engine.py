@@ -14,7 +14,7 @@ import numpy as np
 
 from minivllm.bytecode import kept_bytecode
 from minivllm.core.admission import Admission
-from minivllm.core.garbage import uncollected
+from minivllm.core.garbage import collect_engines, uncollected
 from minivllm.core.guides import Guide
 from minivllm.core.interrupts import Uninterrupted
 from minivllm.core.outputs import RequestOutput
@@ -108,6 +108,7 @@ class LLMEngine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
         """Load and start everything that ``config`` names."""
+        collect_engines()
         with kept_bytecode(), uncollected():
             from minivllm.assemble import build_engine
 

@@ -10,16 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def collect_engines() -> None:
+    """Collect garbage where there may have been engines: one that nobody has any more may hold a device's memory."""
+    if "torch" in sys.modules:
+        gc.collect()
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Collect nothing while modules are imported and an engine is made, nearly all of which stays: that took a seventh
-    of a start. Behind it, what there is now is as old as if it had been looked at. Before it garbage goes, where torch
-    has been imported: an engine that nobody has any more may hold a device's memory."""
+    of a start. Behind it, what there is now is as old as if it had been looked at."""
     if not gc.isenabled():
         yield
         return
-    if "torch" in sys.modules:
-        gc.collect()
     gc.disable()
     try:
         yield

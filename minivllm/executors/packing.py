@@ -15,12 +15,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import num_sms
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
-from minivllm.kernels.megakernel import (
-    DecoderShape,
-    megakernel_config,
-    megakernel_of,
-    use_megakernel,
-)
+from minivllm.kernels.megakernel import DecoderShape, megakernel_config, megakernel_of, use_megakernel
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
 from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
 from minivllm.kernels.packed_weights import PACK_KERNEL, Order, packable, packed_bytes

@@ -103,8 +103,8 @@ __device__ __forceinline__ bool pack_piece(const u16* from, int base, unsigned c
   return fits;
 }
 
-// weight (lines, k); data: pieces of (lines / 128, k / 128, 16), or, by_lines, of (lines / 8, k / 128); scales (lines,), as
-// data has them. failed: becomes 1 if that cannot be.
+// weight (lines, k); data: pieces of (lines / 128, k / 128, 16), or, by_lines, of (lines / 8, k / 128); scales (lines,),
+// as data has them. failed: becomes 1 if that cannot be.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 pack_weights(const u16* weight, unsigned char* data, float* scales, u32* failed, int lines, int k, int gated,
              int by_lines) {

@@ -13,7 +13,7 @@ static_assert(PIECE_BYTES >= EXCEPTIONS_AT + 4 && FIRST_EXPONENT > BELOW, "packe
 
 // Four pairs of a line, each weight times the line's power of two, of a word of each plane. nothing: zero, which the
 // compiler had better not know: an instruction takes one constant, and others it makes anew for each.
-__device__ __forceinline__ void decode_four(u32 (&pairs)[4], u32 first, u32 second, u32 third, u32 nothing = 0) {
+__device__ __forceinline__ void decode_four(u32 (&pairs)[4], u32 first, u32 second, u32 third, u32 nothing) {
   const u32 places = PLACES + nothing;  // not ^, which is taken apart
   pairs[0] = first & places | BASE, pairs[1] = second & places | BASE, pairs[2] = third & places | BASE;
   u32 fourth = first >> 4 & 0x07800780 | BASE;

@@ -87,7 +87,7 @@ def pack_products_again(model: nn.Module) -> None:
     copies = {module: module.packed_weight for module in modules if module.packed_weight is not None}
     fits = pack_again(list(copies.values())) if copies else []
     if not all(fits):
-        unpack_products(list(copies))
+        unpack_products(copies)
         raise CheckpointError(
             f"{_name_of(model, list(copies)[fits.index(False)])} has weights whose exponents lie too far apart to be "
             "packed, where CUDA graphs read packed ones; make a new engine, or one with packed_weights=false"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import py_compile
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module, invalidate_caches
@@ -72,7 +73,9 @@ def test_the_first_time_other_cores_compile_all_of_it(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bytecode, "_LEAST_CORES", 1)
-    monkeypatch.setattr(bytecode, "_ahead", [])
+    begun: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: begun.append(popen(*args, **kwargs)) or begun[-1])
     (source.parent / "inner").mkdir()
     (source.parent / "inner" / "seldom.py").write_text("'nobody imports it here'\n")
     (source.parent / "broken.py").write_text("no Python\n")
@@ -80,7 +83,7 @@ def test_the_first_time_other_cores_compile_all_of_it(
     for _ in range(2):  # and again, before it is done
         with kept_bytecode(NAME, str(folder)):
             pass
-    (ahead,) = bytecode._ahead
+    (ahead,) = begun
     assert ahead.wait(60) == 1, "it goes on behind what does not compile"
     kept = {file.relative_to(folder / str(source.parent)[1:]).as_posix() for file in folder.rglob("*.pyc")}
     assert {name.partition(".")[0] for name in kept} == {"__init__", "inner/seldom"}
@@ -88,7 +91,7 @@ def test_the_first_time_other_cores_compile_all_of_it(
     file.write_bytes(file.read_bytes().replace(b"answer", b"solved"))
     with kept_bytecode(NAME, str(folder)):
         assert imported().solved == 1, "what they compiled is taken"
-    assert len(bytecode._ahead) == 1
+    assert len(begun) == 1
 
 
 def python_keeps_it(source: Path, folder: Path) -> None:
