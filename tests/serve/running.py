@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 
 from minivllm import LLM
@@ -40,6 +41,16 @@ class Running:
 
     def get(self, path: str) -> httpx.Response:
         return self.client.get(path)
+
+    def slow_down(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        """Let each step take so long and more, or on a busy machine all are done before anybody has read the first."""
+        step = self.engine.step
+
+        def slowly() -> Any:
+            time.sleep(seconds)
+            return step()
+
+        monkeypatch.setattr(self.engine, "step", slowly)
 
     def settled(self) -> None:
         """Wait until nothing runs, and see that nothing is left behind."""

@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import threading
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -140,13 +139,7 @@ def test_a_loop_that_falls_behind_sends_fewer_and_larger_events(
 ) -> None:
     body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     (expected,) = whole(server.post(COMPLETIONS, **body).json(), chat=False)
-    step = server.engine.step
-
-    def slowly() -> Any:
-        time.sleep(0.005)  # else a busy machine's loop falls behind by itself
-        return step()
-
-    monkeypatch.setattr(server.engine, "step", slowly)
+    server.slow_down(monkeypatch, 0.005)  # else its loop may fall behind by itself
     small = streamed(server.client, COMPLETIONS, body)
     monkeypatch.setattr(engine_loop, "_MANY", 1)
     monkeypatch.setattr(RemoteEngine, "rest", 1e6)  # as long as it may be, …

@@ -29,7 +29,10 @@ SMALL = ("workload.num_requests=6", "workload.input_len=[3,20]", "workload.outpu
 IDS = "workload.max_token_id=511"
 
 
-def test_our_server_is_measured(server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_our_server_is_measured(
+    server: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.slow_down(monkeypatch, 0.02)
     file, url = tmp_path / "out.jsonl", str(server.client.base_url).rstrip("/")
     command = ["bench", f"url={url}/v1", IDS, *SMALL, f"output={file}"]
     assert main(command) == 0
