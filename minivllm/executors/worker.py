@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from minivllm.backends.select import choose
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
+from minivllm.cores import usable_cores
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
@@ -96,6 +98,9 @@ class Worker:
         self.runner: ModelRunner | None = None
         if self.device_type == "cuda":
             open_device(device_index)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            # Torch counts the machine's cores. With more threads than a container's quota, they wait for each other.
+            torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
     def use_device(self) -> None:
         """Make this rank's GPU the calling thread's; torch keeps that per thread."""

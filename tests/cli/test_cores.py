@@ -12,12 +12,18 @@ from minivllm.cores import _quota, usable_cores
 
 
 def granted(tmp_path: Path, within: str, **quotas: str) -> float | None:
-    """``quotas``: of folders of a cgroup tree, ``root`` and those below it by name."""
+    """``quotas``: of folders of a cgroup tree, ``root`` and those below it by name; "old_": of version 1."""
     own, root = tmp_path / "own", tmp_path / "tree"
-    (root / "outer" / "inner").mkdir(parents=True)
+    for tree in (root, root / "cpu"):
+        (tree / "outer" / "inner").mkdir(parents=True)
     own.write_text(within)
     for name, text in quotas.items():
-        (root / {"root": "", "outer": "outer", "inner": "outer/inner"}[name] / "cpu.max").write_text(text)
+        place = {"root": "", "outer": "outer", "inner": "outer/inner"}[name.removeprefix("old_")]
+        if name.startswith("old_"):
+            for what, value in zip(("quota", "period"), text.split(), strict=True):
+                (root / "cpu" / place / f"cpu.cfs_{what}_us").write_text(value + "\n")
+        else:
+            (root / place / "cpu.max").write_text(text)
     return _quota(own, root)
 
 
@@ -29,8 +35,12 @@ def granted(tmp_path: Path, within: str, **quotas: str) -> float | None:
         ("0::/outer/inner\n", {"inner": "50000 100000\n", "outer": "150000 100000\n"}, 0.5),
         ("0::/outer/inner\n", {"inner": "max 100000\n"}, None),
         ("0::/outer/gone\n", {"outer": "300000 100000\n"}, 3.0),
-        ("12:cpu:/outer\n", {"outer": "300000 100000\n"}, None),  # version 1: none that we read
         ("0::/outer\n", {"outer": "nonsense"}, None),
+        ("2:cpuset:/\n1:cpu:/outer\n0::/\n", {"outer": "300000 100000\n"}, None),  # not the one that it is in
+        ("1:cpu:/outer/inner\n0::/\n", {"old_inner": "-1 100000", "old_outer": "250000 100000"}, 2.5),
+        ("4:cpu,cpuacct:/docker/5f\n", {"old_root": "50000 100000"}, 0.5),  # a container, by its host's name
+        ("4:cpu,cpuacct:/outer\n", {"old_inner": "50000 100000"}, None),
+        ("what is this\n", {}, None),
     ],
 )
 def test_the_tightest_quota_counts(tmp_path: Path, within: str, quotas: dict[str, str], expected: float | None) -> None:

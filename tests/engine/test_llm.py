@@ -1225,3 +1225,17 @@ def test_biases_are_for_samplers_that_take_them(engine: Engine, monkeypatch: pyt
     with pytest.raises(RequestError, match="sampler=default takes no logit_bias; leave it out"):
         run(llm, [1], params)
     run(llm, [1], GREEDY)
+
+
+@pytest.mark.parametrize(("asked", "before", "threads"), [(None, 4, 2), (None, 1, 1), ("3", 3, 3)])
+def test_a_cpu_takes_no_more_threads_than_a_container_grants(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, asked: str | None, before: int, threads: int
+) -> None:
+    monkeypatch.setattr("minivllm.executors.worker.usable_cores", lambda: 2)
+    if asked is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    torch.set_num_threads(before)
+    engine(**SMALL)
+    assert torch.get_num_threads() == threads
