@@ -152,8 +152,9 @@ class DefaultSampler(Sampler):
         adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
         for slot in slots[(self._asks[slots] & _BIASED) > 0].tolist():
             self.bias[slot].zero_()
-        for slot in slots[((self._asks[slots] & _GUIDED) > 0) & ~guided].tolist():
-            self.bits[slot].fill_(-1)
+        if len(self.bits):  # else none of those that were guided has sampled
+            for slot in slots[((self._asks[slots] & _GUIDED) > 0) & ~guided].tolist():
+                self.bits[slot].fill_(-1)
         wants_logprobs = rows["logprobs"] >= 0
         asks = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
         self._asks[slots] = asks + _GUIDED * guided

@@ -156,6 +156,16 @@ def test_only_what_changed_is_told(engine: Engine, monkeypatch: pytest.MonkeyPat
     assert sum(0 in slots for slots in told) + sum(1 in slots for slots in told) == 1 + 4 + 1
 
 
+def test_a_guided_request_that_never_sampled_leaves_its_slot_to_others(engine: Engine) -> None:
+    """The first of an engine, aborted while its prompt is computed in chunks."""
+    llm = engine(**SMALL | {"scheduler.max_num_batched_tokens": 16})
+    llm.engine.add_request("a", list(range(10, 50)), GREEDY.clone(bad_words=["q"]))
+    llm.engine.step()
+    llm.engine.abort("a")
+    answer = run(llm, [[5, 6]], GREEDY.clone(max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
+    assert answer == reference_tokens(Path(llm.engine.config.model.path or ""), [5, 6], 8)
+
+
 def test_with_biases_and_penalties_and_logprobs(engine: Engine) -> None:
     llm = engine(**SMALL)
     tokenizer = llm.engine.tokenizer
