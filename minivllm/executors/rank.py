@@ -172,7 +172,9 @@ def leave(code: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Sent to all of a group (a terminal, systemd, timeout), they are for the parent: it ends its ranks when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     *gpu, fd = map(int, sys.argv[1:])
     with uncollected():
         import_ahead(gpu[0] if gpu else None)

@@ -130,9 +130,12 @@ def kill_and_see(llm: LLM, rank: int) -> None:
 
 
 def test_a_killed_rank_ends_every_call_and_a_new_engine_starts(tiny_checkpoint: Checkpoints) -> None:
-    """Ranks as they are started outside of tests, too."""
+    """Ranks as they are started outside of tests, too. What a group is sent to end is for its parent."""
     folder = tiny_checkpoint("qwen3")
     with make(folder) as llm:
+        for pid in pids_of(llm):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(pid, number)
         kill_and_see(llm, 1)
         with make(folder) as new:
             said = new.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
@@ -374,16 +377,16 @@ def interrupts(err: str) -> int:
     return sum(line.startswith("KeyboardInterrupt") for line in err.splitlines())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_ranks_end_with_their_parent(tiny_checkpoint: Checkpoints, tmp_path: Path, how: signal.Signals) -> None:
     process = start_script(tiny_checkpoint("qwen3"), tmp_path)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     ranks = children(process.pid)
     assert len(ranks) == 2
-    if how is signal.SIGINT:
-        os.killpg(process.pid, how)  # as a terminal's Ctrl-C does
-    else:
+    if how is signal.SIGKILL:
         process.send_signal(how)
+    else:
+        os.killpg(process.pid, how)  # as a terminal's Ctrl-C does, and who stops a service
     _, err = process.communicate(timeout=10)
     assert gone(ranks, 5)
     if how is signal.SIGINT:
