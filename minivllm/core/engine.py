@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -151,6 +152,15 @@ class LLMEngine:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
         number = self.num_requests_added if number is None else number
         request = self._admission.request(request_id, prompt, params, cache_salt, priority, number)
+        with self._uninterrupted:  # or the scheduler would know a sequence that nobody can abort
+            self._take_on(request)
+        full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
+        if full and not self._under_way and self._depth > 1 and not self.scheduler.uses_priority:
+            began = time.perf_counter()
+            self._uninterruptedly(self._launch)
+            self.stats.host_time += time.perf_counter() - began
+
+    def _take_on(self, request: Request) -> None:
         added: list[Sequence] = []
         try:
             for completion in request.completions:
@@ -163,22 +173,25 @@ class LLMEngine:
         for completion in request.completions:
             self._by_sequence[completion.seq.request_id] = request, completion
         self.num_requests_added += 1
-        self._requests[request_id] = request
+        self._requests[request.request_id] = request
         if not request.scored:
             self._unscored.add(request)
         if request.params.guided:
             self._guided.add(request)
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         self._prompt_tokens_since_step += len(request.prompt_token_ids)
-        full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
-        if full and not self._under_way and self._depth > 1 and not self.scheduler.uses_priority:
-            began = time.perf_counter()
-            self._uninterruptedly(self._launch)
-            self.stats.host_time += time.perf_counter() - began
 
     def abort(self, request_id: str | list[str]) -> None:
-        """End requests wherever they are; ids that are not known (any more) are passed over."""
-        for name in [request_id] if isinstance(request_id, str) else request_id:
+        """End requests wherever they are; ids that are not known (any more) are passed over.
+
+        Raises:
+            EngineDeadError: a scheduler's ``abort`` failed.
+        """
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._uninterruptedly(partial(self._abort, names), "an abort")
+
+    def _abort(self, names: list[str]) -> None:
+        for name in names:
             request = self._requests.pop(name, None)
             self._touched.pop(name, None)
             if request is None:
@@ -232,7 +245,7 @@ class LLMEngine:
         self.check_health()
         return self._uninterruptedly(self._step)
 
-    def _uninterruptedly(self, act: Callable[[], _T]) -> _T:
+    def _uninterruptedly(self, act: Callable[[], _T], what: str = "a step") -> _T:
         """Nobody knows how far an act came that failed: the engine is dead then."""
         with self._uninterrupted:
             try:
@@ -242,7 +255,7 @@ class LLMEngine:
                 if isinstance(error, MinivllmError):
                     raise
                 why = f"{type(error).__name__}: {error}"
-                raise EngineDeadError(f"a step failed: {why} ({place_of(error)})") from error
+                raise EngineDeadError(f"{what} failed: {why} ({place_of(error)})") from error
             except BaseException as error:  # a second Ctrl-C
                 self._dead = error
                 raise

@@ -844,6 +844,42 @@ def test_ctrl_c_while_requests_come_in_leaves_none(engine: Engine, monkeypatch: 
     usable(llm)
 
 
+@pytest.mark.parametrize("split", ["in front of it", "behind it"])
+def test_ctrl_c_while_a_request_is_queued_or_aborted_leaves_no_half_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """The scheduler and the engine know the same requests, whichever of them Ctrl-C finds at work."""
+    llm = engine(**SMALL)
+    scheduler = llm.engine.scheduler
+
+    def struck(inner: Callable[[Any], None]) -> Callable[[Any], None]:
+        done = []
+
+        def act(what: Any) -> None:
+            if split == "behind it":
+                inner(what)
+            if not done:
+                done.append(what)
+                os.kill(os.getpid(), signal.SIGINT)
+            if split == "in front of it":
+                inner(what)
+
+        return act
+
+    monkeypatch.setattr(scheduler, "add", struck(scheduler.add))
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, [[1, 2, 3], [4, 5, 6]])
+    monkeypatch.undo()
+    assert not scheduler.has_work and not llm.engine.has_unfinished_requests()
+    llm.engine.add_request("a", [1, 2, 3], GREEDY.clone(n=2))
+    monkeypatch.setattr(scheduler, "abort", struck(scheduler.abort))
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.abort("a")
+    monkeypatch.undo()
+    assert not scheduler.has_work and not llm.engine.has_unfinished_requests()
+    usable(llm)
+
+
 @pytest.mark.parametrize("pipeline", ["true", "false"])
 @pytest.mark.parametrize("where", ["launch", "result", "schedule", "commit"])
 @pytest.mark.parametrize("moment", [1, 2, 5])
@@ -1124,6 +1160,21 @@ def test_a_shut_down_engine_says_so_and_can_be_shut_down_again(engine: Engine) -
         with pytest.raises(EngineDeadError, match="shut down; make a new one"):
             use()
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_abort_that_fails_is_one_clear_error(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("a")
+
+    llm.engine.add_request("a", [1], GREEDY)
+    monkeypatch.setattr(llm.engine.scheduler, "abort", broken)
+    place = r"\(\S*test_llm, line \d+, in broken\)"
+    with pytest.raises(EngineDeadError, match=f"an abort failed: KeyError: 'a' {place}"):
+        llm.engine.abort("a")
+    with pytest.raises(EngineDeadError, match="stopped earlier: 'a'"):
+        llm.engine.step()
 
 
 @pytest.mark.parametrize("where", ["launch", "result"])
