@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,8 +28,10 @@ class PagedBlockManager(BlockManager):
     """Reference-counted blocks with prefix reuse.
 
     A whole block is known by a 128-bit hash of its tokens chained to its parent's hash (and the request's
-    ``cache_salt`` at the root), so equal hashes mean equal prefixes. Blocks nobody holds are kept until they are
-    needed, the least recently used given away first; of one sequence, its last blocks before its first.
+    ``cache_salt`` at the root), so equal hashes mean equal prefixes. Hashes begin with a number that nobody else
+    knows: who could make two prompts with the same hash would read what another's keys and values say. Blocks nobody
+    holds are kept until they are needed, the least recently used given away first; of one sequence, its last blocks
+    before its first.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class PagedBlockManager(BlockManager):
         self._ref = np.zeros(num_blocks + 1, dtype=np.int32)
         self._free = list(range(num_blocks, 0, -1))  # popped from the end: low ids first
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._digest = partial(xxhash.xxh3_128_digest, seed=secrets.randbits(64))
         self._cached: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._offered = [0] * num_slots  # of each slot's first blocks, how many are shared or were offered for sharing
@@ -166,11 +171,11 @@ class PagedBlockManager(BlockManager):
         hashes, size = seq.block_hashes, self.block_size
         if len(hashes) >= count:
             return
-        digest = hashes[-1] if hashes else xxhash.xxh3_128_digest((seq.cache_salt or "").encode())
+        digest = hashes[-1] if hashes else self._digest((seq.cache_salt or "").encode())
         data = tokens[len(hashes) * size : count * size].tobytes()  # bytes take less to slice than an array
         step = size * tokens.itemsize
         for at in range(0, len(data), step):
-            digest = xxhash.xxh3_128_digest(digest + data[at : at + step])
+            digest = self._digest(digest + data[at : at + step])
             hashes.append(digest)
 
     # ------------------------------------------------------------------ proving

@@ -106,6 +106,11 @@ def test_salt_separates_and_equal_salt_shares() -> None:
     assert blocks.match(sequence(longer, salt="a")) == row(blocks, 0)
 
 
+def test_nobody_can_know_the_hashes_of_a_pool() -> None:
+    one, other = (hold(pool(), 0, list(range(SIZE))) for _ in range(2))
+    assert not set(one.block_hashes) & set(other.block_hashes)
+
+
 def test_prefix_caching_off_shares_and_keeps_nothing() -> None:
     blocks = pool(prefix_caching=False)
     seq = hold(blocks, 0, list(range(2 * SIZE)))
