@@ -9,6 +9,7 @@ from typing import Any
 
 from minivllm.errors import CheckpointError
 
+_MOST_LAYERS = 10_000
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
@@ -102,6 +103,8 @@ class ModelConfig:
             size = hf.get(key)
             if size is not None and (type(size) is not int or size < 1):
                 raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
+        if hf["num_hidden_layers"] > _MOST_LAYERS:  # each is made before the first weight is read
+            raise CheckpointError(f"{where}: num_hidden_layers={hf['num_hidden_layers']} is more than {_MOST_LAYERS:,}")
         rope = _rope_parameters(hf, where)
         for key, value in {"rms_norm_eps": hf.get("rms_norm_eps"), **rope}.items():
             if (

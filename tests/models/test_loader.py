@@ -78,6 +78,10 @@ def test_reads_config_and_generation_config(folder: Path) -> None:
             lambda f: edit_json(f / "config.json", num_hidden_layers=0),
             "num_hidden_layers=0 is not a whole number from 1",
         ),
+        (
+            lambda f: edit_json(f / "config.json", num_hidden_layers=10**9),
+            "num_hidden_layers=1000000000 is more than 10,000",
+        ),
         (lambda f: edit_json(f / "config.json", vocab_size="x"), "vocab_size=x is not a whole number from 1"),
         (lambda f: edit_json(f / "config.json", architectures=[]), r"architectures=\[\] is not a list of at least one"),
         (lambda f: edit_json(f / "config.json", rms_norm_eps="x"), "rms_norm_eps=x is not a number"),
