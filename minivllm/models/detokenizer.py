@@ -52,12 +52,11 @@ class WindowDetokenizer(Detokenizer):
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        start = max(len(prompt_ids) - CONTEXT, 0)
-        while start and decode(list(prompt_ids[start:])).startswith(_NO_TEXT):
-            start -= 1
-        self._ids = list(prompt_ids[start:])
+        ids = list(prompt_ids[-CONTEXT - _UNFINISHED :])
+        self._ids = ids[self._beginning(ids, max(len(ids) - CONTEXT, 0)) :]
         self._read = len(self._ids)
         self._before = decode(self._ids)  # the text of _ids[:_read], whose end may be the beginning of a character
+        self._cut = self._before.endswith(_NO_TEXT)  # perhaps of one that is to come out
 
     def add(self, ids: Iterable[int]) -> str:
         out = []
@@ -74,16 +73,50 @@ class WindowDetokenizer(Detokenizer):
         if self._read == len(self._ids):
             return ""
         text = self._decode(self._ids)
-        if not text.startswith(self._before):  # its last character has become whole
-            end = len(self._before)
-            while self._before[:end].endswith(_NO_TEXT) and len(self._before) - end < _UNFINISHED:
-                end -= 1
-            self._before = self._before[:end]
-        waits = len(text) <= len(self._before) or text.endswith(_NO_TEXT)
-        if waits and not final and len(self._ids) - self._read < self.WINDOW:
+        final = final or len(self._ids) - self._read >= self.WINDOW
+        if text.endswith(_NO_TEXT) and not final:
             return ""
-        new = text[len(self._before) :]
-        del self._ids[: self._read]  # what is new now is the next tokens' neighbour
+        new = self._new(text)
+        if not new and not final:
+            return ""
+        start, self._cut = self._read, False  # what is new now is the next tokens' neighbour
+        self._before = self._decode(self._ids[start:])
+        if self._before.startswith(_NO_TEXT):  # the prompt's last character has become whole
+            start = self._beginning(self._ids, start)
+            self._before = self._decode(self._ids[start:])
+        del self._ids[:start]
         self._read = len(self._ids)
-        self._before = self._decode(self._ids)
         return new
+
+    def _new(self, text: str) -> str:
+        """Of the text of all ``_ids``, what is not out yet."""
+        before, ids = self._before, self._ids
+        if text.startswith(before) and not self._cut:  # nearly always
+            return text[len(before) :]
+        if not before.endswith(_NO_TEXT):
+            return self._decode(ids[self._read :])  # bytes that are no text made those before them none, too
+        for read in _back(self._read):  # where the first new character may begin
+            whole, rest = self._decode(ids[:read]), self._decode(ids[read:])
+            if text.startswith(whole) and text[len(whole) :].lstrip(" ") == rest.lstrip(" "):
+                return text[len(whole) :]
+        for end in _back(len(before)):  # within a token
+            if before[end:].startswith(_NO_TEXT) and text.startswith(before[:end]):
+                return text[end:]
+        return self._decode(ids[self._read :])
+
+    def _beginning(self, ids: list[int], at: int) -> int:
+        """``at``, or where the character began that goes on there."""
+        for start in _back(at):
+            # without the last tokens, too: if their character is unfinished, bytes before it may be no text either
+            for end in range(len(ids), max(start, len(ids) - _UNFINISHED - 1), -1):
+                if not self._decode(ids[start:end]).startswith(_NO_TEXT):
+                    return start
+        for start in _back(at):  # U+FFFD itself, of three bytes
+            if len(ids) - start >= _UNFINISHED and self._decode(ids[start : start + _UNFINISHED]) == _NO_TEXT:
+                return start
+        return at
+
+
+def _back(at: int) -> range:
+    """The places at which a character may begin that reaches ``at``, the nearest first."""
+    return range(at, max(at - _UNFINISHED, 0) - 1, -1)

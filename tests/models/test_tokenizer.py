@@ -128,6 +128,28 @@ def test_a_prompt_that_is_cut_within_a_character_adds_nothing(
             assert text + grown(tokenizer.detokenizer(prompt), answer) == whole
 
 
+def test_an_answer_begins_with_the_character_within_which_the_prompt_ends(
+    byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer
+) -> None:
+    generator = random.Random(0)
+    for tokenizer in (byte_level, metaspace):
+        for _ in range(100):
+            text = "".join(generator.choices("a é日本語😀👍ß\ufffd", k=generator.randrange(1, 14)))
+            ids = tokenizer.encode(text)
+            ends = [len(tokenizer.encode(text[: i + 1])) for i in range(len(text))]
+            for cut in range(1, len(ids)):
+                rest = text[sum(end <= cut for end in ends) :]
+                assert grown(tokenizer.detokenizer(ids[:cut]), ids[cut:]) == rest, (text, cut)
+
+
+def test_bytes_that_are_no_text_do_not_multiply(metaspace: CheckpointTokenizer) -> None:
+    ids = metaspace.encode("語")  # behind a space, three bytes
+    assert metaspace.decode([*ids, ids[1]]) == "\ufffd" * 4  # all of them, as they are one run
+    assert grown(metaspace.detokenizer(), [*ids, ids[1]]) == "語\ufffd"
+    a = metaspace.encode("a")[-1:]
+    assert grown(metaspace.detokenizer(), [*ids, *ids[1:3], *a]) == "語\ufffd\ufffda"
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("stop", [None, ["zz"]])
 def test_a_stop_tokens_own_text_is_left_out_with_its_space(
@@ -164,10 +186,10 @@ def test_a_window_stays_short_whatever_comes(byte_level: CheckpointTokenizer) ->
 
     broken = byte_level.encode("é")[:1]  # never completed
     special = byte_level.encode(END)  # no text at all
-    for ids in (broken * 500, special * 500, byte_level.encode("a time " * 100)):
+    for ids in (broken * 500, special * 500, byte_level.encode("a time " * 100), byte_level.encode("\ufffd" * 100)):
         longest = 0
         assert grown(WindowDetokenizer(decode), ids) == byte_level.decode(ids)
-        assert longest <= 2 * WindowDetokenizer.WINDOW
+        assert longest <= 2 * WindowDetokenizer.WINDOW + 3  # and what the first one's character began with
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
