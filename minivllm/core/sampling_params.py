@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import wraps
 from types import NoneType
 from typing import Any
 
+from minivllm.core.keywords import refusing_by_name
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, is_text, shown
 from minivllm.naming import did_you_mean
@@ -54,28 +55,22 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-def _refusing_by_name(cls: Any) -> Any:
-    """With a constructor that says what is wrong with a keyword that is no field."""
-    plain = cls.__init__
-
-    @wraps(plain)
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        try:
-            plain(self, *args, **given)
-            return
-        except TypeError:
-            if not (others := {name: given.pop(name) for name in [*given] if name not in cls.__slots__}):
-                raise
-        n = given.get("n", args[0] if args else 1)
-        for name, value in others.items():
-            _check_other(name, value, n)
-        plain(self, *args, **given)
-
-    cls.__init__ = init
-    return cls
+def _check_other(name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> None:
+    """Of a keyword that is no field: raises RequestError unless it asks for nothing."""
+    if name == "best_of":
+        n = others.get("n", args[0] if args else 1)
+        if value is not None and value != n:
+            raise RequestError(f"best_of={shown(value)} is not supported; leave it out, all n={shown(n)} are returned")
+    elif name in _NEUTRAL:
+        neutral, why = _NEUTRAL[name]
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name}={shown(value)} is not supported: {why}")
+    else:
+        meant = f" Did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, _FIELDS)
+        raise RequestError(f"SamplingParams({name}={shown(value)}): there is no such keyword.{meant}")
 
 
-@_refusing_by_name
+@refusing_by_name(_check_other)
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters, as in vLLM.
@@ -228,20 +223,6 @@ class SamplingParams:
 
 
 _FIELDS = [f.name for f in fields(SamplingParams)]
-
-
-def _check_other(name: str, value: Any, n: Any) -> None:
-    """Of a keyword that is no field: raises RequestError unless it asks for nothing."""
-    if name == "best_of":
-        if value is not None and value != n:
-            raise RequestError(f"best_of={shown(value)} is not supported; leave it out, all n={shown(n)} are returned")
-    elif name in _NEUTRAL:
-        neutral, why = _NEUTRAL[name]
-        if value is not None and value not in neutral:
-            raise RequestError(f"{name}={shown(value)} is not supported: {why}")
-    else:
-        meant = f" Did you mean {_ELSEWHERE[name]}?" if name in _ELSEWHERE else did_you_mean(name, _FIELDS)
-        raise RequestError(f"SamplingParams({name}={shown(value)}): there is no such keyword.{meant}")
 
 
 def _as_list(name: str, values: Any) -> list[Any]:

@@ -6,19 +6,32 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from minivllm.core.keywords import refusing_by_name
 from minivllm.core.structural_tags import StructuralTag
 from minivllm.errors import RequestError, is_text, shown
 from minivllm.naming import did_you_mean
 
 _KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
 _JSON = "json", "json_object", "structural_tag"
+_FEWEST, _MOST = -(2**63), 2**64 - 1  # whole numbers that llguidance can read
 
 
+def _check_other(name: Any, value: Any, *_: Any) -> None:
+    """Of a keyword that is no field: raises RequestError unless it asks for nothing."""
+    if name != "disable_fallback":  # vLLM's; there is one backend
+        meant = did_you_mean(str(name), _FIELDS)
+        said = f"structured_outputs: there is no {shown(name)}.{meant} Allowed: {', '.join(_FIELDS)}"
+        raise RequestError(said)
+    if not isinstance(value, bool | None):
+        raise _wrong(name, value, "is neither True nor False")
+
+
+@refusing_by_name(_check_other)
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """One of ``json``, a JSON schema; ``regex``, that the whole answer matches; ``choice``, strings of which it is one;
-    ``grammar``, in Lark's or llama.cpp's (GBNF) notation; ``json_object=True``, any JSON object; ``structural_tag``,
-    text with JSON between tags (``StructuralTag.of``).
+    """One of ``json``, a JSON schema or a pydantic model's class; ``regex``, that the whole answer matches; ``choice``,
+    strings of which it is one; ``grammar``, in Lark's or llama.cpp's (GBNF) notation; ``json_object=True``, any JSON
+    object; ``structural_tag``, text with JSON between tags (``StructuralTag.of``).
 
     In JSON there may be white space between tokens, up to 20 characters, unless ``disable_any_whitespace`` says that
     there is none, or ``whitespace_pattern``, a regular expression, what there is.
@@ -27,7 +40,7 @@ class StructuredOutputsParams:
         RequestError: none of them, or several; of another type; or not supported.
     """
 
-    json: str | dict[str, Any] | bool | None = None
+    json: str | dict[str, Any] | type | bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -47,10 +60,9 @@ class StructuredOutputsParams:
                 f"structured_outputs={shown(given)} is no StructuredOutputsParams; type "
                 "StructuredOutputsParams(json={...})"
             )
-        names = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in names:
-                raise RequestError(f"structured_outputs: there is no {shown(name)}.{did_you_mean(str(name), names)}")
+        for name, value in given.items():
+            if name not in _FIELDS:
+                _check_other(name, value)
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -73,8 +85,12 @@ class StructuredOutputsParams:
                 raise RequestError(f"structured_outputs: {name} belongs to {', '.join(_JSON)}, not to {given[0]}")
         choice = self.choice
         if choice is not None and not (isinstance(choice, list | tuple) and choice and all(map(is_text, choice))):
-            raise _wrong("choice", choice, "is not a list of texts, each of one character or more; quote numbers")
+            what = list(choice) if isinstance(choice, tuple) else choice
+            how = """quote numbers: ["1","2"], on a command line structured_outputs.choice='["1","2"]'"""
+            raise _wrong("choice", what, f"is not a list of texts, each of one character or more; {how}")
 
+        if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
+            self.json = self.json.model_json_schema()
         if self.structural_tag is not None:
             StructuralTag.of(self.structural_tag)
 
@@ -85,7 +101,9 @@ class StructuredOutputsParams:
         if self.json is None:
             return None
         try:  # a copy, of what JSON can say
-            schema = json.loads(self.json if isinstance(self.json, str) else json.dumps(self.json))
+            schema = json.loads(self.json if isinstance(self.json, str) else json.dumps(self.json), parse_int=_integer)
+        except RequestError:
+            raise
         except (TypeError, ValueError, RecursionError) as error:
             raise _wrong("json", self.json, f"is not JSON: {error}") from None
         if schema is True:
@@ -93,6 +111,17 @@ class StructuredOutputsParams:
         if not isinstance(schema, dict):
             raise _wrong("json", self.json, "is not a JSON schema, which is an object")
         return schema
+
+
+_FIELDS = [f.name for f in fields(StructuredOutputsParams)]
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > len(str(_MOST)) or not _FEWEST <= int(digits) <= _MOST:
+        number = shown(digits).strip("'")
+        said = f"json has the number {number}, and whole numbers of more than 64 bits cannot be followed; leave it out"
+        raise RequestError(f"structured_outputs: {said}")
+    return int(digits)
 
 
 def _wrong(name: str, value: Any, why: str) -> RequestError:

@@ -298,7 +298,12 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
         ({"json": {"anyOf": [{"properties": {str(i): {} for i in range(1500)}}] * 2}}, "too many large objects"),
         ({"json": {"properties": {str(i): {} for i in range(2001)}}}, "2001 properties of one object are more than"),
         ({"json": '{"multipleOf": 1e999}'}, "structured_outputs: "),
-        ({"json": {"maximum": 2**64}}, "has what cannot be followed"),
+        (
+            {"json": {"maximum": 2**64}},
+            "^structured_outputs: json has the number 18446744073709551616, and whole numbers",
+        ),
+        ({"json": '{"minimum": -9223372036854775809}'}, "the number -9223372036854775809, and .* more than 64 bits"),
+        ({"json": '{"const": %s}' % ("9" * 5000)}, "json has the number 999.*…, and whole numbers of more than 64"),
         ({"json": {"const": "\ud800"}}, "has what cannot be followed"),
         ({"json": {"multipleOf": True}}, "structured_outputs: "),
         ({"grammar": 'start: %json {"multipleOf": 99999989}'}, "has a %json in it"),
@@ -365,14 +370,20 @@ WRONG: list[tuple[Any, str]] = [
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
     ({"json_object": False}, "not none of them"),
     ({"json_object": 1}, "json_object=1 is neither True nor False"),
-    ({"regx": "a"}, "there is no 'regx'. Did you mean regex?"),
-    ({1: "a"}, "there is no 1."),
+    ({"regx": "a"}, "there is no 'regx'. Did you mean regex? Allowed: json, regex, choice, grammar, json_object, "),
+    ({"foo": "a"}, "there is no 'foo'. Allowed: json, regex, choice, grammar, json_object, "),
+    ({1: "a"}, "there is no 1. Allowed: json, "),
+    ({"regex": "a", "disable_fallback": 2}, "disable_fallback=2 is neither True nor False"),
     ({"regex": ""}, "regex='' is not text of one character or more"),
     ({"regex": 0}, "regex=0 is not text"),
     ({"regex": False}, "regex=False is not text"),
     ({"regex": "\ud800"}, "regex='\\ud800' is not text"),
     ({"choice": []}, "choice=[] is not a list of texts"),
     ({"choice": "abc"}, "choice='abc' is not a list of texts"),
+    (
+        {"choice": (1, 2)},
+        """choice=[1, 2] is not a list of texts, each of one character or more; quote numbers: ["1","2"], """,
+    ),
     ({"choice": ["a", ""]}, "is not a list of texts, each of one character or more"),
     ({"choice": np.array(["a", "b"])}, "is not a list of texts"),
     (
@@ -431,3 +442,27 @@ def test_a_mapping_is_as_good_as_an_object() -> None:
     assert again.structured_outputs == StructuredOutputsParams(choice=["a"])
     with pytest.raises(RequestError, match="is not a list of texts"):
         SamplingParams(structured_outputs=asked)
+
+
+def test_a_keyword_that_is_no_field_is_refused_and_vllms_may_ask_for_nothing() -> None:
+    for value in (True, False, None):
+        asked = StructuredOutputsParams(regex="a", disable_fallback=value)
+        assert asked == SamplingParams(structured_outputs={"regex": "a", "disable_fallback": value}).structured_outputs
+        assert asked == StructuredOutputsParams(regex="a")
+    with pytest.raises(RequestError, match=r"there is no 'regx'\. Did you mean regex\?"):
+        StructuredOutputsParams(regx="a")
+    with pytest.raises(RequestError, match="disable_fallback='no' is neither True nor False"):
+        StructuredOutputsParams(regex="a", disable_fallback="no")
+
+
+def test_a_model_of_pydantics_is_its_schema() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    city = pydantic.create_model("City", name=(str, ...))
+    asked = SamplingParams(structured_outputs={"json": city}).structured_outputs
+    assert asked == StructuredOutputsParams(json=city) == StructuredOutputsParams(json=city.model_json_schema())
+    assert asked.schema()["properties"]["name"]["type"] == "string"
+
+
+def test_whole_numbers_of_64_bits_may_be_in_a_schema(tokenizer: CheckpointTokenizer) -> None:
+    schema = {"type": "integer", "maximum": 2**64 - 1}
+    assert one(tokenizer, structured_outputs={"json": schema}).allowed()
