@@ -31,7 +31,9 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    routed_experts: ClassVar[None] = None
     lora_request: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -53,3 +55,6 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: ClassVar[None] = None
     lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None

@@ -171,12 +171,12 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, why="0 or -1 keeps every token")
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, why="None goes on to max_model_len")
+            _integer("max_tokens", self.max_tokens, 1, why="None, outside Python null, goes on to max_model_len")
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         for name in _LOGPROBS:
             if (count := getattr(self, name)) is not None:
-                _integer(name, count, 0)
+                _integer(name, count, 0, f"0 to {MAX_LOGPROBS}; -1, all of the vocabulary, is not supported")
                 if count > MAX_LOGPROBS:
                     raise RequestError(f"{name}={count} is more than {MAX_LOGPROBS}, the most that is returned")
         if self.seed is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from minivllm import SamplingParams
+from minivllm.core.outputs import CompletionOutput, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import RequestError
 
@@ -61,11 +62,11 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"min_p": 1.1}, ["min_p=1.1", "at most 1"]),
     ({"top_k": -2}, ["top_k=-2", "less than -1", "0 or -1 keeps every token"]),
     ({"top_k": 0.5}, ["top_k=0.5", "whole number"]),
-    ({"max_tokens": 0}, ["max_tokens=0", "less than 1", "None goes on to max_model_len"]),
+    ({"max_tokens": 0}, ["max_tokens=0", "less than 1", "None, outside Python null, goes on to max_model_len"]),
     ({"max_tokens": -3}, ["max_tokens=-3", "less than 1"]),
     ({"min_tokens": -1}, ["min_tokens=-1", "less than 0"]),
     ({"min_tokens": 17}, ["min_tokens=17", "max_tokens=16"]),
-    ({"logprobs": -1}, ["logprobs=-1", "less than 0"]),
+    ({"logprobs": -1}, ["logprobs=-1", "less than 0", "0 to 20; -1, all of the vocabulary, is not supported"]),
     ({"logprobs": 21}, ["logprobs=21", "20"]),
     ({"seed": "x"}, ["seed='x'", "whole number"]),
     ({"extra_args": [1]}, ["extra_args=[1]", "mapping"]),
@@ -81,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"frequency_penalty": -3}, ["frequency_penalty=-3", "at least -2 and at most 2", "0 is none"]),
     ({"repetition_penalty": 0}, ["repetition_penalty=0", "more than 0", "1 is none"]),
     ({"prompt_logprobs": 21}, ["prompt_logprobs=21", "more than 20"]),
-    ({"prompt_logprobs": -1}, ["prompt_logprobs=-1", "less than 0"]),
+    ({"prompt_logprobs": -1}, ["prompt_logprobs=-1", "less than 0", "-1, all of the vocabulary, is not supported"]),
     ({"logit_bias": [1]}, ["logit_bias=[1]", "mapping from token ids"]),
     ({"logit_bias": {"x": 1}}, ["logit_bias: token id='x'", "whole number"]),
     ({"logit_bias": {-1: 1}}, ["logit_bias: token id=-1", "less than 0"]),
@@ -223,3 +224,12 @@ def test_a_clone_differs_only_where_it_is_told() -> None:
 def test_a_number_that_python_does_not_write_is_refused() -> None:
     with pytest.raises(RequestError, match="top_p=<int> is out of range"):
         SamplingParams(top_p=10**5000)
+
+
+def test_vllms_fields_of_what_is_not_here_are_none() -> None:
+    completion = CompletionOutput(index=0, text="", token_ids=[])
+    for name in ("routed_experts", "lora_request", "kv_transfer_params"):
+        assert getattr(completion, name) is None
+    output = RequestOutput("0", None, [1], [completion])
+    for name in ("metrics", "lora_request", "encoder_prompt", "encoder_prompt_token_ids", "kv_transfer_params"):
+        assert getattr(output, name) is None
