@@ -53,14 +53,16 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False, w
         raise CheckpointError(
             f"{repo} is gated: accept its licence on its page, run `hf auth login`, then `hf download {repo}`"
         ) from error
+    except errors.HFValidationError as error:
+        key = "model.path" if weights else "model.tokenizer"
+        raise CheckpointError(f"{repo} is not a repository's name, ORG/NAME; for a folder pass {key}=DIR") from error
     except Exception as error:  # the hub's client raises its own errors, its HTTP library's, OSError and ValueError
         not_cached = f"{_NOT_CACHED} ({type(error).__name__}: {' '.join(str(error).split())})"
-        reason = {
+        reasons: dict[type[Exception], str] = {
             errors.RepositoryNotFoundError: "there is no such repository, or it is private",
             errors.RevisionNotFoundError: f"it has no revision {revision!r}",
-            errors.HFValidationError: "that is not a repository's name",
-        }.get(type(error), not_cached)
-        raise _cannot_fetch(repo, reason, weights) from error
+        }
+        raise _cannot_fetch(repo, reasons.get(type(error), not_cached), weights) from error
 
 
 _NOT_CACHED = "it is not in the local cache and cannot be downloaded from here"

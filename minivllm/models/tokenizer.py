@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -106,7 +107,8 @@ class CheckpointTokenizer(Tokenizer):
         except Exception as error:  # whatever transformers, or the format's own parser, makes of a broken file
             why = "it has no tokenizer.json: fetch it, or type model.tokenizer=DIR of another folder that has one"
             if (path / "tokenizer.json").is_file():
-                why = " ".join(str(error).split())
+                said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                why = f"its tokenizer.json is damaged, or of a newer kind ({said}); fetch it again"
             raise CheckpointError(f"the tokenizer in {path} cannot be read: {why}") from error
         self.path = path
         self.vocab_size = len(self._inner)
@@ -150,7 +152,7 @@ class CheckpointTokenizer(Tokenizer):
         return WindowDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens), prompt_ids)
 
     def render_chat(self, messages: Iterable[Message], /, *, chat_template: str | None = None, **options: Any) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         if chat_template is None and self.chat_template is None:
             raise RequestError(
@@ -167,8 +169,14 @@ class CheckpointTokenizer(Tokenizer):
         options.setdefault("add_generation_prompt", True)
         try:
             return render(conversation, **options)
-        except (TemplateError, TypeError, ValueError) as error:  # as templates raise themselves, or an unknown role
-            raise RequestError(f"messages: the chat template refuses this: {error}") from error
+        except TemplateSyntaxError as error:
+            where = "chat_template" if chat_template else f"the chat template of {self.path}"
+            raise RequestError(f"{where}: line {error.lineno} is no Jinja: {error.message}") from error
+        except Exception as error:  # whatever a template raises, itself or by what it does
+            why = str(error)
+            if not isinstance(error, TemplateError | TypeError | ValueError):  # of others the name says what is wrong
+                why = f"{type(error).__name__}: {error}"
+            raise RequestError(f"messages: the chat template refuses this: {why}") from error
 
     def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
         from llguidance import LLTokenizer
@@ -338,7 +346,16 @@ def load_tokenizer(
 def tokenizer_folder(name: str) -> Path:
     """``model.tokenizer``: a folder, or what is fetched of a repository. Raises CheckpointError."""
     folder = Path(expanduser(name))
-    return folder if folder.is_dir() else download(name, weights=False)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        there = f"model.tokenizer={folder.parent}"
+        raise CheckpointError(f"model.tokenizer={name} is a file; pass the folder that holds it ({there})")
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):  # old repositories have no ORG
+        raise CheckpointError(
+            f"model.tokenizer={name} does not exist; pass a folder that holds {_FILES[0]}, or ORG/NAME"
+        )
+    return download(name, weights=False)
 
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -131,11 +131,18 @@ def test_a_path_that_is_no_checkpoint_says_what_to_type(folder: Path) -> None:
     assert fetch(ModelOptions()).name == "demo"
 
 
-@pytest.mark.parametrize("repo", ["nobody/nothing", "no such name!"])
-def test_a_repository_out_of_reach_names_the_command(monkeypatch: pytest.MonkeyPatch, repo: str) -> None:
+def test_a_repository_out_of_reach_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=rf"cannot fetch {repo}.*`hf download {repo}.*load_format=dummy"):
-        fetch(ModelOptions(name="x", repo=repo))
+    with pytest.raises(CheckpointError, match=r"cannot fetch nobody/not.*`hf download nobody/not.*load_format=dummy"):
+        fetch(ModelOptions(name="x", repo="nobody/nothing"))
+
+
+def test_what_is_no_repositorys_name_is_not_to_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        CheckpointError, match=r"^no such name! is not a repository's name, ORG/NAME; .* model.path=DIR"
+    ):
+        fetch(ModelOptions(name="x", repo="no such name!"))
 
 
 def test_what_is_not_cached_is_known_without_the_hubs_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import CheckpointError, RequestError
 from minivllm.models.checkpoint import read_model_config
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer, load_tokenizer
+from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer, load_tokenizer, tokenizer_folder
 
 TEXTS = [
     "Once upon a time there was a quick brown fox.",
@@ -266,6 +266,47 @@ def test_what_a_chat_template_refuses_is_a_request_error(tiny_checkpoint: Callab
     for role, why in (("system", "no system role"), ("user", "can only concatenate str")):
         with pytest.raises(RequestError, match=f"messages: the chat template refuses this: {why}"):
             tokenizer.apply_chat_template([{"role": role, "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 1 / 0 }}", "messages: the chat template refuses this: ZeroDivisionError: division by zero"),
+        ("{% for i in range(10**9) %}{% endfor %}", "refuses this: OverflowError: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses this: RecursionError: maximum recursion depth"),
+        ("{{ {}['a'].b }}", "refuses this: 'dict object' has no attribute 'a'"),
+        ("a\n{% for %}", "^chat_template: line 2 is no Jinja: Expected an expression"),
+    ],
+)
+def test_what_is_wrong_within_a_chat_template_is_a_request_error(
+    byte_level: CheckpointTokenizer, template: str, why: str
+) -> None:
+    with pytest.raises(RequestError, match=why):
+        byte_level.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template)
+
+
+def test_a_checkpoints_chat_template_that_is_no_jinja_is_named(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny_checkpoint("qwen3"), folder)
+    (folder / "chat_template.jinja").write_text("{{")
+    with pytest.raises(RequestError, match=r"^the chat template of .*broken: line 1 is no Jinja: "):
+        CheckpointTokenizer(folder).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
+def test_a_tokenizer_that_is_not_there_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("/nope", "./nope", "~/nope", "no/such/folder"):
+        with pytest.raises(CheckpointError, match=rf"^model.tokenizer={name} does not exist; pass a folder"):
+            tokenizer_folder(name)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=rf"tokenizer.json is a file; .* \(model.tokenizer={tmp_path}\)"):
+        tokenizer_folder(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"cannot fetch nobody/nothing: .*model.tokenizer=DIR"):
+        tokenizer_folder("nobody/nothing")
+    with pytest.raises(CheckpointError, match=r"cannot be read: its tokenizer.json is damaged, .*; fetch it again"):
+        CheckpointTokenizer(tmp_path)
 
 
 def test_end_of_sequence_ids_are_the_configs_and_the_tokenizers(tiny_checkpoint: Callable[..., Path]) -> None:
