@@ -179,7 +179,10 @@ class SamplingSchema(EngineSchema):
     repetition_penalty: float = key(
         1.0, "makes tokens of prompt and answer less likely above 1, likelier below; more than 0, 1: none"
     )
-    stop: Any = key(None, "a string, or a list of them, that ends a completion", text=True)
+    stop: Any = key(
+        None, "a string, or a list of them, that ends a completion; for a line end type stop=$'\\n' in bash or zsh",
+        text=True,
+    )  # fmt: skip
     stop_token_ids: list[int] | None = key(None, "tokens that end a completion")
     ignore_eos: bool = key(False, "go on after the end-of-sequence token")
     min_tokens: int = key(0, "tokens before anything but max_tokens may end a completion")

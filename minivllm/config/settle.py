@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -16,6 +17,8 @@ from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
 
+# What people type for a line end; \nabla and the like may be meant.
+_NO_LINE_END = re.compile(r"\\[nr](?![a-z])")
 _KINDS = ("attention", "scheduler", "sampler", "executor")  # chosen by name; a model by its architecture
 
 
@@ -106,6 +109,12 @@ def settle_mode(tree: Any) -> Any:
     if hasattr(tree, "stop"):
         tree.stop, tree.bad_words = _strings("stop", tree.stop), _strings("bad_words", tree.bad_words)
         tree.stop_token_ids = tree.stop_token_ids or []
+        for text in tree.stop:
+            if found := _NO_LINE_END.search(text):
+                raise ConfigError(
+                    f"stop={text}: {found[0]} is a backslash and a letter, no line end; type $'...' around all of it, "
+                    "as stop=$'\\n' (bash, zsh), or use Python if none is meant"
+                )
     if hasattr(tree, "allowed_origins"):
         tree.allowed_origins = _strings("allowed_origins", tree.allowed_origins)
     for switch in ("profile", "trace", "timeline"):  # a word, or a file's name

@@ -248,6 +248,9 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         ("prompts=[1,a]", ["prompts[0]=1", "quote text"]),
         ("prompts=[[1,a]]", ["prompts[0]="]),
         ("stop=[1]", ["stop: 1 is not a string"]),
+        ("stop=\\n", ["stop=\\n: \\n is a backslash and a letter, no line end", "stop=$'\\n' (bash, zsh)"]),
+        ("stop=User:\\n\\n", ["stop=User:\\n\\n: \\n is a backslash"]),
+        ('stop=[a,"\\nUser:"]', ["stop=\\nUser:: \\n is a backslash"]),
         ("prompts=[a,b", ["cannot be read"]),
         ("logprobs=1", ["output=FILE.jsonl"]),
     ],
@@ -302,6 +305,8 @@ def test_stop_is_one_string_or_several(registry: Registry) -> None:
     for typed, stop in [
         ("stop=\n\n", ("\n\n",)),
         ("stop=[a,'b c']", ("a", "b c")),
+        ('stop=["\n", "a"]', ("\n", "a")),
+        ("stop=\\nabla", ("\\nabla",)),
         ("stop=null", ()),
         ("stop=.", (".",)),
     ]:
