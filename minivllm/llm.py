@@ -53,7 +53,8 @@ class LLM:
         tp: tensor-parallel ranks.
         device: auto, cuda or cpu.
         dtype: auto, float32, bfloat16 or float16.
-        overrides: any configuration, as on the command line: ``["cache.num_blocks=64"]``.
+        overrides: any configuration, as on the command line: ``["cache.num_blocks=64"]``. They come last, and win over
+            what the other arguments say of the same key.
         **options: vLLM's names for some of them (``max_model_len``, ``gpu_memory_utilization``, ``seed`` …).
 
     Raises:
@@ -68,7 +69,7 @@ class LLM:
         tp: int = 1,
         device: str = "auto",
         dtype: str = "auto",
-        overrides: Sequence[str] = (),
+        overrides: Sequence[str] | None = None,
         **options: Any,
     ) -> None:
         with kept_bytecode(), uncollected():

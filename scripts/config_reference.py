@@ -30,7 +30,8 @@ _INTRO = f"""\
 `group=option` picks one of a group, `key=value` sets one key:
 `python -m minivllm model=qwen3 attention=triton cache.block_size=32`. In Python the same words are
 `LLM("qwen3", attention="triton", overrides=["cache.block_size=32"])`. `null` is none, `[a,b]` a list. Settings of
-one component are under `options`: `executor=multiproc executor.options.devices=[2,3]`.
+one component are under `options`: `executor=multiproc executor.options.devices=[2,3]`. Of a key that is typed twice the
+last one counts; `overrides` come behind `LLM`'s other arguments.
 
 An unknown key, a wrong type or a value out of bounds is an error that says what is allowed.
 `python -m minivllm --help` lists the same keys, and names that plugins added; `--cfg job` prints what a command line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +108,14 @@ def compose_engine_config(
     tp: int = 1,
     device: Any = "auto",
     dtype: Any = "auto",
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = None,
     registry: Registry | None = None,
     **kwargs: Any,
 ) -> EngineConfig:
     """The config of ``LLM(model, ...)``: an option's name, a folder or a Hub repository, and vLLM's keywords.
 
-    ``overrides`` are applied last. ``registry`` is this process's unless given.
+    ``overrides`` are applied last, as what stands last on a command line: they win over keywords. ``registry`` is this
+    process's unless given.
 
     Raises:
         ConfigError: an unknown keyword, key or name, or a value that cannot be used.
@@ -123,8 +124,7 @@ def compose_engine_config(
         from minivllm.plugins.manager import default_registry
 
         registry = default_registry()
-    if isinstance(overrides, str):
-        raise ConfigError(f"overrides={overrides!r} is one string; it takes a list: overrides=[{overrides!r}]")
+    last = _overrides(overrides)
     if not isinstance(model, str | os.PathLike):
         raise ConfigError(f"model={model!r} is not an option's name, a folder or a Hub repository")
     asked = {**model_keys(os.fspath(model), registry)}
@@ -150,7 +150,24 @@ def compose_engine_config(
             raise ConfigError(f"{name}={value!r} contradicts {target}={asked[target]!r}; leave one out")
         asked[target] = value
     typed = [f"{key}={_literal(value, key)}" for key, value in asked.items()]
-    return compose([*typed, *overrides], registry, mode="").engine
+    return compose([*typed, *last], registry, mode="").engine
+
+
+def _overrides(given: Any) -> list[str]:
+    if given is None:
+        return []
+    if isinstance(given, str):
+        raise ConfigError(f"overrides={given!r} is one string; it takes a list: overrides=[{given!r}]")
+    if isinstance(given, Mapping):
+        typed = [f"{key}={_literal(value, str(key))}" for key, value in given.items()]
+        raise ConfigError(f"overrides={shown(given)} is a mapping; it takes a list: overrides={shown(typed)}")
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"overrides={shown(given)} is no list; type overrides=['KEY=VALUE']")
+    listed = list(given)
+    for one in listed:
+        if not isinstance(one, str):
+            raise ConfigError(f"overrides has {shown(one)} in it, which is no text; type overrides=['KEY=VALUE']")
+    return listed
 
 
 def _value_here(name: str, value: Any) -> Any:

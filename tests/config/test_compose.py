@@ -576,6 +576,12 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"overrides": ["prompts=hi"]}, "prompts is a key of mode generate, not of an engine's overrides"),
         ({"overrides": ["mode=chat"]}, "an engine has no mode"),
         ({"overrides": "tp=2"}, r"overrides=\['tp=2'\]"),
+        ({"overrides": [5]}, r"overrides has 5 in it, which is no text; type overrides=\['KEY=VALUE'\]"),
+        ({"overrides": 5}, r"overrides=5 is no list; type overrides=\['KEY=VALUE'\]"),
+        (
+            {"overrides": {"seed": 5, "enforce_eager": True}},
+            r"is a mapping; it takes a list: overrides=\['seed=5', 'enforce_eager=true'\]",
+        ),
     ],
 )
 def test_refusals_in_python(registry: Registry, arguments: dict[str, Any], told: str) -> None:
@@ -586,6 +592,12 @@ def test_refusals_in_python(registry: Registry, arguments: dict[str, Any], told:
 def test_overrides_come_last(registry: Registry) -> None:
     config = compose_engine_config(attention="triton", tp=2, overrides=["attention=torch", "tp=3"], registry=registry)
     assert (config.attention.name, config.tp) == ("torch", 3)
+    config = compose_engine_config(tensor_parallel_size=2, overrides=(o for o in ["tp=3"]), registry=registry)
+    assert config.tp == 3
+
+
+def test_no_overrides_may_be_none(registry: Registry) -> None:
+    assert compose_engine_config(overrides=None, registry=registry) == compose_engine_config(registry=registry)
 
 
 def test_conf_holds_what_the_modes_need() -> None:
