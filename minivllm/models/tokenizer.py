@@ -159,6 +159,8 @@ class CheckpointTokenizer(Tokenizer):
                 f"the checkpoint {self.path} has no chat template; use generate with the whole prompt as text, "
                 "give chat_template=, or put a chat_template.jinja into its folder"
             )
+        if not isinstance(chat_template, str | None):
+            raise RequestError(f"chat_template={shown(chat_template)} is not text, as Jinja is")
         render = partial(self._inner.apply_chat_template, tokenize=False, chat_template=chat_template)
         template = chat_template or self.chat_template or ""
         if template not in self._parts:
@@ -175,7 +177,7 @@ class CheckpointTokenizer(Tokenizer):
         except Exception as error:  # whatever a template raises, itself or by what it does
             why = str(error)
             if not isinstance(error, TemplateError | TypeError | ValueError):  # of others the name says what is wrong
-                why = f"{type(error).__name__}: {error}"
+                why = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise RequestError(f"messages: the chat template refuses this: {why}") from error
 
     def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:

@@ -275,11 +275,12 @@ def test_what_a_chat_template_refuses_is_a_request_error(tiny_checkpoint: Callab
         ("{% for i in range(10**9) %}{% endfor %}", "refuses this: OverflowError: Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses this: RecursionError: maximum recursion depth"),
         ("{{ {}['a'].b }}", "refuses this: 'dict object' has no attribute 'a'"),
+        (5, "^chat_template=5 is not text"),
         ("a\n{% for %}", "^chat_template: line 2 is no Jinja: Expected an expression"),
     ],
 )
 def test_what_is_wrong_within_a_chat_template_is_a_request_error(
-    byte_level: CheckpointTokenizer, template: str, why: str
+    byte_level: CheckpointTokenizer, template: Any, why: str
 ) -> None:
     with pytest.raises(RequestError, match=why):
         byte_level.apply_chat_template([{"role": "user", "content": "hi"}], chat_template=template)
