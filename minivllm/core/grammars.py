@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,14 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
     except ValueError as error:
         said = 'grammar is neither Lark\'s nor GBNF, as start: "a" | "b" is, or root ::= "a"'
         raise RequestError(f"structured_outputs: {said}: {few_lines(str(error))}") from None
+
+
+def text_of(asked: StructuredOutputsParams) -> str | None:
+    """All that it says, by which the same is known again. None: it has what is not JSON."""
+    try:
+        return json.dumps([getattr(asked, field.name) for field in fields(asked)])
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def _check_cost(schema: Any) -> None:

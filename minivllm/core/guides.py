@@ -6,26 +6,29 @@ launched before the newest token is known, as any other is, and samples when it 
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minivllm.core.batch import TokenMasks, mask_words
-from minivllm.core.grammars import clear_bits, few_lines, grammar_of, matcher_of
+from minivllm.core.grammars import clear_bits, few_lines, grammar_of, matcher_of, text_of
 from minivllm.cores import usable_cores
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
+    from minivllm.core.structured_outputs import StructuredOutputsParams
     from minivllm.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 _BYTES = 4  # of a word
 # To make a matcher takes a millisecond and more, with 150,000 tokens. Those that are copies of one share what they may
-# take, and are asked in turn.
-_KEPT, _COPIES = 64, 16
+# take, and are asked in turn. Of one that took longer there are more: making takes no more than this of each, seconds.
+_KEPT, _COPIES, _OF_EACH = 64, 16, 1e-3
 _THREADS = 12  # that find masks, at most: with 256 sequences 0.8 ms; 8 take 1.0, one 6
 
 
@@ -124,19 +127,22 @@ class Guides:
         self._refused = ""  # why there is none
         self._known_ends: frozenset[int] = frozenset()  # of the model's end tokens those that grammars know
         self._stand_ins: frozenset[int] = frozenset()
-        self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar, the last used ones, and how often they are copied
+        self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar, the last used ones, and how many copies are left
+        # What was made of the newest request's: the next one is mostly another prompt with the same.
+        self._newest_words: tuple[list[str], BadWords] | None = None
+        self._newest_grammar: tuple[str, str] | None = None  # by its text
 
     def of(self, params: SamplingParams) -> list[Guide | None]:
         """For each completion. Raises RequestError: a grammar that is none, or more than llguidance can follow."""
         if not params.guided:
             return [None] * params.n
-        words = BadWords(self._as_tokens(params.bad_words), self._words) if params.bad_words else None
+        words = self._bad_words(params.bad_words) if params.bad_words else None
         asked, ends = params.structured_outputs, self._ends
         if asked is None:
             return [Guide(None, words, ends) for _ in range(params.n)]
         if self._for_grammars is None:
             self._make_ready()
-        grammar, stand_ins = grammar_of(asked), self._stand_ins
+        grammar, stand_ins = self._grammar(asked), self._stand_ins
         return [Guide(self._matcher(grammar), words, self._known_ends, stand_ins) for _ in range(params.n)]
 
     def masks(self, slots: np.ndarray, generations: np.ndarray, guides: Sequence[Guide]) -> TokenMasks:
@@ -192,13 +198,28 @@ class Guides:
 
     def _matcher(self, grammar: str) -> Any:
         """A copy of the one that is kept. What copies share they find once, and in turn."""
-        matcher, copied = self._matchers.pop(grammar, (None, _COPIES))
-        if copied >= _COPIES:
-            matcher, copied = matcher_of(grammar, self._for_grammars), 0
-        self._matchers[grammar] = matcher, copied + 1
+        matcher, left = self._matchers.pop(grammar, (None, 0))
+        if not left:
+            began = time.thread_time()
+            matcher = matcher_of(grammar, self._for_grammars)
+            left = max(_COPIES, int((time.thread_time() - began) / _OF_EACH))
+        self._matchers[grammar] = matcher, left - 1
         if len(self._matchers) > _KEPT:
             del self._matchers[next(iter(self._matchers))]
         return matcher.deep_copy()
+
+    def _grammar(self, asked: StructuredOutputsParams) -> str:
+        text = text_of(asked)
+        if text is None or self._newest_grammar is None or self._newest_grammar[0] != text:
+            grammar = grammar_of(asked)
+            self._newest_grammar = None if text is None else (text, grammar)
+            return grammar
+        return self._newest_grammar[1]
+
+    def _bad_words(self, words: Sequence[str]) -> BadWords:
+        if self._newest_words is None or self._newest_words[0] != words:
+            self._newest_words = list(words), BadWords(self._as_tokens(words), self._words)
+        return self._newest_words[1]
 
     def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
         """Each word's tokens: as a text's first, and, where they are others, behind a space. vLLM keeps the latter only

@@ -166,6 +166,51 @@ def test_a_grammar_that_comes_again_is_made_again_now_and_then(
     assert len(made) == 105 and len(guides._matchers) == 64
 
 
+def test_what_the_request_before_asked_for_is_made_once(
+    tokenizer: CheckpointTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    for name in ("BadWords", "grammar_of"):
+        make = getattr(guides_module, name)
+        monkeypatch.setattr(guides_module, name, lambda *of, make=make: (made.append(of), make(*of))[1])
+    guides = Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
+    for schema in ({"enum": [1]}, {"enum": [True]}):  # which are equal, to Python
+        params = SamplingParams(bad_words=["x"], structured_outputs={"json": schema})
+        for _ in range(5):
+            (guide,) = guides.of(params)
+            assert guide is not None
+            assert One(guides, guide).allowed() == {tokenizer.encode(json.dumps(schema["enum"][0])[0])[0]}
+            again = SamplingParams(bad_words=["x"], structured_outputs={"json": json.loads(json.dumps(schema))})
+            assert guides.of(again)[0] is not None
+    assert len(made) == 3
+    schema["enum"].append(None)  # its owner may
+    (guide,) = guides.of(params)
+    assert guide is not None and len(One(guides, guide).allowed()) == 2 and len(made) == 4
+    guides.of(SamplingParams(bad_words=["y"]))
+    assert len(made) == 5
+
+
+def test_of_what_took_long_there_are_more_copies(
+    tokenizer: CheckpointTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    matcher_of, now = guides_module.matcher_of, [0.0]
+
+    def slowly(grammar: str, its: Any) -> Any:
+        made.append(grammar)
+        now[0] += 0.1
+        return matcher_of(grammar, its)
+
+    monkeypatch.setattr(guides_module, "matcher_of", slowly)
+    monkeypatch.setattr(guides_module.time, "thread_time", lambda: now[0])
+    guides = Guides(tokenizer, VOCAB, tokenizer.eos_token_ids)
+    for _ in range(2):
+        guides.of(SamplingParams(structured_outputs={"choice": ["yes"]}, n=49))
+    assert len(made) == 1
+    guides.of(SamplingParams(structured_outputs={"choice": ["yes"]}, n=3))
+    assert len(made) == 2
+
+
 def test_what_is_no_schema_is_not_counted(tokenizer: CheckpointTokenizer) -> None:
     number, many = {"multipleOf": 999983}, {"properties": dict.fromkeys(map(str, range(2001)))}
     for asked in ({"enum": [number]}, {"const": many}):
