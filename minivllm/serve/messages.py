@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from minivllm.errors import EngineDeadError, printable
+from minivllm.errors import EngineDeadError, MinivllmError, place_of, printable
 
 if TYPE_CHECKING:
     from minivllm.core.outputs import RequestOutput
@@ -67,7 +67,10 @@ class Died(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Died:
-        return cls(printable(str(error)) or type(error).__name__)
+        said, kind = printable(str(error)), type(error).__name__
+        if isinstance(error, MinivllmError):
+            return cls(said or kind)
+        return cls(f"{kind}: {said} ({place_of(error)})" if said else f"{kind} ({place_of(error)})")
 
     def as_error(self) -> EngineDeadError:
         return EngineDeadError(f"the engine has stopped: {self.why}")

@@ -17,7 +17,7 @@ from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import RequestError
+from minivllm.errors import EngineDeadError, RequestError, place_of
 from minivllm.serve.encoding import (
     decode_from_engine,
     decode_handshake,
@@ -48,7 +48,16 @@ def test_an_output_crosses_without_its_prompt() -> None:
         bare = [replace(output, prompt=None, prompt_token_ids=[]) for output in said]
         assert crossed(News([("a", None)], said)) == News([("a", None)], bare)
     assert crossed(Metrics(b"\xff# text")) == Metrics(b"\xff# text")
-    assert crossed(Died.of(ValueError("half \ud800"))) == Died("half \\ud800")
+    assert crossed(Died.of(ValueError("half \ud800"))) == Died("ValueError: half \\ud800 (nowhere)")
+
+
+def test_last_words_say_of_what_and_where() -> None:
+    try:
+        {}["boo"]  # type: ignore[index]
+    except KeyError as error:
+        assert crossed(Died.of(error)) == Died(f"KeyError: 'boo' ({place_of(error)})")
+    assert crossed(Died.of(EngineDeadError("rank 1 was killed"))) == Died("rank 1 was killed")
+    assert Died.of(KeyboardInterrupt()).why == "KeyboardInterrupt (nowhere)"
 
 
 def test_an_error_crosses_as_what_it_is() -> None:
