@@ -95,10 +95,24 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
         raise RequestError(f"structured_outputs: {said}: {few_lines(str(error))}") from None
 
 
+def check_tags(asked: StructuredOutputsParams, tokenizer: Any) -> None:
+    """Raise RequestError for the first of its tags whose schema cannot be followed alone. Of all together llguidance
+    quotes its own notation."""
+    from llguidance import LLMatcher
+
+    for tag in StructuralTag.of(asked.structural_tag).tags if asked.structural_tag is not None else ():
+        try:
+            matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(tag.schema)), tokenizer)
+        except RequestError as error:
+            why = str(error).removeprefix("structured_outputs: ")
+            said = f"structural_tag: the schema behind {shown(tag.begin)}: {why}"
+            raise RequestError(f"structured_outputs: {said}") from None
+
+
 def text_of(asked: StructuredOutputsParams) -> str | None:
     """All that it says, by which the same is known again. None: it has what is not JSON."""
     try:
-        return json.dumps([getattr(asked, field.name) for field in fields(asked)])
+        return json.dumps([getattr(asked, field.name) for field in fields(asked)], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return None
 

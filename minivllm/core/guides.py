@@ -6,7 +6,6 @@ launched before the newest token is known, as any other is, and samples when it 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.batch import TokenMasks, mask_words
-from minivllm.core.grammars import clear_bits, few_lines, grammar_of, matcher_of, text_of
+from minivllm.core.grammars import check_tags, clear_bits, few_lines, grammar_of, matcher_of, text_of
 from minivllm.cores import usable_cores
 from minivllm.errors import RequestError
 
@@ -143,7 +142,11 @@ class Guides:
         if self._for_grammars is None:
             self._make_ready()
         grammar, stand_ins = self._grammar(asked), self._stand_ins
-        return [Guide(self._matcher(grammar), words, self._known_ends, stand_ins) for _ in range(params.n)]
+        try:
+            return [Guide(self._matcher(grammar), words, self._known_ends, stand_ins) for _ in range(params.n)]
+        except RequestError:
+            check_tags(asked, self._for_grammars)
+            raise
 
     def masks(self, slots: np.ndarray, generations: np.ndarray, guides: Sequence[Guide]) -> TokenMasks:
         """Which tokens may come next in these slots (m,), in those generations (m,), where that is not as before. They

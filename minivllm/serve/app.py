@@ -18,7 +18,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
@@ -35,6 +34,7 @@ from minivllm.serve.protocol import (
     GenerationBody,
     StreamOptions,
     Tokenize,
+    check_grammar,
     known_id,
 )
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
@@ -90,7 +90,12 @@ class Server:
     # ------------------------------------------------------------------ generating
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
+        async with while_there(request):
+            return await self._completions(body, request)
+
+    async def _completions(self, body: CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
+        params = _params_of(body)
         given = body.prompts()
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         ids: dict[str, list[int]] = {}
@@ -101,7 +106,7 @@ class Server:
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]
         echo = await self._encode(self._echo, body, prompts) if body.echo else None
-        return await self._answer(CompletionReply, body, prompts, request, echo=echo)
+        return await self._answer(CompletionReply, body, prompts, params, request, echo=echo)
 
     def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:
         for prompt in prompts:
@@ -109,31 +114,31 @@ class Server:
         return Echo.of(body, prompts, self.tokenizer)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
+        async with while_there(request):
+            return await self._chat(body, request)
+
+    async def _chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
         tools = ToolUse(body, self.dialect) if body.uses_tools else None
-        prompt = {"prompt_token_ids": await self._conversation(body)}
-        params: dict[str, Any] = {}
+        changed: dict[str, Any] = {}
         if tools is not None and tools.tag is not None:
-            params["structured_outputs"] = StructuredOutputsParams(structural_tag=tools.tag)
+            changed["structured_outputs"] = {"structural_tag": tools.tag}
         if tools is not None and tools.dialect.special and body.skip_special_tokens is None:
-            params["skip_special_tokens"] = False
+            changed["skip_special_tokens"] = False
+        params = _params_of(body, changed)
+        prompt = {"prompt_token_ids": await self._conversation(body)}
         top = body.top_logprobs or 0
-        return await self._answer(ChatReply, body, [prompt], request, params, top_logprobs=top, tools=tools)
+        return await self._answer(ChatReply, body, [prompt], params, request, top_logprobs=top, tools=tools)
 
     async def _answer(
         self,
         kind: type[Reply],
         body: GenerationBody,
         prompts: list[dict[str, Any]],
+        params: SamplingParams,
         request: Request,
-        changed: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> Response:
-        """``changed``: of the sampling parameters that the body asks for."""
-        with body.in_its_words():
-            params = body.sampling_params()
-            if changed:
-                params = params.clone(**changed)
         self._check_room(len(prompts) * params.n)
         _check_scores(prompts, params)
         unique = f"{kind.name}-{uuid.uuid4().hex}"
@@ -157,11 +162,9 @@ class Server:
             )
         if body.stream:
             return EventStream(generation, reply)
-        watcher = asyncio.create_task(_abort_when_gone(request, generation))
         try:
             answer = reply.whole([output async for output in generation])
         finally:
-            watcher.cancel()
             generation.abort()
         return Response(answer.json_bytes(), media_type="application/json")
 
@@ -181,18 +184,21 @@ class Server:
 
     # ------------------------------------------------------------------ tokens
 
-    async def tokenize(self, body: Tokenize) -> dict[str, Any]:
+    async def tokenize(self, body: Tokenize, request: Request) -> dict[str, Any]:
         self._check_model(body.model)
-        if body.prompt is None:
-            tokens = await self._conversation(body)
-        else:
-            tokens = await self._encode(self.tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens)
+        async with while_there(request):
+            if body.prompt is None:
+                tokens = await self._conversation(body)
+            else:
+                special = body.add_special_tokens
+                tokens = await self._encode(self.tokenizer.encode, body.prompt, add_special_tokens=special)
         return {"count": len(tokens), "max_model_len": self.engine.limits.max_model_len, "tokens": tokens}
 
-    async def detokenize(self, body: Detokenize) -> dict[str, str]:
+    async def detokenize(self, body: Detokenize, request: Request) -> dict[str, str]:
         self._check_model(body.model)
         self._check_tokens("tokens", body.tokens)
-        return {"prompt": await self._encode(self.tokenizer.decode, body.tokens, skip_special_tokens=False)}
+        async with while_there(request):
+            return {"prompt": await self._encode(self.tokenizer.decode, body.tokens, skip_special_tokens=False)}
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
         vocab = self.engine.limits.vocab_size
@@ -213,6 +219,7 @@ class Server:
             raise ClientError(f"{' or '.join(names)}: nested too deeply", param=names[0]) from None
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """In its turn. Whoever is cancelled before that has none."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
 
     # ------------------------------------------------------------------ about the server
@@ -250,6 +257,16 @@ class Server:
         if name and name != ours:
             said = f"there is no model {shown(name)} here; this server has {ours!r}"
             raise ClientError(said, status=404, param="model", code="model_not_found")
+
+
+def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -> SamplingParams:
+    """What it asks for, but for what is ``changed``."""
+    with body.in_its_words():
+        params = body.sampling_params()
+        if changed:
+            params = params.clone(**changed)
+        check_grammar(params)
+    return params
 
 
 def _check_scores(prompts: list[dict[str, Any]], params: SamplingParams) -> None:
@@ -293,10 +310,29 @@ def _event(chunk: bytes) -> bytes:
     return b"data: " + chunk + b"\n\n"
 
 
-async def _abort_when_gone(request: Request, generation: Generation) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-    generation.abort()
+@asynccontextmanager
+async def while_there(request: Request) -> AsyncIterator[None]:
+    """For a request whose body has been read: what is within is cancelled when its client hangs up. Raises Aborted
+    then."""
+    task, gone = asyncio.current_task(), False
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and not task.uncancel():  # else others want it to end, too
+            raise Aborted from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 class KeyCheck:

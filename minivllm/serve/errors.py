@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +21,8 @@ _TAKES = {  # of fields that take several
     "stop": "it is a string, or a list of strings",
     "content": 'it is a string, or a list of text parts: {"type": "text", "text": …}',
 }
-_FIRST_WORD = re.compile(r"(?:prompt \d+: )?([a-z_]+)(?:=|: )")
+_FIRST_WORD = re.compile(r"(?:prompt \d+: )?([a-z_]+)(?:=|: | has )")
+_OF_PROMPT = re.compile(r"(?:prompt \d+: )?(?:token id|the prompt)\b")
 
 
 class ClientError(Exception):
@@ -39,16 +40,28 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def asked_wrongly(
+    error: RequestError, fields: Container[str], *, message: str | None = None, prompt: str | None = None
+) -> ClientError:
+    """``param`` is that of ``fields`` with which the message begins; ``prompt`` if it is about the prompt. ``message``:
+    instead of the error's own."""
+    message = str(error) if message is None else message
+    begins = _FIRST_WORD.match(message)
+    param = begins[1] if begins and begins[1] in fields else None
+    if param is None and _OF_PROMPT.match(message):
+        param = prompt
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+    return ClientError(message, param=param, code=code)
+
+
 def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse:
     """``fields``: a RequestError whose message begins with one of these names it as ``param``."""
     status, param, code, headers = 500, None, None, None
+    if isinstance(error, RequestError):
+        error = asked_wrongly(error, fields)
     message = str(error)
     if isinstance(error, ClientError):
         status, param, code = error.status, error.param, error.code
-    elif isinstance(error, RequestError):
-        begins = _FIRST_WORD.match(message)
-        status, param = 400, begins[1] if begins and begins[1] in fields else None
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
     elif isinstance(error, EngineDeadError):
         status, code = 503, "engine_dead"
     elif isinstance(error, Aborted):
@@ -75,14 +88,12 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
         if kind.partition(";")[0].strip().lower() != "application/json":
             said = f"the body's Content-Type is {kind}; send JSON, and the header Content-Type: application/json"
             return error_response(ClientError(said, status=415))
-        return error_response(_as_client_error(error.errors()[0]))
+        return error_response(_as_client_error(error.errors()[0], error.body))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:  # FastAPI's only one: what json.loads raises that is no mistake in JSON
-            why = error.__cause__
-            kind = "is nested too deeply" if isinstance(why, RecursionError) else "is not text in UTF-8"
-            return error_response(ClientError(f"the body is not JSON: it {kind}"), fields)
+            return error_response(_unreadable(error.__cause__), fields)
         said = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(said, error.status_code), error.status_code, error.headers)
 
@@ -92,11 +103,26 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
     app.add_exception_handler(HTTPException, http)
 
 
-def _as_client_error(first: Mapping[str, Any]) -> ClientError:
-    """Pydantic's first complaint."""
+def _unreadable(why: BaseException | None) -> ClientError:
+    """A body of which json.loads says more than that it is not JSON, or that was refused while it came."""
+    if isinstance(why, ClientError):
+        return why
+    if isinstance(why, RecursionError):
+        return ClientError("the body is not JSON: it is nested too deeply")
+    if isinstance(why, ValueError) and not isinstance(why, UnicodeError):  # Python's limit, which is 4300
+        return ClientError("the body has a number of too many digits")
+    return ClientError("the body is not JSON: it is not text in UTF-8")
+
+
+def _as_client_error(first: Mapping[str, Any], body: Any) -> ClientError:
+    """Pydantic's first complaint about ``body``, or FastAPI's: it is text that is not JSON."""
     place = [str(part) for part in first["loc"] if part != "body" and not _TYPE.match(str(part))]
     if first["type"] == "json_invalid":
-        return ClientError(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+        why = first.get("ctx", {}).get("error", first["msg"])
+        at = first["loc"][-1]
+        if isinstance(at, int) and isinstance(body, str):
+            why += f": line {body.count(chr(10), 0, at) + 1} column {at - body.rfind(chr(10), 0, at)}"
+        return ClientError(f"the body is not JSON: {why}")
     if not place:
         return ClientError(f"the body is not a JSON object: {first['msg']}")
     message = first["msg"].removeprefix("Value error, ")

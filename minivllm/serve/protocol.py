@@ -14,12 +14,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from minivllm.core.grammars import text_of
 from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, shown
 from minivllm.models.conversation import check_tool_calls
 from minivllm.naming import did_you_mean
-from minivllm.serve.errors import ClientError
+from minivllm.serve.errors import ClientError, asked_wrongly
 
 # They say who asks, where to bill it or where to keep it.
 _PASSED_OVER = frozenset(
@@ -64,6 +65,11 @@ _ID = r"^[\x21-\x7e]{1,200}$"  # by which a request may call itself
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ANY_TEXT = {"type": "text"}  # as ``response_format``
 
+_OF_FUNCTION = re.compile(r"structural_tag: the schema behind '.*?\"name\": \"([\w-]+)\".*?': ")
+_OF_MAX_TOKENS = re.compile(r"^max_tokens\b")
+_OF_EXTRA_ARGS = re.compile(r"^(prompt \d+: )?extra_args\b")
+_NONE_GOES_ON = " (None goes on to max_model_len)"  # SamplingParams says so of max_tokens
+
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
 MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
@@ -71,6 +77,7 @@ MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 MAX_TOOLS = 128  # as OpenAI has them
 MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 20 ms
+MAX_GRAMMAR = 1 << 18  # characters, as JSON, of what an answer has to fit, that others wait for: up to 0.3 s
 
 
 def _unicode(text: str) -> str:
@@ -152,6 +159,8 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """What both endpoints take. Fields of ``SamplingParams`` go there as they are: its defaults, its limits."""
 
+    prompt_is: ClassVar[str]  # the field
+
     model: str | None = None
     n: Whole | None = None
     temperature: float | None = None
@@ -209,11 +218,19 @@ class GenerationBody(Body):
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
-        """Within, a RequestError has the name of the field by which the client asked."""
+        """Within, a RequestError becomes a ClientError with the name of the field by which the client asked."""
         try:
             yield
         except RequestError as error:
-            raise type(error)(str(error).replace("structured_outputs", self._asks_by, 1)) from None
+            said, fields = self._as_asked(str(error)), type(self).model_fields
+            raise asked_wrongly(error, fields, message=said, prompt=self.prompt_is) from None
+
+    def _as_asked(self, message: str) -> str:
+        message = message.replace("structured_outputs", self._asks_by, 1).replace("leave it at None", "leave it out")
+        message = _OF_EXTRA_ARGS.sub(r"\1vllm_xargs", message)
+        return message.replace(_NONE_GOES_ON, self._no_limit)
+
+    _no_limit: ClassVar[str] = ""  # what null does as ``max_tokens``
 
     @property
     def _asks_by(self) -> str:
@@ -235,6 +252,8 @@ class GenerationBody(Body):
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
+
+    prompt_is = "prompt"
 
     prompt: Any  # text, token ids, or a list of either
     logprobs: Whole | None = None
@@ -313,7 +332,10 @@ class Message(Body):
     @field_validator("tool_calls")
     @classmethod
     def _calls(cls, calls: list[Any] | None) -> list[Any] | None:
-        check_tool_calls(calls or [])
+        try:
+            check_tool_calls(calls or [])
+        except RequestError as error:  # the place says of what
+            raise ValueError(str(error).removeprefix("messages: ")) from None
         return calls or None
 
     def told(self) -> dict[str, Any]:
@@ -387,6 +409,8 @@ class Conversation(Body):
 class ChatBody(GenerationBody, Conversation):
     """POST /v1/chat/completions."""
 
+    prompt_is, _no_limit = "messages", " (null goes on to max_model_len)"
+
     max_completion_tokens: Whole | None = None
     logprobs: bool = False
     top_logprobs: Whole | None = None
@@ -409,6 +433,12 @@ class ChatBody(GenerationBody, Conversation):
     @property
     def _asks_by(self) -> str:
         return "tools" if self.uses_tools else super()._asks_by
+
+    def _as_asked(self, message: str) -> str:
+        message = super()._as_asked(message)
+        if self.max_completion_tokens is not None:
+            message = _OF_MAX_TOKENS.sub("max_completion_tokens", message)
+        return _OF_FUNCTION.sub(r"function \1: ", message) if self.uses_tools else message
 
     def options(self) -> dict[str, Any]:
         """Without tools that are not to be called."""
@@ -481,6 +511,13 @@ class Detokenize(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+def check_grammar(params: SamplingParams) -> None:
+    """Raise RequestError for what takes too long to be made a grammar of."""
+    text = None if params.structured_outputs is None else text_of(params.structured_outputs)
+    if text is not None and len(text) > MAX_GRAMMAR:
+        raise RequestError(f"structured_outputs: {len(text)} characters are more than {MAX_GRAMMAR}; ask for less")
 
 
 def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:

@@ -21,6 +21,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 USER = {"role": "user", "content": "a"}
 JSON = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+LARGE = {"enum": ["a" * 9] * 30_000}
 REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"functions": [{"name": "f"}]}, "functions: [{'name': 'f'}] is not supported", "functions"),
     (CHAT, {"function_call": {"name": "f"}}, "function_call: {'name': 'f'} is not supported", "function_call"),
@@ -40,6 +42,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"response_format": {"type": "text"}, "structured_outputs": {"regex": "(("}}, "((", "structured_outputs"),
     (CHAT, {"response_format": JSON | {"json_schema": {"schema": {"maximum": 2**70}}}}, "cannot be", "response_format"),
     (COMPLETIONS, {"bad_words": ["a"] * 5000}, "5000 are more than 4096", "bad_words"),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["a" * 9] * 30_000}}, "are more than 262144", "structured_outputs"),
+    (CHAT, {"response_format": JSON | {"json_schema": {"schema": LARGE}}}, "are more than 262144", "response_format"),
+    (
+        CHAT,
+        {"tools": [TOOL | {"function": {"name": "f", "parameters": LARGE}}], "tool_choice": "required"},
+        "characters are more than 262144; ask for less",
+        "tools",
+    ),
     (COMPLETIONS, {"bad_words": [" "]}, "more than white space", "bad_words"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort: 'high' is not supported", "reasoning_effort"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "modalities"),
@@ -52,13 +62,14 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs=true", "top_logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "0 to 20", "top_logprobs"),
     (CHAT, {"max_tokens": 2, "max_completion_tokens": 3}, "one thing", "max_tokens"),
-    (CHAT, {"max_completion_tokens": 0}, "max_tokens=0 is less than 1", "max_tokens"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens=0 is less than 1 (null goes", "max_completion_tokens"),
+    (CHAT, {"messages": [USER | {"content": "a" * 1024}]}, "leaves no room", "messages"),
     (CHAT, {"messages": []}, "at least one", "messages"),
     (CHAT, {"messages": [{"role": "user"}]}, "needs content", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "messages"),
     (CHAT, {"messages": [USER | {"nam": "b"}]}, "messages: there is no field 'nam'. Did you mean name?", "messages"),
     (CHAT, {"messages": [USER | {"content": ["a"]}]}, "a part of a content is an object, not 'a'", "messages"),
-    (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages: a tool call is {", "messages"),
+    (CHAT, {"messages": [USER | {"tool_calls": [1]}]}, "messages.0.tool_calls: a tool call is {", "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not", "messages"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "cannot be set there", "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"messages": 1}}, "messages cannot be set there", "chat_template_kwargs"),
@@ -67,6 +78,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"echo": True, "prompt": [5, 512]}, "prompt: 512 is outside the vocabulary: 0 to 511", "prompt"),
     (COMPLETIONS, {"echo": 1}, "echo: ", "echo"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens=0 is less than 1", "max_tokens"),
+    (COMPLETIONS, {"truncate_prompt_tokens": 5}, "is not supported yet; leave it out", "truncate_prompt_tokens"),
     (COMPLETIONS, {"echo": True, "max_tokens": -1}, "max_tokens=-1 is less than 1", "max_tokens"),
     (COMPLETIONS, {"echo": True, "logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
     (COMPLETIONS, {"suffix": "the end"}, "suffix", "suffix"),
@@ -81,11 +93,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"best_of": True}, "best_of=True", "best_of"),
     (COMPLETIONS, {"prompt": ["a"] * 2049}, "2049 prompts are more than 2048", "prompt"),
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "100 prompts with n=100 are more than 8192", "prompt"),
-    (COMPLETIONS, {"prompt": [10**30]}, f"token id {10**30} is outside the vocabulary: 0 to 511", None),
-    (COMPLETIONS, {"prompt": [[5], [6, -(10**30)]]}, f"prompt 1: token id {-(10**30)} is outside", None),
-    (COMPLETIONS, {"prompt": [2**63]}, f"token id {2**63} at place 0 is outside", None),
+    (COMPLETIONS, {"prompt": [10**30]}, f"token id {10**30} is outside the vocabulary: 0 to 511", "prompt"),
+    (COMPLETIONS, {"prompt": [[5], [6, -(10**30)]]}, f"prompt 1: token id {-(10**30)} is outside", "prompt"),
+    (COMPLETIONS, {"prompt": [2**63]}, f"token id {2**63} at place 0 is outside", "prompt"),
     (COMPLETIONS, {"stop_token_ids": [10**30]}, f"{10**30} is outside the vocabulary", "stop_token_ids"),
-    (COMPLETIONS, {"vllm_xargs": {"mood": 10**30}}, "extra_args has mood", None),
+    (COMPLETIONS, {"vllm_xargs": {"mood": 10**30}}, "vllm_xargs has mood", "vllm_xargs"),
     (COMPLETIONS, {"n": 1.5}, "n: ", "n"),
     (COMPLETIONS, {"max_tokens": True}, "max_tokens: ", "max_tokens"),
     (COMPLETIONS, {"logprobs": 21}, "logprobs=21 is more than 20", "logprobs"),
@@ -95,7 +107,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs=0 is not supported with stream", "prompt_logprobs"),
     (COMPLETIONS, {"stop": [""]}, "at least one character", "stop"),
     (COMPLETIONS, {"stop": ["a"] * 129}, "129 strings are more than 128", "stop"),
-    (COMPLETIONS, {"vllm_xargs": {"mood": 1}}, "extra_args has mood, and sampler=default takes none", None),
+    (COMPLETIONS, {"vllm_xargs": {"mood": 1}}, "vllm_xargs has mood, and sampler=default takes none", "vllm_xargs"),
     (COMPLETIONS, {"stop_token_ids": [99999]}, "99999 is outside the vocabulary", "stop_token_ids"),
     (COMPLETIONS, {"priority": 1}, "priority=1 is not supported by scheduler=mixed", "priority"),
     (COMPLETIONS, {"priority": -(10**30)}, f"priority={-(10**30)} is not supported by", "priority"),
@@ -103,11 +115,11 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "needs include_usage=true", "stream_options"),
     (COMPLETIONS, {"prompt": []}, "prompt is a string", "prompt"),
     (COMPLETIONS, {"prompt": ["a", 5]}, "prompt is a string", "prompt"),
-    (COMPLETIONS, {"prompt": ""}, "the prompt is empty", None),
+    (COMPLETIONS, {"prompt": ""}, "the prompt is empty", "prompt"),
     (COMPLETIONS, {"prompt": None}, "prompt: Field required", "prompt"),
-    (COMPLETIONS, {"prompt": [5, 512]}, "token id 512 at place 1 is outside the vocabulary: 0 to 511", None),
-    (COMPLETIONS, {"prompt": [[5], [6, -1]]}, "prompt 1: token id -1", None),
-    (COMPLETIONS, {"prompt": [5] * 1024}, "1024 tokens, and max_model_len=1024 leaves no room", None),
+    (COMPLETIONS, {"prompt": [5, 512]}, "token id 512 at place 1 is outside the vocabulary: 0 to 511", "prompt"),
+    (COMPLETIONS, {"prompt": [[5], [6, -1]]}, "prompt 1: token id -1", "prompt"),
+    (COMPLETIONS, {"prompt": [5] * 1024}, "1024 tokens, and max_model_len=1024 leaves no room", "prompt"),
     (COMPLETIONS, {"max_tokens": 5000}, "with a 1-token prompt exceeds max_model_len=1024", "max_tokens"),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "belongs to messages", "add_generation_prompt"),
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "belongs to a text", "add_special_tokens"),
@@ -129,7 +141,7 @@ def test_what_cannot_be_done_is_refused(
 
 def test_one_bad_prompt_refuses_all_and_leaves_nothing(server: Running) -> None:
     before, accepted = server.engine.stats.output_tokens, server.engine.stats.prompt_tokens
-    told(server.post(COMPLETIONS, prompt=[[5, 6], [7], [512]], max_tokens=500), 400, "prompt 2: token id 512")
+    told(server.post(COMPLETIONS, prompt=[[5, 6], [7], [512]], max_tokens=500), 400, "prompt 2: token id 512", "prompt")
     server.settled()
     assert server.engine.stats.prompt_tokens == accepted
     assert server.engine.stats.output_tokens - before <= 4  # a step that was under way at most
@@ -180,7 +192,9 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     def send(content: str | bytes, kind: str = "application/json", path: str = COMPLETIONS) -> httpx.Response:
         return server.client.post(path, content=content, headers={"Content-Type": kind})
 
-    told(send('{"prompt": '), 400, "the body is not JSON")
+    told(send('{"prompt": '), 400, "the body is not JSON: Expecting value: line 1 column 12")
+    told(send('{"n": 1,\n "prompt": }'), 400, "the body is not JSON: Expecting value: line 2 column 12")
+    told(send('{"prompt": "a", "seed": %s}' % ("1" * 5000)), 400, "the body has a number of too many digits")
     told(send(b'{"prompt": "\xff\xfe"}'), 400, "the body is not JSON: it is not text in UTF-8")
     told(send('{"prompt": ' + "[" * 100_000), 400, "the body is not JSON: it is nested too deeply")
     told(send('{"prompt": "\\ud800"}'), 400, "prompt: this is not Unicode text", "prompt")
@@ -189,7 +203,7 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     told(send('{"prompt": "a", "temperature": NaN}'), 400, "temperature=nan", "temperature")
     told(send('{"prompt": "a", "cache_salt": "\\ud800"}'), 400, "this is not Unicode text", "cache_salt")
     told(send('{"prompt": "a", "\\ud800": 1}'), 400, "there is no field", "\\ud800")
-    told(send('{"prompt": "a", "vllm_xargs": {"\\ud800": 1}}'), 400, "extra_args has \\ud800")
+    told(send('{"prompt": "a", "vllm_xargs": {"\\ud800": 1}}'), 400, "vllm_xargs has \\ud800", "vllm_xargs")
     assert send('{"prompt": "a", "stop": ["\\ud800"], "seed": 1%s, "max_tokens": 1}' % ("0" * 40)).status_code == 200
     told(send('{"prompt": "a"}', "application/jsonx"), 415, "Content-Type: application/json")
     told(send("[1]"), 400, "the body is not a JSON object")

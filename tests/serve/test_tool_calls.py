@@ -226,6 +226,10 @@ def tags(count: int) -> dict[str, Any]:
     return {"type": "structural_tag", "format": {"type": "tags_with_separator", "separator": "", "tags": each}}
 
 
+def wants(**schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "g", "parameters": schema}}
+
+
 NAMED = {"type": "function", "function": {"name": "x"}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function: Field required", "tools"),
@@ -236,6 +240,19 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools: a function's name has letters", "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strickt": True}}]}, "Did you mean strict?", "tools"),
+    (
+        {"tools": [CLOCK, wants(type="objct")], "tool_choice": "required"},
+        "tools: function g: change what cannot be followed: Invalid type: objct",
+        "tools",
+    ),
+    (
+        {
+            "tools": [wants(maximum=2**70), CLOCK | {"function": {"name": "h", "parameters": {"anyOf": []}}}],
+            "tool_choice": "required",
+        },
+        "tools: function h: change what cannot be followed: Unsatisfiable schema",
+        "tools",
+    ),
     ({"tools": [CLOCK, CLOCK]}, "of which several are named clock", "tools"),
     ({"tools": [CLOCK] * 129}, "tools: 129 are more than 128", "tools"),
     ({"tool_choice": "required"}, "tool_choice: required needs tools", "tool_choice"),
@@ -259,21 +276,21 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [deep(300)], "tool_choice": "required"}, "tools", "tools"),
     ({"tools": [deep(5, "\ud83d")]}, "tools: parameters cannot be told: this is not Unicode text", "tools"),
     ({"response_format": tags(129)}, "response_format: structural_tag: 129 tags are more than 128", "response_format"),
-    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages: a tool call is {", "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls: a tool call is {", "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages", "messages"),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages: arguments of 'f' are not JSON",
+        "messages.0.tool_calls: arguments of 'f' are not JSON",
         "messages",
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}]},
-        "messages: arguments of 'f' are not JSON",
+        "messages.0.tool_calls: arguments of 'f' are not JSON",
         "messages",
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}]},
-        "messages: arguments of 'f' are not an object: 3",
+        "messages.0.tool_calls: arguments of 'f' are not an object: 3",
         "messages",
     ),
 ]
