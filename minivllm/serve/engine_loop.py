@@ -6,6 +6,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from minivllm.errors import EngineDeadError, RequestError
@@ -16,16 +17,29 @@ from minivllm.serve.timings import Timings, request_of
 
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
+    from minivllm.core.outputs import RequestOutput
 
 _HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
 _MANY = 64  # outputs
 _LOOK = 5e-4  # seconds between two looks into the inbox before a launch
+_SLICE = 5e-3  # seconds of taking in between two steps: those that run wait so long, and for one prompt more
 
 
 class Inbox(Protocol):
     """``queue.SimpleQueue``, or what reads as one; None is the end."""
 
     def get(self, block: bool, timeout: float, /) -> ToEngine | None: ...  # raises queue.Empty
+
+
+@dataclass(slots=True)
+class _Adding:
+    """An add that is taken in prompt by prompt. ``outputs``: of those that run already, for when all are in."""
+
+    add: Add
+    done: int = 0  # prompts
+    prompt_tokens: int = 0  # theirs
+    dropped: set[str] = field(default_factory=set)  # aborted before it was their turn
+    outputs: list[RequestOutput] = field(default_factory=list)
 
 
 class EngineLoop:
@@ -40,6 +54,8 @@ class EngineLoop:
         self.error: BaseException | None = None  # what the engine died of
         self._inbox, self._tell = inbox, tell
         self._untold: deque[int] = deque()  # outputs of each news
+        self._adds: deque[_Adding] = deque()  # of the first one some prompts may be in
+        self._ready: list[RequestOutput] = []  # to be told with the next ones
 
     @property
     def num_running(self) -> int:
@@ -54,7 +70,8 @@ class EngineLoop:
 
     def metrics(self, model_name: str) -> bytes:
         """Prometheus' text."""
-        return text_of(self.engine, self.timings, self.num_running, self.num_waiting, model_name)
+        adding = sum(one.prompt_tokens for one in tuple(self._adds))  # they may be refused yet
+        return text_of(self.engine, self.timings, self.num_running, self.num_waiting, model_name, adding)
 
     def run(self) -> None:
         """Until the inbox ends, or the engine does: its last message says so then."""
@@ -63,9 +80,10 @@ class EngineLoop:
         try:
             while (taken := self._take()) is not None:
                 steps = engine.stats.steps
-                outputs = engine.step() if engine.has_unfinished_requests() else []
+                stepped = engine.step() if engine.has_unfinished_requests() else []
                 if engine.stats.steps > steps:
-                    self._pace.ended(self.timings.now, came=bool(taken))
+                    self._pace.ended(self.timings.now, came=bool(taken or self._adds))
+                outputs = self._to_tell(stepped)
                 for output in outputs:
                     if output.finished:
                         self.timings.finished(output)
@@ -79,52 +97,104 @@ class EngineLoop:
             self._tell(Died.of(error))
         engine.hold_outputs = False
 
+    def _to_tell(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """All but those of an add that is not complete: nobody knows yet that it will be."""
+        ready, self._ready = self._ready, []
+        if not self._adds or not self._adds[0].done:
+            return ready + outputs
+        first = self._adds[0]
+        names = set(first.add.request_ids[: first.done])
+        first.outputs += [output for output in outputs if output.request_id in names]
+        return ready + [output for output in outputs if output.request_id not in names]
+
     def _take(self) -> list[tuple[str, Exception | None]] | None:
         """Do what the inbox says, waiting for it if there is nothing else to do, or not yet; None at the end.
 
-        Returns the first request of each add, with the error that it was refused with.
+        What takes long goes on behind the next step. Returns the first request of each add that is complete, with the
+        error that it was refused with.
         """
         taken: list[tuple[str, Exception | None]] = []
-        while True:
-            idle = not taken and not self.engine.has_unfinished_requests()
+        spent, added = 0.0, False
+        while spent < _SLICE:
+            idle = not (taken or self._adds or self.engine.has_unfinished_requests())
+            began = time.perf_counter()
             try:
                 message = self._inbox.get(idle, _HEALTH)
             except queue.Empty:
-                if idle:
+                if self._adds:
+                    added = True
+                    taken += self._add_next()
+                elif idle:
                     self.engine.check_health()
                 elif not taken and (left := self._pace.left(time.perf_counter())):
                     time.sleep(min(left, _LOOK))
                     continue
-                return taken
-            if message is None:
-                return None
-            if isinstance(message, Add):
-                taken.append((message.request_ids[0], self._add(message)))
-            elif isinstance(message, Abort):
-                self.engine.abort(list(message.request_ids))
-                self.timings.aborted(message.request_ids)
-            elif isinstance(message, Told):
-                self._untold.popleft()
-                self._hold_if_many()
-            elif isinstance(message, AskMetrics):
-                self._tell(Metrics(self.metrics(message.model_name)))
+                else:
+                    return taken
+            else:
+                if message is None:
+                    return None
+                self._do(message)
+            if not idle:
+                spent += time.perf_counter() - began
+        return taken if added or not self._adds else taken + self._add_next()
+
+    def _do(self, message: ToEngine) -> None:
+        if isinstance(message, Add):
+            self._adds.append(_Adding(message))
+            for name in message.request_ids:
+                self.timings.arrived(name, message.arrived, message.params.n)
+        elif isinstance(message, Abort):
+            self._abort(message.request_ids)
+        elif isinstance(message, Told):
+            self._untold.popleft()
+            self._hold_if_many()
+        elif isinstance(message, AskMetrics):
+            self._tell(Metrics(self.metrics(message.model_name)))
 
     def _hold_if_many(self) -> None:
         self.engine.hold_outputs = sum(self._untold) >= _MANY
 
-    def _add(self, add: Add) -> Exception | None:
-        accepted = self.engine.stats.prompt_tokens
-        for i, (name, prompt) in enumerate(zip(add.request_ids, add.prompts, strict=True)):
-            self.timings.arrived(name, add.arrived, add.params.n)  # before: it may be scheduled at once
-            try:
-                self.engine.add_request(name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority)
-            except EngineDeadError:
-                raise
-            except Exception as error:  # the request's fault, or a bug that it came upon: the others go on
-                self.engine.abort(list(add.request_ids[:i]))
-                self.engine.stats.prompt_tokens = accepted
-                self.timings.forget(add.request_ids[: i + 1])
-                if isinstance(error, RequestError) and len(add.prompts) > 1:
-                    return RequestError(f"prompt {i}: {error}")
-                return error
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        self.engine.abort(list(request_ids))
+        self.timings.aborted(request_ids)
+        gone = set(request_ids)
+        self._ready = [output for output in self._ready if output.request_id not in gone]
+        for one in self._adds:
+            one.dropped |= gone.intersection(one.add.request_ids)
+            one.outputs = [output for output in one.outputs if output.request_id not in gone]
+
+    def _add_next(self) -> list[tuple[str, Exception | None]]:
+        """Take in the next prompt; what is known then of its add, if that is complete or refused."""
+        first = self._adds[0]
+        add = first.add
+        if len(first.dropped) < len(add.request_ids):
+            if (error := self._add(first)) is not None:
+                self._adds.popleft()
+                return [(add.request_ids[0], error)]
+            if first.done < len(add.request_ids):
+                return []
+        self._adds.popleft()
+        self._ready += first.outputs
+        return [(add.request_ids[0], None)]
+
+    def _add(self, adding: _Adding) -> Exception | None:
+        """Its next prompt. An error is the whole add's."""
+        add, i, before = adding.add, adding.done, self.engine.stats.prompt_tokens
+        name, prompt = add.request_ids[i], add.prompts[i]
+        adding.done += 1
+        if name in adding.dropped:
+            return None
+        try:
+            self.engine.add_request(name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # the request's fault, or a bug that it came upon: the others go on
+            self.engine.abort(list(add.request_ids[:i]))
+            self.engine.stats.prompt_tokens -= adding.prompt_tokens
+            self.timings.forget(add.request_ids)
+            if isinstance(error, RequestError) and len(add.prompts) > 1:
+                return RequestError(f"prompt {i}: {error}")
+            return error
+        adding.prompt_tokens += self.engine.stats.prompt_tokens - before
         return None

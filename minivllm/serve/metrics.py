@@ -17,27 +17,33 @@ if TYPE_CHECKING:
 _PREFIX = "minivllm:"
 
 
-def text_of(engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str) -> bytes:
-    """Prometheus' text; ``running`` and ``waiting`` count requests."""
+def text_of(
+    engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str, not_accepted: int = 0
+) -> bytes:
+    """Prometheus' text; ``running`` and ``waiting`` count requests, ``not_accepted`` prompt tokens of some that run and
+    may be refused yet."""
     registry = CollectorRegistry()  # of its own, so that two servers can live in one process
-    registry.register(EngineCollector(engine, timings, running, waiting, model))
+    registry.register(EngineCollector(engine, timings, running, waiting, model, not_accepted))
     return generate_latest(registry)
 
 
 class EngineCollector(Collector):
     """Reads everything when it is asked, so that counting costs the engine nothing."""
 
-    def __init__(self, engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str) -> None:
+    def __init__(
+        self, engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str, not_accepted: int
+    ) -> None:
         self._engine, self._timings, self._model = engine, timings, model
-        self._running, self._waiting = running, waiting
+        self._running, self._waiting, self._not_accepted = running, waiting, not_accepted
 
     def collect(self) -> Iterator[Metric]:
         stats, timings, blocks = self._engine.stats, self._timings, self._engine.scheduler.blocks
+        accepted = stats.prompt_tokens - self._not_accepted
         yield self._gauge("num_requests_running", "Requests that run.", self._running)
         yield self._gauge("num_requests_waiting", "Requests that wait to run.", self._waiting)
         used = 1 - blocks.num_free / blocks.num_blocks
         yield self._gauge("kv_cache_usage_perc", "Cache blocks that sequences hold; 1 is all.", used)
-        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", stats.prompt_tokens)
+        yield self._counter("prompt_tokens", "Prompt tokens of accepted requests.", accepted)
         yield self._counter("generation_tokens", "Tokens generated.", stats.output_tokens)
         yield self._counter("num_preemptions", "Sequences that had to give back their cache.", stats.preemptions)
         yield self._counter("prefix_cache_queries", "Prompt tokens of finished requests.", timings.prefix_queries)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from minivllm import LLM
 from minivllm.core.engine import LLMEngine
@@ -103,3 +104,14 @@ def told(response: httpx.Response, status: int, message: str, param: str | None 
     assert error["param"] == param
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
     return error
+
+
+def metrics(server: Running) -> dict[tuple[str, str], float]:
+    """What /metrics shows: (name, its label besides the model's name) → value."""
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    found = {}
+    for sample in (sample for family in families for sample in family.samples):
+        assert sample.labels["model_name"] == "tiny" and sample.name.startswith("minivllm:")
+        other = [value for key, value in sample.labels.items() if key != "model_name"]
+        found[sample.name.removeprefix("minivllm:"), *other or [""]] = sample.value
+    return found

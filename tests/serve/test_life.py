@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from running import Running, serving, until
+from running import Running, metrics, serving, until
 from starlette.testclient import TestClient
 from streams import events, streamed
 
@@ -127,17 +126,6 @@ def test_a_bug_that_one_request_comes_upon_is_its_own(server: Running, monkeypat
 
 
 # --------------------------------------------------------------------------- /metrics
-
-
-def metrics(server: Running) -> dict[tuple[str, str], float]:
-    """(name, its label besides the model's name) → value."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    found = {}
-    for sample in (sample for family in families for sample in family.samples):
-        assert sample.labels["model_name"] == "tiny" and sample.name.startswith("minivllm:")
-        other = [value for key, value in sample.labels.items() if key != "model_name"]
-        found[sample.name.removeprefix("minivllm:"), *other or [""]] = sample.value
-    return found
 
 
 def test_metrics_count(server: Running) -> None:
