@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,14 +14,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import EngineDeadError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
-from minivllm.serve.errors import ClientError, error_body, error_response, install_error_handlers
+from minivllm.serve.errors import ClientError, error_body, install_error_handlers
+from minivllm.serve.gates import MAX_BODY, BodyLimit, KeyCheck, while_there
 from minivllm.serve.generation import Aborted, Generation
 from minivllm.serve.handshake import ServerOptions
 from minivllm.serve.protocol import (
@@ -33,27 +33,28 @@ from minivllm.serve.protocol import (
     Detokenize,
     GenerationBody,
     StreamOptions,
+    TokenIds,
     Tokenize,
     check_grammar,
     known_id,
 )
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
+from minivllm.serve.text_lengths import TextLengths
 from minivllm.serve.tool_calls import ToolUse, dialect_of
 from minivllm.version import __version__
 
 T = TypeVar("T")
-_OPEN = ("/health", "/ping", "/version", "/metrics")  # without a key: they tell nothing that anybody said
+_PIECE = 1 << 18  # characters, of prompts that become tokens at a time: others have their turns between
 
 
 def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
-    """The ASGI application; it starts and stops ``engine`` with its own lifespan."""
+    """The ASGI application; it starts and stops ``engine`` with its own lifespan, as often as that is run."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
+        server.start()
         yield
-        engine.stop()
-        server.tokenizing.shutdown(wait=False)
+        server.stop()
 
     server = Server(engine, options)
     app = FastAPI(title="minivllm", version=__version__, lifespan=lifespan)
@@ -69,6 +70,7 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app.get("/version")(server.version)
     app.get("/metrics")(server.metrics)
     install_error_handlers(app, tuple(ChatBody.model_fields | CompletionBody.model_fields))
+    app.add_middleware(BodyLimit, most=MAX_BODY)
     if options.api_key is not None:
         app.add_middleware(KeyCheck, api_key=options.api_key)
     if options.allowed_origins:  # outermost: what a browser asks before it sends a key has none
@@ -83,9 +85,18 @@ class Server:
         self.engine, self.options = engine, options
         self.tokenizer = engine.tokenizer
         self.dialect = dialect_of(options.tool_call_parser, self.tokenizer.chat_template)
+        self.lengths = TextLengths(self.tokenizer, engine.limits.max_model_len)
         self.started = int(time.time())
-        # One thread: a long prompt holds up other prompts, not the tokens of those that run.
-        self.tokenizing = ThreadPoolExecutor(1, "minivllm-tokenizer")
+        self.tokenizing = _one_thread()
+
+    def start(self) -> None:
+        """In the event loop that serves. Raises MinivllmError: it is started."""
+        self.engine.start()
+        self.tokenizing = _one_thread()
+
+    def stop(self) -> None:
+        self.engine.stop()
+        self.tokenizing.shutdown(wait=False)
 
     # ------------------------------------------------------------------ generating
 
@@ -95,18 +106,34 @@ class Server:
 
     async def _completions(self, body: CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
+        self.engine.check()
         params = _params_of(body)
         given = body.prompts()
-        texts = [prompt for prompt in given if isinstance(prompt, str)]
-        ids: dict[str, list[int]] = {}
-        if texts:  # prompts of ids do not wait for others' texts
-            batch = await self._encode(self.tokenizer.encode_batch, texts, add_special_tokens=body.add_special_tokens)
-            ids = dict(zip(texts, batch, strict=True))
+        with body.in_its_words():
+            ids = await self._ids_of(given, add_special_tokens=body.add_special_tokens)
         prompts: list[dict[str, Any]] = [
             {"prompt": p, "prompt_token_ids": ids[p]} if isinstance(p, str) else {"prompt_token_ids": p} for p in given
         ]
         echo = await self._encode(self._echo, body, prompts) if body.echo else None
         return await self._answer(CompletionReply, body, prompts, params, request, echo=echo)
+
+    async def _ids_of(self, prompts: list[str | TokenIds], *, add_special_tokens: bool) -> dict[str, list[int]]:
+        """Of those that are text. Others do not wait for texts."""
+        texts = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
+        if any(map(self.lengths.may_exceed, texts)):
+            await self._encode(self.lengths.check, prompts)
+        ids: dict[str, list[int]] = {}
+        while len(ids) < len(texts):
+            some: list[str] = []
+            size = 0
+            for text in texts[len(ids) :]:
+                size += len(text)
+                if some and size > _PIECE:
+                    break
+                some.append(text)
+            batch = await self._encode(self.tokenizer.encode_batch, some, add_special_tokens=add_special_tokens)
+            ids |= zip(some, batch, strict=True)
+        return ids
 
     def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:
         for prompt in prompts:
@@ -119,6 +146,7 @@ class Server:
 
     async def _chat(self, body: ChatBody, request: Request) -> Response:
         self._check_model(body.model)
+        self.engine.check()
         tools = ToolUse(body, self.dialect) if body.uses_tools else None
         changed: dict[str, Any] = {}
         if tools is not None and tools.tag is not None:
@@ -126,7 +154,8 @@ class Server:
         if tools is not None and tools.dialect.special and body.skip_special_tokens is None:
             changed["skip_special_tokens"] = False
         params = _params_of(body, changed)
-        prompt = {"prompt_token_ids": await self._conversation(body)}
+        with body.in_its_words():
+            prompt = {"prompt_token_ids": await self._conversation(body, self.lengths)}
         top = body.top_logprobs or 0
         return await self._answer(ChatReply, body, [prompt], params, request, top_logprobs=top, tools=tools)
 
@@ -206,13 +235,21 @@ class Server:
             said = f"{name}: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             raise ClientError(said, param=name)
 
-    async def _conversation(self, body: Conversation) -> list[int]:
+    async def _conversation(self, body: Conversation, lengths: TextLengths | None = None) -> list[int]:
+        """``lengths``: where it is to be answered."""
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = check_variables(body.chat_template_kwargs or {}, self.tokenizer)
         messages = [message.told() for message in body.messages]
+
+        def encoded(**options: Any) -> list[int]:
+            text = self.tokenizer.render_chat(messages, **options)
+            if lengths is not None:
+                lengths.check([text])
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
         try:
-            return await self._encode(self.tokenizer.apply_chat_template, messages, **body.options(), **variables)
+            return await self._encode(encoded, **body.options(), **variables)
         except RecursionError:
             given = {"chat_template_kwargs": body.chat_template_kwargs, "tools": body.tools, "messages": body.messages}
             names = [name for name, value in given.items() if value]
@@ -257,6 +294,11 @@ class Server:
         if name and name != ours:
             said = f"there is no model {shown(name)} here; this server has {ours!r}"
             raise ClientError(said, status=404, param="model", code="model_not_found")
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """A long prompt holds up other prompts, not the tokens of those that run."""
+    return ThreadPoolExecutor(1, "minivllm-tokenizer")
 
 
 def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -> SamplingParams:
@@ -308,45 +350,3 @@ class EventStream(StreamingResponse):
 
 def _event(chunk: bytes) -> bytes:
     return b"data: " + chunk + b"\n\n"
-
-
-@asynccontextmanager
-async def while_there(request: Request) -> AsyncIterator[None]:
-    """For a request whose body has been read: what is within is cancelled when its client hangs up. Raises Aborted
-    then."""
-    task, gone = asyncio.current_task(), False
-    assert task is not None
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    except asyncio.CancelledError:
-        if gone and not task.uncancel():  # else others want it to end, too
-            raise Aborted from None
-        raise
-    finally:
-        watcher.cancel()
-
-
-class KeyCheck:
-    """401 for what comes without ``Authorization: Bearer KEY``, before its body is read."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app, self._wanted = app, api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._app
-        if scope["type"] == "http" and scope["path"] not in _OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            if scheme.lower() != b"bearer" or not secrets.compare_digest(key, self._wanted):
-                said = "the key is wrong" if given else "this server wants the header Authorization: Bearer KEY"
-                app = error_response(ClientError(said, status=401, code="invalid_api_key"))
-        await app(scope, receive, send)

@@ -5,12 +5,12 @@ Steps and event loop take turns at Python's lock; ``minivllm serve`` has them in
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import queue
 import threading
 from typing import TYPE_CHECKING
 
+from minivllm.errors import MinivllmError
 from minivllm.serve.engine_client import EngineClient, Limits
 from minivllm.serve.engine_loop import EngineLoop
 from minivllm.serve.messages import Died, FromEngine, News, ToEngine
@@ -33,19 +33,33 @@ class AsyncEngine(EngineClient):
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.tokenizer, Limits.of(engine))
         self.engine = engine
+        self._make_thread()
+
+    def _make_thread(self) -> None:
         self._inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-        self.engine_loop = EngineLoop(engine, self._inbox, self._tell)
+        self.engine_loop = EngineLoop(self.engine, self._inbox, self._tell)
         self._thread = threading.Thread(target=self.engine_loop.run, name="minivllm-engine", daemon=True)
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        """Raises MinivllmError: it is started, or its thread has not ended yet."""
+        if self._thread.is_alive():
+            why = "is started already" if self._started else "is in a step that does not end"
+            raise MinivllmError(f"this AsyncEngine {why}; one lifespan at a time can have it")
+        if self._thread.ident is not None:
+            self._make_thread()
+        super().start()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, after the step that it is in."""
-        if self._thread.ident is not None:
-            self._inbox.put(None)
-            self._thread.join(_PATIENCE)
+        """End the thread, after the step that it is in, and then what nobody waits for any more."""
+        left = list(self._generations)
+        super().stop()
+        if self._thread.ident is None:
+            return
+        self._inbox.put(None)
+        self._thread.join(_PATIENCE)
+        if not self._thread.is_alive():
+            self.engine.abort(left)
 
     async def metrics(self, model_name: str) -> bytes:
         return self.engine_loop.metrics(model_name)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _MOST_REST = 0.05  # seconds
+_NOT_STARTED = (
+    "the engine is not started: the application's lifespan starts it, which nobody runs of an application that is "
+    "mounted in another one; within that one's lifespan write: async with app.router.lifespan_context(app): yield"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +50,18 @@ class EngineClient(ABC):
         self.tokenizer, self.limits = tokenizer, limits
         self.on_death: Callable[[], None] | None = None  # called once
         self.died: Died | None = None
-        self._ended = False
+        self._ended = self._started = False
         self._generations: dict[str, Generation] = {}
 
-    @abstractmethod
     def start(self) -> None:
-        """Call it once, in the event loop that will ask."""
+        """Call it in the event loop that will ask; once, or again behind ``stop``."""
+        self._loop = asyncio.get_running_loop()
+        self._started, self._ended = True, False
 
-    @abstractmethod
     def stop(self) -> None:
         """What still runs gets no more outputs. Safe to call twice."""
+        self._started = False
+        self._generations.clear()
 
     @abstractmethod
     async def metrics(self, model_name: str) -> bytes:
@@ -71,7 +77,7 @@ class EngineClient(ABC):
         return sum(generation.completions for generation in self._generations.values())
 
     def check(self) -> None:
-        """Raises EngineDeadError if the engine is dead, or ``end`` was called."""
+        """Raises EngineDeadError if the engine is dead or not started, or ``end`` was called."""
         if (error := self._why_not()) is not None:
             raise error
 
@@ -118,7 +124,9 @@ class EngineClient(ABC):
     def _why_not(self) -> EngineDeadError | None:
         if self.died is not None:
             return self.died.as_error()
-        return EngineDeadError("the server is shutting down") if self._ended else None
+        if self._ended:
+            return EngineDeadError("the server is shutting down")
+        return None if self._started else EngineDeadError(_NOT_STARTED)
 
     def _fail_all(self) -> None:
         for generation in set(self._generations.values()):

@@ -45,10 +45,11 @@ class RemoteEngine(EngineClient):
         self._asked: deque[asyncio.Future[bytes]] = deque()
 
     def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        super().start()
         self._loop.add_reader(self._wire.socket, self._read)
 
     def stop(self) -> None:
+        super().stop()
         self._loop.remove_reader(self._wire.socket)
         self._loop.remove_writer(self._wire.socket)
 

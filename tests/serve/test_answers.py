@@ -256,13 +256,13 @@ def test_the_role_comes_with_the_first_output_not_before_it() -> None:
 def test_a_messages_name_goes_to_the_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most have no place for it, and pass it over."""
     seen: list[Any] = []
-    render = server.engine.tokenizer.apply_chat_template
+    render = server.engine.tokenizer.render_chat
 
-    def noted(messages: list[dict[str, str]], **variables: Any) -> list[int]:
+    def noted(messages: list[dict[str, str]], **variables: Any) -> str:
         seen.append(messages)
         return render(messages, **variables)
 
-    monkeypatch.setattr(server.engine.tokenizer, "apply_chat_template", noted)
+    monkeypatch.setattr(server.engine.tokenizer, "render_chat", noted)
     named = [message | {"name": "ann", "tool_call_id": "7"} for message in HELLO]
     for messages in (named, HELLO):
         assert server.post("/tokenize", messages=messages).status_code == 200

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from running import Running, metrics, serving, until
 from starlette.testclient import TestClient
 from streams import events, streamed
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.sampling_params import RequestOutputKind
-from minivllm.errors import EngineDeadError, RequestError
-from minivllm.serve import engine_client, engine_loop
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+from minivllm.serve import async_engine, engine_client, engine_loop
 from minivllm.serve.app import ServerOptions, create_app
 from minivllm.serve.async_engine import AsyncEngine
 from minivllm.serve.generation import Aborted
@@ -297,6 +299,89 @@ def test_an_application_of_ones_own_runs_the_engine_in_a_thread(make_llm: Callab
         assert 'generation_tokens_total{model_name="tiny"} 10.0' in client.get("/metrics").text
         assert client.get("/health").status_code == 200
     assert not engine._thread.is_alive() and not llm.engine.has_unfinished_requests()
+
+
+def test_a_mounted_application_is_started_by_its_own_lifespan(make_llm: Callable[..., LLM]) -> None:
+    app = create_app(AsyncEngine(make_llm().engine), ServerOptions("tiny", "somewhere", api_key="k"))
+    body, key = {"prompt": "a", "max_tokens": 1}, {"Authorization": "Bearer k"}
+    alone = FastAPI()
+    alone.mount("/llm", app)
+    with TestClient(alone, headers=key) as client:
+        answers = [client.get("/llm/health"), client.get("/llm/ping"), client.post("/llm" + COMPLETIONS, json=body)]
+        answers += [client.post("/llm/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})]
+        for answer in answers:
+            assert answer.status_code == 503
+            assert "async with app.router.lifespan_context(app)" in answer.json()["error"]["message"]
+        assert client.post("/llm/tokenize", json={"prompt": "a"}).status_code == 200
+
+    @asynccontextmanager
+    async def lifespan(outer: FastAPI) -> AsyncIterator[None]:
+        async with app.router.lifespan_context(app):
+            yield
+
+    outer = FastAPI(lifespan=lifespan)
+    outer.mount("/llm", app)
+    with TestClient(outer) as client:
+        assert client.get("/llm/health").status_code == 200
+        assert client.post("/llm" + COMPLETIONS, json=body).status_code == 401
+        assert client.post("/llm" + COMPLETIONS, json=body, headers=key).status_code == 200
+
+
+def test_an_application_starts_again(make_llm: Callable[..., LLM]) -> None:
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    app = create_app(engine, ServerOptions("tiny", "somewhere"))
+    body = {"prompt": "a b c", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    texts = []
+    for _ in range(3):
+        with TestClient(app) as client:
+            texts.append(client.post(COMPLETIONS, json=body).json()["choices"][0]["text"])
+            assert client.get("/health").status_code == 200
+            with pytest.raises(MinivllmError, match="is started already"), TestClient(app):
+                pass
+        assert TestClient(app).get("/health").status_code == 503
+    assert len(set(texts)) == 1
+
+
+def test_who_is_left_when_an_engine_stops_is_gone_when_it_starts_again(make_llm: Callable[..., LLM]) -> None:
+    async def session(engine: AsyncEngine) -> int:
+        engine.start()
+        params = SamplingParams(max_tokens=900, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        await anext(await engine.generate([f"a{engine.engine.num_requests_added}"], [[1, 2]], params))
+        return engine.engine.num_unfinished_requests
+
+    llm = make_llm()
+    engine = AsyncEngine(llm.engine)
+    for _ in range(2):
+        assert asyncio.run(session(engine)) == 1
+        engine.stop()
+        assert not llm.engine.has_unfinished_requests() and not engine.num_completions
+    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_blocks
+
+
+def test_a_step_that_does_not_end_keeps_its_thread(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, go_on = make_llm(), threading.Event()
+    monkeypatch.setattr(async_engine, "_PATIENCE", 0.1)
+    monkeypatch.setattr(llm.engine.executor, "launch", lambda batch: go_on.wait(20))
+
+    async def session(engine: AsyncEngine) -> None:
+        engine.start()
+        await engine.generate(["a"], [[1, 2]], SamplingParams())
+
+    async def again(engine: AsyncEngine) -> None:
+        engine.start()
+
+    engine = AsyncEngine(llm.engine)
+    thread = engine._thread
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(session(engine), 0.3))
+    engine.stop()
+    with pytest.raises(MinivllmError, match="is in a step that does not end"):
+        asyncio.run(again(engine))
+    go_on.set()
+    thread.join(10)
 
 
 def test_scripts_of_web_pages_are_let_in_where_they_are_named(make_llm: Callable[..., LLM]) -> None:

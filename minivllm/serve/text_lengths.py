@@ -1,0 +1,81 @@
+"""Texts that are too long for a model, known before they are tokens: to make these takes seconds, and others wait."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ContextLengthError
+from minivllm.models.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from minivllm.models.tokenizer import Tokenizer
+
+
+class TextLengths:
+    """As far as a tokenizer's longest token tells."""
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
+
+    @cached_property
+    def longest(self) -> int | None:
+        return longest_token(self._tokenizer)
+
+    def may_exceed(self, text: str) -> bool:
+        """False where there is nothing to check."""
+        return 4 * len(text) >= self._max_model_len  # a character is 4 bytes at most
+
+    def check(self, prompts: Sequence[object]) -> None:
+        """Of those that are text. Raises ContextLengthError, as the engine does, for the first that is too long."""
+        for i, text in enumerate(prompts):
+            if not isinstance(text, str) or not self.may_exceed(text) or self.longest is None:
+                continue
+            most = (self._max_model_len - 1) * self.longest  # bytes
+            if len(text.encode()) > most and (size := len(unicodedata.normalize("NFC", text).encode())) > most:
+                which = f"prompt {i}: " if len(prompts) > 1 else ""
+                raise ContextLengthError(
+                    f"{which}the prompt has {-(-size // self.longest)} tokens or more, and max_model_len="
+                    f"{self._max_model_len} leaves no room for an answer: this model's maximum context length is "
+                    f"{self._max_model_len} tokens; shorten the prompt or raise max_model_len"
+                )
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """In bytes. None: it is not known that each token stands for no more of a text, or of its NFC form, than it has."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return 1
+    from transformers import PreTrainedTokenizerFast
+
+    its = tokenizer.hf_tokenizer
+    if type(its) is not PreTrainedTokenizerFast:  # subclasses may do more to a text
+        return None
+    fast = its.backend_tokenizer
+    added = fast.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # they take white space with them
+        return None
+    if any(part["type"] != "NFC" for part in _parts(fast.normalizer, "normalizers")):
+        return None
+    cuts = _parts(fast.pre_tokenizer, "pretokenizers")
+    if not any(part["type"] == "ByteLevel" for part in cuts) or any(part.get("behavior") == "Removed" for part in cuts):
+        return None
+    if not all(part["type"] in ("ByteLevel", "Digits", "Split") for part in cuts):
+        return None
+    from tokenizers import models, pre_tokenizers
+
+    vocab = fast.get_vocab()
+    if type(fast.model) is not models.BPE or not vocab.keys() >= set(pre_tokenizers.ByteLevel.alphabet()):
+        return None  # what is in no vocabulary is left out, or one token
+    as_read = {token.content for token in added}
+    return max(len(token.encode()) if token in as_read else len(token) for token in vocab)
+
+
+def _parts(component: Any, name: str) -> list[dict[str, Any]]:
+    """What a part of a tokenizer consists of, as tokenizer.json would have it."""
+    if component is None:
+        return []
+    found = json.loads(component.__getstate__())
+    return list(found[name]) if found["type"] == "Sequence" else [found]

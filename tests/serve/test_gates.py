@@ -1,0 +1,170 @@
+"""What is refused, or forgotten, before it costs anybody time: large bodies, long texts, what nobody waits for."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers import byte_level_tokenizer
+from running import Running, serving, told, until
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from minivllm import LLM
+from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer
+from minivllm.serve import app as app_module
+from minivllm.serve.text_lengths import longest_token
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+# --------------------------------------------------------------------------- large bodies
+
+
+def test_a_body_that_is_too_long_is_refused(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_BODY", 100_000)
+    headers = {"Content-Type": "application/json"}
+
+    def pieces() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(30):
+            yield b"a" * 10_000
+        yield b'"}'
+
+    with serving(make_llm()) as server:
+        told(server.post(COMPLETIONS, prompt="a" * 100_000), 413, "the body has more than 100000 bytes")
+        told(server.client.post(COMPLETIONS, content=pieces(), headers=headers), 413, "more than 100000 bytes")
+        assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
+        url = server.client.base_url
+        with socket.create_connection((url.host, url.port), timeout=10) as client:  # which sends no body at all
+            said = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100001"
+            client.sendall(said.encode() + b"\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 413")
+        server.settled()
+
+
+# --------------------------------------------------------------------------- long texts
+
+
+def test_a_text_that_must_be_too_long_never_becomes_tokens(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, seen = server.engine_client.tokenizer, []
+    encode_batch = tokenizer.encode_batch
+    monkeypatch.setattr(
+        tokenizer, "encode_batch", lambda texts, **how: (seen.append(texts), encode_batch(texts, **how))[1]
+    )
+    long = "x " * 50_000
+    said = "tokens or more, and max_model_len=1024 leaves no room"
+    for path, body, begins, param in (
+        (COMPLETIONS, {"prompt": long}, "the prompt has", "prompt"),
+        (COMPLETIONS, {"prompt": ["a", [5], long]}, "prompt 2: the prompt has", "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": long}]}, "the prompt has", "messages"),
+    ):
+        error = told(server.post(path, **body), 400, said, param)
+        assert error["message"].startswith(begins) and error["code"] == "context_length_exceeded"
+    assert not seen
+    told(server.post(COMPLETIONS, prompt="x " * 1000), 400, "tokens, and max_model_len=1024", "prompt")
+    assert server.post("/tokenize", prompt=long).json()["count"] >= 50_000
+    assert len(seen) == 2
+
+
+def test_no_token_stands_for_more_than_the_longest(tmp_path: Path) -> None:
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    rng = random.Random(0)
+    parts = ["hello", " world", "\n", "  ", "é", "e\u0301", "\u1100\u1161\u11a8", "🙂", "<|im_start|>", "1234", "\0"]
+    for tokenizer in (CheckpointTokenizer(tmp_path), ByteTokenizer(300)):
+        longest = longest_token(tokenizer)
+        assert longest is not None
+        for _ in range(200):
+            text = "".join(rng.choices(parts, k=rng.randrange(1, 40)))
+            assert len(tokenizer.encode(text)) * longest >= len(text.encode())
+
+
+def lowercasing(its: PreTrainedTokenizerFast) -> None:
+    its.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+
+
+def removing(its: PreTrainedTokenizerFast) -> None:
+    cut = pre_tokenizers.Split(" ", "removed")
+    its.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel()])
+
+
+def no_bytes(its: PreTrainedTokenizerFast) -> None:
+    its.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+
+def stripping(its: PreTrainedTokenizerFast) -> None:
+    its.add_tokens([AddedToken("<s>", rstrip=True)])
+
+
+@pytest.mark.parametrize("change", [lowercasing, removing, no_bytes, stripping])
+def test_of_others_nothing_is_known(tmp_path: Path, change: Callable[[PreTrainedTokenizerFast], None]) -> None:
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    tokenizer = CheckpointTokenizer(tmp_path)
+    assert longest_token(tokenizer) is not None
+    change(tokenizer.hf_tokenizer)
+    assert longest_token(tokenizer) is None
+
+
+def test_many_texts_become_tokens_in_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And come out in their places, ids among them, and the same one twice."""
+    prompts: list[Any] = [f"text number {i}" for i in range(20)] + [[5, 6], "text number 3"]
+    body = {"prompt": prompts, "max_tokens": 3, "temperature": 0}
+    at_once = server.post(COMPLETIONS, **body).json()
+    tokenizer, seen = server.engine_client.tokenizer, []
+    encode_batch = tokenizer.encode_batch
+    monkeypatch.setattr(
+        tokenizer, "encode_batch", lambda texts, **how: (seen.append(texts), encode_batch(texts, **how))[1]
+    )
+    monkeypatch.setattr(app_module, "_PIECE", 50)
+    other = server.post(COMPLETIONS, **body).json()
+    assert [one["text"] for one in other["choices"]] == [one["text"] for one in at_once["choices"]]
+    assert other["usage"]["prompt_tokens"] == at_once["usage"]["prompt_tokens"]
+    assert len(seen) == 7 and [text for some in seen for text in some] == prompts[:20]
+
+
+# --------------------------------------------------------------------------- nobody waits any more
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "stream": True}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
+def test_who_left_the_tokenizers_queue_has_no_turn(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    tokenizer, begun, go_on = server.engine_client.tokenizer, threading.Event(), threading.Event()
+    encode_batch = tokenizer.encode_batch
+    turns = 0
+
+    def held(texts: list[str], **how: Any) -> list[list[int]]:
+        nonlocal turns
+        turns += 1
+        begun.set()
+        assert go_on.wait(20)
+        return encode_batch(texts, **how)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", held)
+    first = threading.Thread(target=server.post, args=(COMPLETIONS,), kwargs={"prompt": "b", "max_tokens": 1})
+    first.start()
+    assert begun.wait(20)
+    for _ in range(5):
+        with pytest.raises(httpx.ReadTimeout):
+            server.client.post(path, json=body, timeout=0.1)
+    time.sleep(0.1)  # the last one's leave has to come
+    go_on.set()
+    first.join()
+    assert server.post(COMPLETIONS, prompt="c", max_tokens=1).status_code == 200
+    assert turns == 2
+    until(lambda: server.engine_client.num_completions == 0)
