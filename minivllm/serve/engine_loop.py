@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 _HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
 _MANY = 64  # outputs
 _LOOK = 5e-4  # seconds between two looks into the inbox before a launch
-_SLICE = 5e-3  # seconds of taking in between two steps: those that run wait so long, and for one prompt more
+# Seconds of taking in between two steps: those that run wait so long, and for one prompt more. As long as half a step,
+# or who comes behind many prompts would wait for many steps.
+_SLICE, _SLICE_SHARE, _LONGEST_SLICE = 5e-3, 0.5, 0.1
 
 
 class Inbox(Protocol):
@@ -56,6 +58,7 @@ class EngineLoop:
         self._untold: deque[int] = deque()  # outputs of each news
         self._adds: deque[_Adding] = deque()  # of the first one some prompts may be in
         self._ready: list[RequestOutput] = []  # to be told with the next ones
+        self._slice = _SLICE
 
     @property
     def num_running(self) -> int:
@@ -79,8 +82,10 @@ class EngineLoop:
         engine.observer = self.timings
         try:
             while (taken := self._take()) is not None:
-                steps = engine.stats.steps
+                steps, began = engine.stats.steps, time.perf_counter()
                 stepped = engine.step() if engine.has_unfinished_requests() else []
+                took = time.perf_counter() - began
+                self._slice = min(max(_SLICE, _SLICE_SHARE * took), _LONGEST_SLICE)
                 if engine.stats.steps > steps:
                     self._pace.ended(self.timings.now, came=bool(taken or self._adds))
                 outputs = self._to_tell(stepped)
@@ -115,7 +120,7 @@ class EngineLoop:
         """
         taken: list[tuple[str, Exception | None]] = []
         spent, added = 0.0, False
-        while spent < _SLICE:
+        while spent < self._slice:
             idle = not (taken or self._adds or self.engine.has_unfinished_requests())
             began = time.perf_counter()
             try:
