@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.serve.generation import joined
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
 from minivllm.serve.metrics import text_of
 from minivllm.serve.pace import Pace
@@ -41,7 +43,11 @@ class _Adding:
     done: int = 0  # prompts
     prompt_tokens: int = 0  # theirs
     dropped: set[str] = field(default_factory=set)  # aborted before it was their turn
-    outputs: list[RequestOutput] = field(default_factory=list)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+
+    def keep(self, output: RequestOutput) -> None:
+        before = self.outputs.get(output.request_id) if self.add.params.output_kind is RequestOutputKind.DELTA else None
+        self.outputs[output.request_id] = output if before is None else joined(before, output)
 
 
 class EngineLoop:
@@ -109,8 +115,12 @@ class EngineLoop:
             return ready + outputs
         first = self._adds[0]
         names = set(first.add.request_ids[: first.done])
-        first.outputs += [output for output in outputs if output.request_id in names]
-        return ready + [output for output in outputs if output.request_id not in names]
+        for output in outputs:
+            if output.request_id in names:
+                first.keep(output)
+            else:
+                ready.append(output)
+        return ready
 
     def _take(self) -> list[tuple[str, Exception | None]] | None:
         """Do what the inbox says, waiting for it if there is nothing else to do, or not yet; None at the end.
@@ -167,7 +177,7 @@ class EngineLoop:
         self._ready = [output for output in self._ready if output.request_id not in gone]
         for one in self._adds:
             one.dropped |= gone.intersection(one.add.request_ids)
-            one.outputs = [output for output in one.outputs if output.request_id not in gone]
+            one.outputs = {name: output for name, output in one.outputs.items() if name not in gone}
 
     def _add_next(self) -> list[tuple[str, Exception | None]]:
         """Take in the next prompt; what is known then of its add, if that is complete or refused."""
@@ -180,7 +190,7 @@ class EngineLoop:
             if first.done < len(add.request_ids):
                 return []
         self._adds.popleft()
-        self._ready += first.outputs
+        self._ready += first.outputs.values()
         return [(add.request_ids[0], None)]
 
     def _add(self, adding: _Adding) -> Exception | None:

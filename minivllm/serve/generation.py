@@ -67,7 +67,7 @@ class Generation:
     def take(self, output: RequestOutput) -> None:
         """Have it read, with what waits to be."""
         before = self._pending.get(output.request_id) if self._joins else None
-        self._pending[output.request_id] = output if before is None else _joined(before, output)
+        self._pending[output.request_id] = output if before is None else joined(before, output)
         if output.finished:
             self._open.discard(output.request_id)
         self._changed.set()
@@ -81,7 +81,7 @@ class Generation:
             self.accepted.set_exception(error)
 
 
-def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
+def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     """Two deltas of one request as one."""
     then.prompt_logprobs = first.prompt_logprobs  # which later ones have not
     for one, more in zip(first.outputs, then.outputs, strict=True):

@@ -76,7 +76,7 @@ MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
 MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some 50 MB, and half a second of all others
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 MAX_TOOLS = 128  # as OpenAI has them
-MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 20 ms
+MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 0.1 s
 MAX_GRAMMAR = 1 << 18  # characters, as JSON, of what an answer has to fit, that others wait for: up to 0.3 s
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from running import Running, metrics, serving, told, until
-from streams import events
+from streams import events, joined, streamed, whole
 
 from minivllm import LLM
 
@@ -57,15 +57,21 @@ def test_who_leaves_is_not_taken_in_any_further(server: Running, monkeypatch: py
     assert metrics(server)["request_success_total", "abort"] - before == 100
 
 
-def test_the_answer_is_the_same(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_is_the_same(server: Running, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     """Of some that have ended before the last ones begin."""
-    body = {"prompt": [[i, i + 1] for i in range(5, 17)], "max_tokens": 2, "temperature": 0}
-    at_once = server.post(COMPLETIONS, **body).json()
+    body = {"prompt": [[i, i + 1] for i in range(5, 17)], "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    at_once = whole(server.post(COMPLETIONS, **body).json(), chat=False)
     before = metrics(server)
     added = slow_to_add(server, monkeypatch)
-    other = server.post(COMPLETIONS, **body).json()
-    assert len(added) == 12 and [one["text"] for one in other["choices"]] == [one["text"] for one in at_once["choices"]]
-    assert other["usage"]["prompt_tokens"] == 24
+    if stream:
+        other = joined(streamed(server.client, COMPLETIONS, body), chat=False)
+    else:
+        other = whole(server.post(COMPLETIONS, **body).json(), chat=False)
+    assert len(added) == 12
+    for one, same in zip(other, at_once, strict=True):
+        assert (one["text"], one["finish_reason"]) == (same["text"], same["finish_reason"])
+        assert one["logprobs"]["tokens"] == same["logprobs"]["tokens"]
     after = metrics(server)
     assert after["prompt_tokens_total", ""] - before["prompt_tokens_total", ""] == 24
     assert after["e2e_request_latency_seconds_count", ""] - before["e2e_request_latency_seconds_count", ""] == 12
