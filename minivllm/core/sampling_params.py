@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "there is no beam search; n draws several answers"),
 }
 _ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "num_return_sequences": "n"}
+NO_LIMIT = "None, outside Python null, goes on to max_model_len"  # as ``max_tokens``
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 _LOGPROBS = "logprobs", "prompt_logprobs"
@@ -171,7 +172,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, why="0 or -1 keeps every token")
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, why="None, outside Python null, goes on to max_model_len")
+            _integer("max_tokens", self.max_tokens, 1, why=NO_LIMIT)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         for name in _LOGPROBS:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from minivllm.core.grammars import text_of
-from minivllm.core.sampling_params import MAX_LOGPROBS, RequestOutputKind, SamplingParams
+from minivllm.core.sampling_params import MAX_LOGPROBS, NO_LIMIT, RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, shown
 from minivllm.models.conversation import check_tool_calls
@@ -68,7 +68,6 @@ _ANY_TEXT = {"type": "text"}  # as ``response_format``
 _OF_FUNCTION = re.compile(r"structural_tag: the schema behind '.*?\"name\": \"([\w-]+)\".*?': ")
 _OF_MAX_TOKENS = re.compile(r"^max_tokens\b")
 _OF_EXTRA_ARGS = re.compile(r"^(prompt \d+: )?extra_args\b")
-_NONE_GOES_ON = " (None goes on to max_model_len)"  # SamplingParams says so of max_tokens
 
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
@@ -228,7 +227,7 @@ class GenerationBody(Body):
     def _as_asked(self, message: str) -> str:
         message = message.replace("structured_outputs", self._asks_by, 1).replace("leave it at None", "leave it out")
         message = _OF_EXTRA_ARGS.sub(r"\1vllm_xargs", message)
-        return message.replace(_NONE_GOES_ON, self._no_limit)
+        return message.replace(f" ({NO_LIMIT})", self._no_limit)
 
     _no_limit: ClassVar[str] = ""  # what null does as ``max_tokens``
 
