@@ -47,7 +47,9 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
         bits = np.frombuffer(trial.compute_bitmask(), dtype=np.int32).copy()
         clear_bits(bits, tokenizer.eos_tokens)
         if trial.is_error() or not (trial.is_accepting() or bits.any()):
-            why = few_lines(trial.get_error()) or "no token is possible"
+            why = few_lines(trial.get_error())
+            if not why or why.startswith("NoExtension"):  # llguidance's name for that
+                why = "there is no text that fits"
             raise RequestError(f"structured_outputs: an answer cannot {place}: {why}")
         if not bits.any():
             break
