@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+from collections.abc import Iterator
 
 _QUOTED = 200  # characters
 _LIBRARIES = frozenset(("numpy", "torch", "triton"))  # what they raise is about what they were given
@@ -67,12 +68,76 @@ def by_name(name: str, message: str) -> Exception:
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error comes from, below the libraries' own frames: module, line and function."""
-    place, behind = "nowhere", error.__traceback__
+    """Where an error comes from, below the libraries' own frames: module, line and function; and the package of the
+    innermost plugin on the way there, if there is one: ``of`` it if that is its code, else ``for`` it."""
+    place, whose = _origin(error)
+    return f"{place}, {whose}" if whose else place
+
+
+def told(error: BaseException) -> str:
+    """An error that is none of ours, in one line: with where it was raised, if a plugin is on the way there. Whose code
+    it is, is said beside it."""
+    text, (place, whose) = " ".join(f"{type(error).__name__}: {error}".split()), _origin(error)
+    return f"{text} ({place})" if whose else text
+
+
+def package_of(component: object) -> str:
+    """``minivllm-mine 0.1``: the package of plugins that a class is in, or an object's. Empty: it is in none."""
+    cls = component if isinstance(component, type) else type(component)
+    return _packages().get(_top(cls.__module__), "")
+
+
+def named(kind: str, name: str, component: object) -> str:
+    """How errors call a component, which is a class or an object of it: ``sampler 'mine' of minivllm-mine 0.1``."""
+    package = package_of(component)
+    return f"{kind} {name!r} of {package}" if package else f"{kind} {name!r}"
+
+
+def blamed(error: Exception, kind: str, name: str, component: object, method: str) -> Exception:
+    """What to raise when a component's ``method`` raised ``error``: of a plugin's, a PluginError of one line that names
+    its package. Errors of ours, and of what is built in, stay as they are."""
+    whose = (
+        f"of {package}" if (package := package_of(component)) else _origin(error)[1]
+    )  # a built-in class's own method
+    if isinstance(error, MinivllmError) or not whose:
+        return error
+    return PluginError(f"{kind} {name!r} {whose}: {method} raised {told(error)}")
+
+
+@contextlib.contextmanager
+def calling(kind: str, name: str, component: object, method: str) -> Iterator[None]:
+    """While a component's ``method`` is called, outside of steps: what it raises becomes what ``blamed`` says."""
+    try:
+        yield
+    except Exception as error:
+        if (new := blamed(error, kind, name, component, method)) is error:
+            raise
+        raise new from error
+
+
+def _origin(error: BaseException) -> tuple[str, str]:
+    """``place_of``, in its two parts; the second is empty where no plugin is on the way."""
+    place, package, own, behind, packages = "nowhere", "", False, error.__traceback__, _packages()
     while behind is not None:
         frame = behind.tb_frame
-        module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] not in _LIBRARIES:
-            place = f"{module}, line {behind.tb_lineno}, in {frame.f_code.co_name}"
+        module, cls = str(frame.f_globals.get("__name__")), type(frame.f_locals.get("self"))  # it may inherit the code
+        package = packages.get(_top(module)) or packages.get(_top(cls.__module__)) or package
+        if _top(module) not in _LIBRARIES:
+            place, own = f"{module}, line {behind.tb_lineno}, in {frame.f_code.co_name}", _top(module) in packages
         behind = behind.tb_next
-    return place
+    return place, f"{'of' if own else 'for'} {package}" if package else ""
+
+
+def _packages() -> dict[str, str]:
+    """The outermost module of each installed plugin -> its package, with its version. Not quick: for errors alone."""
+    from importlib.metadata import entry_points
+
+    found = {}
+    for entry in entry_points(group="minivllm"):
+        if (top := _top(entry.module)) != "minivllm":
+            found[top] = top if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    return found
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]

@@ -18,7 +18,7 @@ import msgspec
 
 from minivllm.config.engine_config import EngineConfig
 from minivllm.core.model_config import FrozenDict, ModelConfig, frozen
-from minivllm.errors import EngineDeadError, MinivllmError, by_name
+from minivllm.errors import EngineDeadError, MinivllmError, by_name, place_of
 from minivllm.frames import Frames, frame
 from minivllm.plugins.ranks import ParentView
 
@@ -97,18 +97,21 @@ class Failed(msgspec.Struct, tag=True):
     message: str
     traceback: str
     doing: str
+    place: str  # where it was raised; empty for errors of ours, whose messages say what is wrong
     at: float  # time.monotonic(), the same clock for all processes of a machine
 
     @classmethod
     def of(cls, error: BaseException, doing: str) -> Failed:
         text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, str(error), text, doing, time.monotonic())
+        place = "" if isinstance(error, MinivllmError) or error.__traceback__ is None else place_of(error)
+        return cls(type(error).__name__, str(error), text, doing, place, time.monotonic())
 
     def as_error(self, rank: int, starting: bool) -> MinivllmError:
         """What to raise in the parent: EngineDeadError; at the start, an error of ours as it was."""
         error = by_name(self.error, self.message)
         if not starting or not isinstance(error, MinivllmError):
-            error = EngineDeadError(f"rank {rank} failed {self.doing}: {self.error}: {self.message}")
+            where = f" ({self.place})" if self.place else ""
+            error = EngineDeadError(f"rank {rank} failed {self.doing}: {self.error}: {self.message}{where}")
         error.add_note(f"on rank {rank}:\n{self.traceback}")
         return error
 

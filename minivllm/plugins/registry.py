@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError
+from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError, told
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
@@ -75,6 +75,9 @@ class Entry:
     kind: str
     component: Component
     provider: Provider
+
+    def __str__(self) -> str:
+        return f"{KINDS[self.kind]} {self.component.name!r} of {self.provider}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +210,7 @@ class Registry:
         except Exception as e:
             if entry.provider.builtin:
                 raise
-            who = f"{KINDS[kind]} {entry.component.name!r} of {entry.provider}"
-            raise PluginError(f"{who} cannot be built: {type(e).__name__}: {_one_line(e)}") from e
+            raise PluginError(f"{entry} cannot be built: {told(e)}") from e
 
     def pass_over(self, error: PluginError) -> None:
         """Go on without a component that nobody named and that is broken. Raises the error in strict mode."""

@@ -170,8 +170,9 @@ def test_a_rank_that_fails_between_a_step_and_its_sampling(
 
 
 @pytest.mark.parametrize("fault,rank,message", [
-    ("raise", 1, r"rank 1 failed in step \d+: ArithmeticError: the numbers ran out"),
-    ("raise late", 0, r"rank 0 failed in step \d+: ArithmeticError: the numbers were none"),
+    ("raise", 1, r"rank 1 failed in step \d+: ArithmeticError: the numbers ran out "
+                 r"\(minivllm_faulty, line \d+, in sample, of minivllm-faulty 1.0\)"),
+    ("raise late", 0, r"rank 0 failed in step \d+: ArithmeticError: the numbers were none \(minivllm_faulty, "),
     ("exit", 0, r"rank 0 \(process \d+\) ended with exit code 7"),
     ("hang", 1, r"rank 1 .* did not finish a step"),
 ])  # fmt: skip
@@ -201,6 +202,14 @@ def test_a_fault_at_the_start(
 def test_an_error_of_somebody_else_names_its_rank() -> None:
     error = Failed.of(KeyError("where?"), "at its start").as_error(1, starting=True)
     assert type(error) is EngineDeadError and str(error) == "rank 1 failed at its start: KeyError: 'where?'"
+
+
+def test_an_error_of_ours_is_told_without_its_place() -> None:
+    try:
+        raise ConfigError("set it")
+    except ConfigError as error:
+        failed = Failed.of(error, "in step 3")
+    assert str(failed.as_error(0, starting=False)) == "rank 0 failed in step 3: ConfigError: set it"
 
 
 @pytest.mark.parametrize("tp", [3, 1000])
