@@ -188,10 +188,21 @@ def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> _T
     for name, param in module.named_parameters(remove_duplicate=False):
         *path, leaf = name.split(".")
         for shard_id in pieces_of(param):
-            owner = path if shard_id is None else [*path[:-1], parts[path[-1], shard_id]]
+            owner = path if shard_id is None else [*path[:-1], _part(parts, path, shard_id, param)]
             theirs = ".".join([*owner, leaf])
             targets[theirs] = first.setdefault((id(param), shard_id), theirs), param, shard_id
     return targets
+
+
+def _part(parts: Mapping[tuple[str, ShardId], str], path: list[str], shard_id: ShardId, param: nn.Parameter) -> str:
+    """A checkpoint's name for one of the tensors that a module stacks. Raises TypeError: ``packed`` does not say."""
+    if (theirs := parts.get((path[-1], shard_id))) is not None:
+        return theirs
+    pieces = ", ".join(f"'NAME': ({path[-1]!r}, {shard!r})" for shard in pieces_of(param))
+    raise TypeError(
+        f"{'.'.join(path)} stacks tensors of a checkpoint, and packed does not name them: add {path[-1]} to it, as "
+        f"packed = {{**CausalLM.packed, {pieces}}}, each NAME the checkpoint's"
+    )
 
 
 # --------------------------------------------------------------------------- building it

@@ -148,9 +148,16 @@ class _Loader:
         try:
             # Kept one by one: what a generator yielded before it raised is good.
             found = function()
-            if found is None:
-                self.report(provider, f"{hook} returned None: yield its components, or return a list of them")
-            for item in found or ():
+            if inspect.iscoroutine(found) or inspect.isasyncgen(found):
+                if inspect.iscoroutine(found):
+                    found.close()  # else Python warns that nobody awaited it
+                self.report(provider, f"{hook} is an async function, which nobody awaits: write def, not async def")
+                found = ()
+            elif found is None or isinstance(found, Component | ConfigOption | str):
+                what = "None" if found is None else f"one {type(found).__name__}"
+                self.report(provider, f"{hook} returned {what}: yield its components, or return a list of them")
+                found = ()
+            for item in found:
                 answers.append(item)
         except KeyboardInterrupt:
             raise

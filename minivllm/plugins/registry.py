@@ -196,6 +196,12 @@ class Registry:
             raise PluginError(f"{who} names {component.target}, which does not subclass {interface.__name__}")
         if left := sorted(getattr(target, "__abstractmethods__", ())):
             raise PluginError(f"{who} names {component.target}, which lacks {interface.__name__}'s {listing(left)}")
+        reads = getattr(target, "architectures", ())
+        if reads and (foreign := [a for a in _architectures(component) if a not in reads]):
+            raise PluginError(
+                f"{who} is registered for {listing(foreign)}, and the architectures of {component.target} are "
+                f"{listing(reads)}: let the ModelComponent and the class name the same"
+            )
         return target
 
     @contextmanager

@@ -80,6 +80,27 @@ def test_an_installed_plugin_is_found_with_its_package_and_version(fake_plugin: 
             "from minivllm.plugins import hookimpl\n@hookimpl\ndef minivllm_samplers(): pass",
             "minivllm_samplers returned None: yield its components",
         ),
+        (
+            "from minivllm.plugins import Component, hookimpl\n@hookimpl\n"
+            "def minivllm_samplers(): return Component('x', 'a:B')",
+            "minivllm_samplers returned one Component: yield its components, or return a list of them",
+        ),
+        (
+            "from minivllm.plugins import ConfigOption, hookimpl\n@hookimpl\n"
+            "def minivllm_configs(): return ConfigOption('model', 'x', {})",
+            "minivllm_configs returned one ConfigOption: yield",
+        ),
+        (
+            "from minivllm.plugins import hookimpl\n@hookimpl\ndef minivllm_samplers(): return 'abc'",
+            "minivllm_samplers returned one str: yield its components",
+        ),
+        *(
+            (
+                f"from minivllm.plugins import hookimpl\n@hookimpl\nasync def minivllm_samplers(): {body}",
+                "minivllm_samplers is an async function, which nobody awaits: write def, not async def",
+            )
+            for body in ("return []", "yield")
+        ),
         ("class Panic(BaseException): pass\nraise Panic('of a library')", "cannot be loaded"),
         *(
             (
