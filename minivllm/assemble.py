@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import FrozenDict, ModelConfig
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, PluginError, calling, named, shown, told
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import did_you_mean, listing
@@ -19,8 +21,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from minivllm.config.engine_config import EngineConfig
+    from minivllm.core.interfaces import Executor
     from minivllm.executors.processes import Child
     from minivllm.plugins.registry import Registry
+
+_DESCRIBED = ("device", "attention", "dtype")  # of ``Executor.describe``, what others read
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
@@ -65,6 +70,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)  # while the device is opened
         with registry.building("executor", executor_name):
             num_blocks = executor.start()
+        _check_started(executor_name, executor, num_blocks)
         blocks = PagedBlockManager(
             num_blocks,
             config.cache.block_size,
@@ -74,6 +80,10 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         )
         with registry.building("scheduler", config.scheduler.name):
             scheduler = scheduler_class(config.scheduler, blocks, max_model_len, row)
+        from minivllm.executors.first_calls import look_at_executor, look_at_scheduler
+
+        look_at_scheduler(registry.entry("scheduler", config.scheduler.name), scheduler)
+        look_at_executor(registry.entry("executor", executor_name), executor, model_config.vocab_size)
         return LLMEngine(
             config,
             model_config,
@@ -84,9 +94,26 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             executor=executor,
             num_blocks=num_blocks,
         )
-    except BaseException:
-        executor.shutdown()
+    except BaseException as error:
+        try:
+            executor.shutdown()
+        except Exception as another:
+            error.add_note(f"then, in {named('executor', executor_name, executor)}: {told(another)}")
         raise
+
+
+def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
+    """What it said at its start, and says of itself. Raises PluginError."""
+    if isinstance(num_blocks, bool) or not isinstance(num_blocks, Integral) or num_blocks < 0:
+        who = named("executor", name, executor)
+        raise PluginError(f"{who}: start returned {shown(num_blocks)}, not how many cache blocks can be handed out")
+    with calling("executor", name, executor, "describe"):
+        about = executor.describe()
+    if not isinstance(about, Mapping) or (missing := [key for key in _DESCRIBED if key not in about]):
+        lacks = f", which lacks {listing(missing)}" if isinstance(about, Mapping) else ", not a mapping"
+        raise PluginError(f"{named('executor', name, executor)}: describe returned {shown(about)}{lacks}")
+    with calling("executor", name, executor, "check_health"):
+        executor.check_health()
 
 
 def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:

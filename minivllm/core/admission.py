@@ -13,7 +13,7 @@ from minivllm.core.guides import Guides
 from minivllm.core.requests import Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import ContextLengthError, RequestError, is_text
+from minivllm.errors import ContextLengthError, PluginError, RequestError, calling, is_text, named, shown
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -87,12 +87,25 @@ class Admission:
                 stop_ids=stop_ids, cache_salt=cache_salt, priority=priority,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )  # fmt: skip
-            seq.sampler_row = self.sampler_class.encode(seq, seed + index)
-            seq.sampler_words = self.sampler_class.words(seq)
             seq.guide = guide
-            seq.tells_tokens = self.sampler_class.wants_tokens(seq)
+            self._encode(seq, seed + index)
             request.completions.append(Completion(index, seq, self.tokenizer, self._eos, self._token_texts))
         return request
+
+    def _encode(self, seq: Sequence, seed: int) -> None:
+        """What the sampler is told of a sequence. Raises RequestError; PluginError: a plugin's sampler is broken."""
+        sampler, name = self.sampler_class, self.config.sampler.name
+        with calling("sampler", name, sampler, "encode"):
+            row = sampler.encode(seq, seed)
+        if getattr(row, "dtype", None) != sampler.row or row.shape:
+            raise PluginError(
+                f"{named('sampler', name, sampler)}: encode returned {shown(row)}, not one item of its row"
+            )
+        seq.sampler_row = row
+        with calling("sampler", name, sampler, "words"):
+            seq.sampler_words = sampler.words(seq)
+        with calling("sampler", name, sampler, "wants_tokens"):
+            seq.tells_tokens = sampler.wants_tokens(seq)
 
     def _own(self, params: SamplingParams) -> SamplingParams:
         """A copy, as the caller may change theirs; the same one for requests that ask for the same, one by one."""

@@ -17,7 +17,8 @@ from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.cores import usable_cores
-from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.errors import ConfigError, EngineDeadError, calling
+from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
@@ -145,12 +146,12 @@ class Worker:
             attends_plainly(runner.attention),
         )  # fmt: skip
         if self.device_type == "cuda":
-            runner.attention.bind(self._cache(0, device))
+            self._bind(runner, 0, device)
         graphs = self._graphs(runner)
         if self.device_type == "cuda":
             self._find_kernels(runner, *graphs)
         self.num_blocks = self.tp.minimum(self._num_blocks(device), device)
-        runner.attention.bind(self._cache(self.num_blocks, device))
+        self._bind(runner, self.num_blocks, device)
         self._capture(runner, *graphs)
         return self.num_blocks
 
@@ -168,10 +169,15 @@ class Worker:
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),
                 config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
             )  # fmt: skip
+        look_at_model(
+            self.registry.entry("model", model_name), model, model_config.hidden_size, model_config.vocab_size
+        )
         num_slots = config.scheduler.max_num_seqs
         sampler_class = self.registry.resolve("sampler", config.sampler.name)
         with self.registry.building("sampler", config.sampler.name):
             sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
+        entry = self.registry.entry("sampler", config.sampler.name)
+        look_at_sampler(entry, sampler, model_config.vocab_size)
         self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
         return ModelRunner(
             model,
@@ -184,6 +190,11 @@ class Worker:
             hidden_size=model_config.hidden_size,
             device=device,
         )
+
+    def _bind(self, runner: ModelRunner, num_blocks: int, device: torch.device) -> None:
+        cache = self._cache(num_blocks, device)
+        with calling("attention backend", self.choice.name, runner.attention, "bind"):
+            runner.attention.bind(cache)
 
     def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None, MixedGraphs | None]:
         """Of this device, backend and configuration; not yet captured."""

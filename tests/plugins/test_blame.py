@@ -1,0 +1,237 @@
+"""What a plugin's class raises or returns wrongly after it was made: one line with kind, component and package."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_plugins import FakePlugin
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.scheduler import MixedScheduler
+from minivllm.errors import ConfigError, MinivllmError, PluginError, blamed, calling, named, place_of
+from minivllm.plugins.manager import default_registry
+
+HEAD = """
+from dataclasses import replace
+import numpy as np
+import torch
+from torch import nn
+from minivllm.models.qwen3 import Qwen3ForCausalLM
+from minivllm.plugins.api import *
+from minivllm.plugins.api import Component, ModelComponent, hookimpl
+
+class Base(Qwen3ForCausalLM):
+    architectures = ("MineForCausalLM",)
+
+class Altered:
+    def __init__(self, step, change):
+        self.step, self.change = step, change
+    def result(self):
+        found = self.step.result()
+        return replace(found, token_ids=self.change(found.token_ids))
+
+"""
+HOOKS = {
+    "model": "models(): yield ModelComponent('mine', __name__ + ':Mine', architectures=('MineForCausalLM',))",
+    "attention": "attention_backends(): yield Component('mine', __name__ + ':Mine', priority=-1)",
+    "scheduler": "schedulers(): yield Component('mine', __name__ + ':Mine')",
+    "sampler": "samplers(): yield Component('mine', __name__ + ':Mine')",
+    "executor": "executors(): yield Component('mine', __name__ + ':Mine')",
+}
+BASES = {
+    "model": "Base",
+    "attention": "TorchBackend",
+    "scheduler": "MixedScheduler",
+    "sampler": "DefaultSampler",
+    "executor": "SingleExecutor",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    default_registry.cache_clear()
+    yield
+    default_registry.cache_clear()
+
+
+@pytest.fixture
+def said(fake_plugin: FakePlugin, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., str]:
+    """Of an engine with a plugin's component whose body is given: what it fails with, or its tokens."""
+
+    def run(kind: str, body: str, params: SamplingParams = GREEDY, **options: Any) -> str:
+        lines = "".join(f"    {line}\n" for line in body.splitlines())
+        shutil.rmtree(tmp_path / "site" / "minivllm_mine-1.0.dist-info", ignore_errors=True)  # another body's
+        sys.modules.pop("minivllm_mine", None)
+        default_registry.cache_clear()
+        fake_plugin(
+            "minivllm-mine", f"{HEAD}class Mine({BASES[kind]}):\n{lines}\n@hookimpl\ndef minivllm_{HOOKS[kind]}\n"
+        )
+        folder, overrides = tiny_checkpoint("qwen3"), [f"{kind}.name=mine"]
+        if kind == "model":
+            folder, overrides = as_mine(folder, tmp_path / "mine"), []
+        overrides += options.pop("overrides", [])
+        try:
+            with LLM(str(folder), device="cpu", overrides=overrides, num_gpu_blocks_override=64, **options) as llm:
+                outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+        except MinivllmError as error:
+            return str(error)
+        return str([list(output.outputs[0].token_ids) for output in outputs])
+
+    return run
+
+
+def as_mine(folder: Path, copy: Path) -> Path:
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).symlink_to(file)
+    text = (folder / "config.json").read_text().replace("Qwen3ForCausalLM", "MineForCausalLM")
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(text)
+    return copy
+
+
+def altered(change: str) -> str:
+    return f"def launch(self, batch): return Altered(super().launch(batch), lambda ids: {change})"
+
+
+RAISES = "raise ValueError('no\\nluck')"
+WHO = {"attention": "attention backend"}
+
+
+OWN = "@classmethod\ndef "
+
+
+@pytest.mark.parametrize("kind,body,told", [
+    ("attention", f"def bind(self, cache): {RAISES}", "bind raised ValueError: no luck (minivllm_mine, line 21, in b"),
+    ("executor", "def start(self): super().start()", "start returned None, not how many cache blocks can be handed"),
+    ("executor", "def start(self): return super().start() * -1", "start returned -64, not how many"),
+    ("executor", "def describe(self): return {'device': 'x'}", "describe returned {'device': 'x'}, which lacks att"),
+    ("executor", "def describe(self): return 'cpu'", "describe returned 'cpu', not a mapping"),
+    ("executor", f"def describe(self): {RAISES}", "describe raised ValueError: no luck (minivllm_mine, line 21, in d"),
+    ("executor", f"def check_health(self): {RAISES}", "check_health raised ValueError: no luck (minivllm_mine, line"),
+    ("sampler", f"{OWN}encode(cls, seq, seed): {RAISES}", "encode raised ValueError: no luck (minivllm_mine, line 22"),
+    ("sampler", f"{OWN}words(cls, seq): {RAISES}", "words raised ValueError: no luck (minivllm_mine"),
+    ("sampler", f"{OWN}encode(cls, seq, seed): return None", "encode returned None, not one item of its row"),
+    ("sampler", f"{OWN}encode(cls, seq, seed): return np.zeros((), np.int32)", "encode returned array(0, dtype=int32)"),
+])  # fmt: skip
+def test_what_is_raised_or_wrong_outside_of_steps(said: Callable[..., str], kind: str, body: str, told: str) -> None:
+    assert said(kind, body).startswith(f"{WHO.get(kind, kind)} 'mine' of minivllm-mine 1.0: {told}")
+
+
+FORWARD, LOGITS = "def forward(self, *a): return super().forward(*a)", "def compute_logits(self, x): return super()"
+SAMPLE = "def sample(self, *args): return super().sample(*args)"
+REFINE = "def needs_refine(self, slots): return True\ndef refine(self, *args): return args[3]"
+
+
+@pytest.mark.parametrize("kind,body,told", [
+    ("model", f"{FORWARD}[:, :5]", "forward returned float32 (5, 5), not (5, 64), a hidden state for each token"),
+    ("model", f"{FORWARD}[:-1]", "forward returned float32 (4, 64), not (5, 64)"),
+    ("model", f"{LOGITS}.compute_logits(x)[:, :7]", "compute_logits returned float32 (2, 7), not (2, "),
+    ("model", f"{LOGITS}.compute_logits(x).long()", "compute_logits returned int64 (2, "),
+    ("sampler", f"{SAMPLE}.repeat(2)", "sample returned int64 (4,), not int64 (2,), a token for each row"),
+    ("sampler", f"{SAMPLE}.int()", "sample returned int32 (2,), not int64 (2,)"),
+    ("sampler", f"{SAMPLE} + 99999", "sample returned token "),
+    ("sampler", "def sample(self, *args): return None", "sample returned None, not int64 (2,)"),
+    ("sampler", REFINE, "refine returned int64 (2,), not two: tokens, and their log-probabilities or None"),
+    ("scheduler", "def schedule(self): return 'abc'", "schedule returned 'abc', not a Batch or None"),
+    ("scheduler", "def commit(self, *args): super().commit(*args)", "commit returned None, not a Committed"),
+    ("scheduler", "def place(self, seq): return 5", "place returned 5, not a tuple"),
+    ("executor", "def launch(self, batch): super().launch(batch)", "launch returned None, not a StepHandle"),
+    ("executor", altered("ids[:0]"), "a step that it launched returned token_ids int32 (0,), not int32 (2,), one for"),
+    ("executor", altered("ids * 0 + 99999"), "a step that it launched returned token 99999, which is outside the voc"),
+    ("executor", altered("ids * 0 - 1"), "a step that it launched returned token -1, which is outside the vocabulary"),
+])  # fmt: skip
+def test_what_a_first_step_returns_is_looked_at(said: Callable[..., str], kind: str, body: str, told: str) -> None:
+    assert said(kind, body).startswith(f"{kind} 'mine' of minivllm-mine 1.0: {told}")
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_what_is_right_stays_as_it_is(
+    said: Callable[..., str], tiny_checkpoint: Callable[..., Path], kind: str
+) -> None:
+    with LLM(str(tiny_checkpoint("qwen3")), device="cpu") as llm:
+        outputs = llm.generate([[1, 2, 3], [4, 5]], GREEDY, use_tqdm=False)
+    assert said(kind, "pass") == str([list(output.outputs[0].token_ids) for output in outputs])
+
+
+def test_after_the_first_call_a_method_is_the_classes_again_or_the_objects(said: Callable[..., str]) -> None:
+    body = """
+def __init__(self, *args):
+    super().__init__(*args)
+    self.sample = self.compiled = lambda *args: DefaultSampler.sample(self, *args)
+    self.calls = 0
+def needs_refine(self, slots):
+    self.calls += 1
+    if self.calls == 3:
+        raise ValueError([self.sample is self.compiled, 'refine' in vars(self)])
+    return self.calls == 2
+"""
+    assert "ValueError: [True, False] (minivllm_mine, line" in said("sampler", body)
+
+
+@pytest.mark.parametrize("kind,body,told", [
+    ("scheduler", f"def schedule(self): {RAISES}", "in schedule, of minivllm-mine 1.0)"),
+    ("scheduler", "def take_decodes(self, *args): return []", ", in write_batch, for minivllm-mine 1.0)"),
+    ("attention", f"def decode(self, q, layer, out): {RAISES}", "in decode, of minivllm-mine 1.0)"),
+])  # fmt: skip
+def test_a_step_that_fails_names_the_package(said: Callable[..., str], kind: str, body: str, told: str) -> None:
+    assert (line := said(kind, body)).startswith("a step failed: ") and line.endswith(told)
+
+
+def test_a_stacked_layer_that_packed_does_not_name_is_told_with_what_to_write(said: Callable[..., str]) -> None:
+    body = """
+def __init__(self, config, tp):
+    super().__init__(config, tp)
+    self.w13 = MergedColumnParallelLinear(8, [4, 4], tp)
+"""
+    assert said("model", body).startswith(
+        "model 'mine' of minivllm-mine 1.0 cannot be built: TypeError: w13 stacks tensors of a checkpoint, and packed "
+        "does not name them: add w13 to it, as packed = {**CausalLM.packed, 'NAME': ('w13', 0), 'NAME': ('w13', 1)}, "
+        "each NAME the checkpoint's"
+    )
+
+
+def test_a_model_that_is_registered_for_what_its_class_does_not_read(said: Callable[..., str]) -> None:
+    assert said("model", "architectures = ('OtherForCausalLM',)") == (
+        "model 'mine' of minivllm-mine 1.0 is registered for MineForCausalLM, and the architectures of "
+        "minivllm_mine:Mine are OtherForCausalLM: let the ModelComponent and the class name the same"
+    )
+
+
+def test_an_engine_that_could_not_start_says_why_although_its_executor_cannot_end(said: Callable[..., str]) -> None:
+    body = f"def describe(self): return {{}}\ndef shutdown(self): {RAISES}"
+    assert said("executor", body).startswith("executor 'mine' of minivllm-mine 1.0: describe returned {}, which lacks")
+
+
+# --------------------------------------------------------------------------- the helpers
+
+
+def test_errors_of_ours_and_of_what_is_built_in_stay_as_they_are() -> None:
+    assert named("scheduler", "mixed", MixedScheduler) == "scheduler 'mixed'"
+    for error in (ValueError("x"), ConfigError("x")):
+        with pytest.raises(type(error), match=r"^x$") as caught, calling("scheduler", "mixed", MixedScheduler, "add"):
+            raise error
+        assert caught.value is error and caught.value.__cause__ is None
+    assert place_of(ValueError("never raised")) == "nowhere"
+
+
+def test_a_component_is_blamed_by_its_class_and_a_built_in_one_by_what_it_calls(fake_plugin: FakePlugin) -> None:
+    fake_plugin("minivllm-mine", "class Mine:\n    def add(self): return 1 / 0\n")
+    import minivllm_mine  # type: ignore[import-not-found]
+
+    mine = minivllm_mine.Mine()
+    told = "attention backend 'x' of minivllm-mine 1.0: add raised ZeroDivisionError: division by zero (minivllm_mine, "
+    for component in (mine, minivllm_mine.Mine, MixedScheduler):
+        with pytest.raises(PluginError) as caught, calling("attention backend", "x", component, "add"):
+            mine.add()
+        assert str(caught.value) == told + "line 2, in add)"
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert str(blamed(ValueError("x"), "scheduler", "s", mine, "abort")) == (
+        "scheduler 's' of minivllm-mine 1.0: abort raised ValueError: x"
+    )
