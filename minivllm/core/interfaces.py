@@ -376,7 +376,26 @@ def _importable(module: str) -> bool:
 
 def overrides_both(cls: type, usual: str, faster: str) -> bool:
     """Whether the class that defines ``usual`` for ``cls`` defines ``faster`` too: then one stands for the other."""
-    return faster in vars(next(c for c in cls.__mro__ if usual in vars(c)))
+    return faster in vars(_definer(cls, usual))
+
+
+def undoes_sample(cls: type[Sampler]) -> str | None:
+    """That a sampler changes an inherited ``sample`` and leaves what chooses again as it was; None if it does not."""
+    mro = cls.__mro__
+    changes, inherited = [c for c in mro if "sample" in vars(c)][:2]
+    others = ("refine", "refine_captured", "resample", "needs_refine")
+    left = all(mro.index(_definer(cls, other)) >= mro.index(inherited) for other in others)
+    if inherited is Sampler or not left:
+        return None
+    return (
+        f"{changes.__name__} overrides sample and leaves the refine of {_definer(cls, 'refine').__name__}, which "
+        "chooses again, from the logits as they came, for penalties, min_tokens, logit_bias, bad_words and the like: "
+        "override resample, too, to do the same there"
+    )
+
+
+def _definer(cls: type, name: str) -> type:
+    return next(c for c in cls.__mro__ if name in vars(c))
 
 
 class Model(ABC):

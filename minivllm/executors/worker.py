@@ -13,11 +13,11 @@ import torch
 
 from minivllm.backends.agree import build
 from minivllm.backends.select import choose
-from minivllm.core.interfaces import AttentionSpec
+from minivllm.core.interfaces import AttentionSpec, undoes_sample
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.cores import usable_cores
-from minivllm.errors import ConfigError, EngineDeadError, calling
+from minivllm.errors import ConfigError, EngineDeadError, PluginError, calling
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
@@ -178,6 +178,8 @@ class Worker:
             sampler = sampler_class(num_slots + 1, model_config.vocab_size, device, config.sampler.options)
         entry = self.registry.entry("sampler", config.sampler.name)
         look_at_sampler(entry, sampler, model_config.vocab_size)
+        if why := undoes_sample(sampler_class):
+            self.registry.pass_over(PluginError(f"{entry}: {why}"))
         self.choice, attention = build(self.choice, config.attention, self.spec, self.registry, self.tp, device)
         return ModelRunner(
             model,

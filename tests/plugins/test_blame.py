@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import pytest
 from fake_plugins import FakePlugin
 
 from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces import Sampler, undoes_sample
+from minivllm.core.sampler import DefaultSampler
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.errors import ConfigError, MinivllmError, PluginError, blamed, calling, named, place_of
 from minivllm.plugins.manager import default_registry
@@ -207,6 +210,55 @@ def test_a_model_that_is_registered_for_what_its_class_does_not_read(said: Calla
 def test_an_engine_that_could_not_start_says_why_although_its_executor_cannot_end(said: Callable[..., str]) -> None:
     body = f"def describe(self): return {{}}\ndef shutdown(self): {RAISES}"
     assert said("executor", body).startswith("executor 'mine' of minivllm-mine 1.0: describe returned {}, which lacks")
+
+
+# --------------------------------------------------------------------------- sample without resample
+
+
+SAMPLES = "def sample(self, *args): return super().sample(*args)\n"
+
+
+def test_who_changes_sample_and_not_what_chooses_again_is_told(
+    said: Callable[..., str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said("sampler", SAMPLES + "def resample(self, *args): return super().resample(*args)")
+    assert not caplog.records
+    said("sampler", SAMPLES)
+    (record,) = [r for r in caplog.records if r.name == "minivllm.plugins" and r.levelno == logging.WARNING]
+    assert record.getMessage().startswith(
+        "sampler 'mine' of minivllm-mine 1.0: Mine overrides sample and leaves the refine of DefaultSampler"
+    )
+    monkeypatch.setenv("MINIVLLM_STRICT_PLUGINS", "1")
+    assert "override resample, too" in said("sampler", SAMPLES)
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"presence_penalty": 1.0}, {"logit_bias": {"5": 9.0}}, {"bad_words": ["a b c"]}]
+)
+def test_what_sample_and_resample_do_alike_holds_for_every_request(said: Callable[..., str], params: Any) -> None:
+    only = "\n    only = torch.full_like(logits, -torch.inf)\n    only[:, 7] = logits[:, 7]\n    return super()"
+    body = "".join(f"def {name}(self, logits, *rest):{only}.{name}(only, *rest)\n" for name in ("sample", "resample"))
+    assert said("sampler", body, SamplingParams(temperature=0, max_tokens=2, **params)) == "[[7, 7], [7, 7]]"
+    if params:
+        alone = said(
+            "sampler", body.partition("def resample")[0], SamplingParams(temperature=0, max_tokens=2, **params)
+        )
+        assert alone != "[[7, 7], [7, 7]]"
+
+
+def test_which_samplers_undo_what_they_sample() -> None:
+    def sampler(*bases: type, **members: object) -> type[Any]:
+        return type("Some", bases, {name: lambda self: None for name in members})
+
+    changes = sampler(DefaultSampler, sample=1)
+    assert undoes_sample(changes) and undoes_sample(sampler(changes)) and undoes_sample(sampler(changes, sample=1))
+    mixin = type("Mixin", (), {"sample": lambda self: None})
+    assert undoes_sample(sampler(mixin, DefaultSampler))
+    for also in ("refine", "refine_captured", "resample", "needs_refine"):
+        assert undoes_sample(sampler(DefaultSampler, sample=1, **{also: 1})) is None
+        assert undoes_sample(sampler(changes, **{also: 1})) is None
+    assert undoes_sample(DefaultSampler) is None and undoes_sample(sampler(DefaultSampler, encode=1)) is None
+    assert undoes_sample(sampler(Sampler, sample=1)) is None
 
 
 # --------------------------------------------------------------------------- the helpers
