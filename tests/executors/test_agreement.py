@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,7 +43,10 @@ PLUGIN = """
     def minivllm_attention_backends():
         yield Component("lopsided", __name__ + ":{target}", {priority})
 """
-BROKEN = "attention backend 'lopsided' of minivllm-lopsided 1.0 cannot be built: RuntimeError: no room"
+BROKEN = (
+    "attention backend 'lopsided' of minivllm-lopsided 1.0 cannot be built: RuntimeError: no room (minivllm_lopsided, "
+    "line 13, in __init__)"
+)
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def test_one_that_is_named_is_an_error_of_that_rank(
 ) -> None:
     lopsided("Broken", rank)
     with pytest.raises(
-        ConfigError, match=f"^attention(.prefill)?=lopsided cannot run this: on rank {rank}: {BROKEN}. Here these"
+        ConfigError, match=f"^attention(.prefill)?=lopsided cannot run this: on rank {rank}: {re.escape(BROKEN)}. Here"
     ):
         LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=keys)
 

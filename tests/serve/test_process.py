@@ -211,7 +211,7 @@ def test_a_dead_engine_ends_the_process_with_an_error(
     )  # fmt: skip
     default_registry.cache_clear()
     assert code == 1
-    place = "(minivllm_faulty, line 14, in sample)"
+    place = "(minivllm_faulty, line 14, in sample, of minivllm-faulty 1.0)"
     why = f"the engine has stopped: a step failed: ArithmeticError: the numbers ran out {place}"
     assert capsys.readouterr().err.endswith(f"minivllm: {why}\n")
     assert (answers[0].status_code, answers[0].json()["error"]["message"]) == (503, why)
