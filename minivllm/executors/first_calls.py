@@ -74,7 +74,7 @@ def look_at_sampler(entry: Entry, sampler: Sampler, vocab_size: int) -> None:
         return found
 
     def pair(found: Any, logits: torch.Tensor, *rest: Any) -> Any:
-        if not isinstance(found, tuple) or len(found) != 2:
+        if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(f"{_what(found)}, not two: tokens, and their log-probabilities or None")
         tokens(found[0], logits)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,7 @@ BASES = {
     "sampler": "DefaultSampler",
     "executor": "SingleExecutor",
 }
+SHORT, LONG = [[1, 2, 3], [4, 5]], [list(range(200)), [7] * 90]
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
@@ -67,7 +69,9 @@ def fresh() -> Iterator[None]:
 def said(fake_plugin: FakePlugin, tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., str]:
     """Of an engine with a plugin's component whose body is given: what it fails with, or its tokens."""
 
-    def run(kind: str, body: str, params: SamplingParams = GREEDY, **options: Any) -> str:
+    def run(
+        kind: str, body: str, params: SamplingParams = GREEDY, prompts: list[list[int]] = SHORT, tp: int = 1
+    ) -> str:
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         shutil.rmtree(tmp_path / "site" / "minivllm_mine-1.0.dist-info", ignore_errors=True)  # another body's
         sys.modules.pop("minivllm_mine", None)
@@ -78,10 +82,9 @@ def said(fake_plugin: FakePlugin, tiny_checkpoint: Callable[..., Path], tmp_path
         folder, overrides = tiny_checkpoint("qwen3"), [f"{kind}.name=mine"]
         if kind == "model":
             folder, overrides = as_mine(folder, tmp_path / "mine"), []
-        overrides += options.pop("overrides", [])
         try:
-            with LLM(str(folder), device="cpu", overrides=overrides, num_gpu_blocks_override=64, **options) as llm:
-                outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+            with LLM(str(folder), device="cpu", overrides=overrides, tp=tp, num_gpu_blocks_override=64) as llm:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
         except MinivllmError as error:
             return str(error)
         return str([list(output.outputs[0].token_ids) for output in outputs])
@@ -154,13 +157,14 @@ def test_what_a_first_step_returns_is_looked_at(said: Callable[..., str], kind: 
     assert said(kind, body).startswith(f"{kind} 'mine' of minivllm-mine 1.0: {told}")
 
 
+@pytest.mark.parametrize("prompts", [SHORT, LONG])  # long enough for last tokens' hidden states alone
 @pytest.mark.parametrize("kind", BASES)
 def test_what_is_right_stays_as_it_is(
-    said: Callable[..., str], tiny_checkpoint: Callable[..., Path], kind: str
+    said: Callable[..., str], tiny_checkpoint: Callable[..., Path], kind: str, prompts: list[list[int]]
 ) -> None:
     with LLM(str(tiny_checkpoint("qwen3")), device="cpu") as llm:
-        outputs = llm.generate([[1, 2, 3], [4, 5]], GREEDY, use_tqdm=False)
-    assert said(kind, "pass") == str([list(output.outputs[0].token_ids) for output in outputs])
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert said(kind, "pass", prompts=prompts) == str([list(output.outputs[0].token_ids) for output in outputs])
 
 
 def test_after_the_first_call_a_method_is_the_classes_again_or_the_objects(said: Callable[..., str]) -> None:
@@ -176,6 +180,18 @@ def needs_refine(self, slots):
     return self.calls == 2
 """
     assert "ValueError: [True, False] (minivllm_mine, line" in said("sampler", body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind,body,told", [
+    ("attention", f"def bind(self, cache): {RAISES}", "attention backend 'mine' of minivllm-mine 1.0: bind raised Value"),
+    ("attention", "def decode(self, *args): raise ValueError(1)",
+     r"rank . failed in step .: ValueError: 1 \(minivllm_mine, line 21, in decode, of minivllm-mine 1.0\)$"),
+    ("model", f"{LOGITS}.compute_logits(x)[:, :7]",
+     r"rank . failed in step .: PluginError: model 'mine' of minivllm-mine 1.0: compute_logits returned float32 \(2, 7\)"),
+])  # fmt: skip
+def test_the_same_on_ranks(said: Callable[..., str], kind: str, body: str, told: str) -> None:
+    assert re.match(told, said(kind, body, tp=2))
 
 
 @pytest.mark.parametrize("kind,body,told", [
