@@ -32,9 +32,10 @@ def _look_at_first(entry: Entry, component: object, method: str, look: Callable[
     call, own = getattr(component, method), vars(component).get(method)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        delattr(component, method)
-        if own is not None:  # not the class's: somebody compiled it, say
-            setattr(component, method, own)
+        if vars(component).get(method) is first:  # nobody has put another in its place
+            delattr(component, method)
+            if own is not None:  # not the class's: somebody compiled it, say
+                setattr(component, method, own)
         found = call(*args, **kwargs)
         try:
             return look(found, *args, **kwargs)
