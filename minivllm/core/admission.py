@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.grammars import text_of
 from minivllm.core.guides import Guides
 from minivllm.core.requests import Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
@@ -223,9 +224,15 @@ class Admission:
 def _alike(one: SamplingParams, other: SamplingParams) -> bool:
     """As many requests are. False where that cannot be told, as of arrays."""
     try:
-        return one == other
+        if one != other:
+            return False
     except (ValueError, RuntimeError):
         return False
+    asked, before = one.structured_outputs, other.structured_outputs
+    if asked is None or before is None:
+        return True
+    text = text_of(asked)  # to Python true is 1, and not to a schema
+    return text is not None and text == text_of(before)
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, place_of
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of
 from minivllm.missing import refuse
 
 if TYPE_CHECKING:
@@ -163,9 +163,10 @@ class LLMEngine:
     def _take_on(self, request: Request) -> None:
         added: list[Sequence] = []
         try:
-            for completion in request.completions:
-                self.scheduler.add(completion.seq)
-                added.append(completion.seq)
+            with calling("scheduler", self.config.scheduler.name, self.scheduler, "add"):
+                for completion in request.completions:
+                    self.scheduler.add(completion.seq)
+                    added.append(completion.seq)
         except BaseException:
             for seq in added:
                 self.scheduler.abort(seq.request_id)
@@ -455,8 +456,10 @@ class LLMEngine:
         try:
             self.executor.check_health()
         except Exception as error:
-            self._dead = error
-            raise
+            self._dead = blamed(error, "executor", self.config.executor.name, self.executor, "check_health")
+            if self._dead is error:
+                raise
+            raise self._dead from error
 
     def shutdown(self) -> None:
         """Drop all requests and give back processes and memory; safe to call twice."""
@@ -469,7 +472,8 @@ class LLMEngine:
         self._by_sequence.clear()
         self._unscored.clear()
         self._guided.clear()
-        self.executor.shutdown()
+        with calling("executor", self.config.executor.name, self.executor, "shutdown"):
+            self.executor.shutdown()
 
     def __enter__(self) -> LLMEngine:
         return self

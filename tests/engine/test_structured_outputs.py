@@ -166,6 +166,12 @@ def test_a_guided_request_that_never_sampled_leaves_its_slot_to_others(engine: E
     assert answer == reference_tokens(Path(llm.engine.config.model.path or ""), [5, 6], 8)
 
 
+def test_what_python_calls_equal_need_not_be_the_same_answer(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    asked = [guided(json={"const": value}) for value in (1, True, 1, True)]
+    assert [run(llm, [5], one)[0].outputs[0].text for one in asked] == ["1", "true", "1", "true"]
+
+
 def test_with_biases_and_penalties_and_logprobs(engine: Engine) -> None:
     llm = engine(**SMALL)
     tokenizer = llm.engine.tokenizer
