@@ -14,7 +14,7 @@ from minivllm.core.guides import Guides
 from minivllm.core.requests import Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import ContextLengthError, PluginError, RequestError, calling, is_text, named, shown
+from minivllm.errors import ContextLengthError, PluginError, RequestError, blamed, is_text, named, shown
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -95,18 +95,20 @@ class Admission:
 
     def _encode(self, seq: Sequence, seed: int) -> None:
         """What the sampler is told of a sequence. Raises RequestError; PluginError: a plugin's sampler is broken."""
-        sampler, name = self.sampler_class, self.config.sampler.name
-        with calling("sampler", name, sampler, "encode"):
-            row = sampler.encode(seq, seed)
-        if getattr(row, "dtype", None) != sampler.row or row.shape:
-            raise PluginError(
-                f"{named('sampler', name, sampler)}: encode returned {shown(row)}, not one item of its row"
-            )
-        seq.sampler_row = row
-        with calling("sampler", name, sampler, "words"):
+        sampler, name, method = self.sampler_class, self.config.sampler.name, "encode"
+        try:
+            seq.sampler_row = row = sampler.encode(seq, seed)
+            if getattr(row, "dtype", None) != sampler.row or row.shape:
+                who = named("sampler", name, sampler)
+                raise PluginError(f"{who}: encode returned {shown(row)}, not one item of its row")
+            method = "words"
             seq.sampler_words = sampler.words(seq)
-        with calling("sampler", name, sampler, "wants_tokens"):
+            method = "wants_tokens"
             seq.tells_tokens = sampler.wants_tokens(seq)
+        except Exception as error:
+            if (new := blamed(error, "sampler", name, sampler, method)) is error:
+                raise
+            raise new from error
 
     def _own(self, params: SamplingParams) -> SamplingParams:
         """A copy, as the caller may change theirs; the same one for requests that ask for the same, one by one."""
