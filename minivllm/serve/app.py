@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.errors import EngineDeadError, shown
+from minivllm.errors import EngineDeadError, RequestError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
@@ -250,7 +250,9 @@ class Server:
 
         try:
             return await self._encode(encoded, **body.options(), **variables)
-        except RecursionError:
+        except RequestError as error:
+            if not isinstance(error.__cause__, RecursionError):
+                raise
             given = {"chat_template_kwargs": body.chat_template_kwargs, "tools": body.tools, "messages": body.messages}
             names = [name for name, value in given.items() if value]
             raise ClientError(f"{' or '.join(names)}: nested too deeply", param=names[0]) from None
