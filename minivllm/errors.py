@@ -96,12 +96,11 @@ def named(kind: str, name: str, component: object) -> str:
 def blamed(error: Exception, kind: str, name: str, component: object, method: str) -> Exception:
     """What to raise when a component's ``method`` raised ``error``: of a plugin's, a PluginError of one line that names
     its package. Errors of ours, and of what is built in, stay as they are."""
-    whose = (
-        f"of {package}" if (package := package_of(component)) else _origin(error)[1]
-    )  # a built-in class's own method
-    if isinstance(error, MinivllmError) or not whose:
+    if isinstance(error, MinivllmError):  # first: requests are refused all the time
         return error
-    return PluginError(f"{kind} {name!r} {whose}: {method} raised {told(error)}")
+    package = package_of(component)
+    whose = f"of {package}" if package else _origin(error)[1]  # a built-in class may call a plugin's
+    return PluginError(f"{kind} {name!r} {whose}: {method} raised {told(error)}") if whose else error
 
 
 @contextlib.contextmanager

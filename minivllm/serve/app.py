@@ -120,9 +120,13 @@ class Server:
     async def _ids_of(self, prompts: list[str | TokenIds], *, add_special_tokens: bool) -> dict[str, list[int]]:
         """Of those that are text. Others do not wait for texts."""
         texts = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
-        if any(map(self.lengths.may_exceed, texts)):
-            await self._encode(self.lengths.check, prompts)
         ids: dict[str, list[int]] = {}
+
+        def encoded(some: list[str], first: bool) -> list[list[int]]:
+            if first:  # in the same turn: each is behind all others' texts
+                self.lengths.check(prompts)
+            return self.tokenizer.encode_batch(some, add_special_tokens=add_special_tokens)
+
         while len(ids) < len(texts):
             some: list[str] = []
             size = 0
@@ -131,8 +135,7 @@ class Server:
                 if some and size > _PIECE:
                     break
                 some.append(text)
-            batch = await self._encode(self.tokenizer.encode_batch, some, add_special_tokens=add_special_tokens)
-            ids |= zip(some, batch, strict=True)
+            ids |= zip(some, await self._encode(encoded, some, not ids), strict=True)
         return ids
 
     def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:

@@ -25,15 +25,13 @@ class TextLengths:
     def longest(self) -> int | None:
         return longest_token(self._tokenizer)
 
-    def may_exceed(self, text: str) -> bool:
-        """False where there is nothing to check."""
-        return 4 * len(text) >= self._max_model_len  # a character is 4 bytes at most
-
     def check(self, prompts: Sequence[object]) -> None:
         """Of those that are text. Raises ContextLengthError, as the engine does, for the first that is too long."""
         for i, text in enumerate(prompts):
-            if not isinstance(text, str) or not self.may_exceed(text) or self.longest is None:
+            if not isinstance(text, str) or 4 * len(text) < self._max_model_len:  # a character is 4 bytes at most
                 continue
+            if self.longest is None:
+                return
             most = (self._max_model_len - 1) * self.longest  # bytes
             if len(text.encode()) > most and (size := len(unicodedata.normalize("NFC", text).encode())) > most:
                 which = f"prompt {i}: " if len(prompts) > 1 else ""
