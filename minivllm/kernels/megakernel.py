@@ -145,8 +145,8 @@ def megakernel_config(
     chunks = (_WARPS * STEP,) * 3 if packed else (_chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner))
     if not all(chunks):
         return None
-    gate_lines, qkv_lines = (-(-n // programs // 8) * 8 for n in (shape.inner * chosen, shape.qkv))
-    most_lines = max(2 * gate_lines, qkv_lines)
+    gate_lines, *others = (-(-n // programs // 8) * 8 for n in (shape.inner * chosen, shape.qkv, shape.hidden))
+    most_lines = max(2 * gate_lines, *others)
     page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
     weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (2 * max(chunks) + 64)
     stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024

@@ -373,6 +373,7 @@ def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape
 PACKED = [
     (SMALL, 16, [300, 17]), (DecoderShape(1024, 2048, 16, 2, 64), 16, [20, 300, 6]), (SMALL, 16, [300, 17, 100, 1, 40]),
     (DecoderShape(640, 1152, 9, 3, 128), 32, [7, 300, 19]),  # 20 lines, 36, 60: they begin amid eights; k of nine
+    (DecoderShape(2560, 640, 4, 2, 128), 32, [40, 7]),  # more lines of o and down than of gate and up
 ]  # fmt: skip
 
 
