@@ -78,10 +78,11 @@ def chain_linear(
     down: torch.Tensor,
     qkv: torch.Tensor,
     eps_behind: float,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RowScale | None]:
     """x (t, hidden) += heads @ o.T; then += (SiLU(gate) * up) @ down.T of x divided by its rows' rms; in place, each
-    rounded once. Returns x @ qkv.T, (t, qkv), and what its rows are still to be multiplied by, or None: they are.
-    ``eps_behind`` is of the rms that divides them.
+    rounded once. Returns x @ qkv.T, (t, qkv), and what its rows are still to be multiplied by, and ``bias`` (qkv,)
+    added to, or None: they are. ``eps_behind`` is of the rms that divides them.
 
     heads (t, width); o (hidden, width); gate_up (2 * inner, hidden), gate's rows first; down (hidden, inner); qkv (qkv,
     hidden). All bfloat16; norms' weights are folded into those of gate_up and qkv.
@@ -91,7 +92,7 @@ def chain_linear(
     config = chain_config(rows, shape, num_sms(device))
     assert config is not None and x.is_contiguous() and heads.stride(1) == 1
     projection = x.new_empty((rows, shape.qkv))
-    scale = None if config.large else RowScale(x, eps_behind)
+    scale = None if config.large else RowScale(x, eps_behind, bias)
     if compiling():
         return projection, scale
     hidden = x.new_empty((rows, shape.inner))
@@ -103,9 +104,9 @@ def chain_linear(
     inputs = ((heads, add), (x, gate), (hidden, add), (x, last))
     maps = [_map(weight, lines) for weight, lines in weights]
     maps += [_map(tensor, tile_rows(unit.rows, rows)) for tensor, unit in inputs]
-    parts = [_parts(device, config.part_words)] if config.large else []
-    tensors = (x, hidden, projection, squares, *parts, _counts(device))
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    of_large = [_parts(device, config.part_words), bias] if config.large else []
+    tensors = (x, hidden, projection, squares, *of_large, _counts(device))
+    pointers = (ctypes.c_void_p * len(tensors))(*(0 if t is None else t.data_ptr() for t in tensors))
     number, floats = ctypes.c_int(rows), (ctypes.c_float * 2)(eps, eps_behind)
     addresses = [
         *(made.address for made in maps),

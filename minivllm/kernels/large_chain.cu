@@ -109,11 +109,15 @@ struct Stream {
   }
 };
 
-// Of rows divided by their rms.
+// Of rows divided by their rms. bias: of the features, or null.
 __device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS / 2], const SquaresOfRows& squares,
-                                                 u16* projection, int rows, float eps, float4* parts) {
+                                                 u16* projection, int rows, float eps, float4* parts,
+                                                 const u16* bias) {
   typedef Share<Qkv> Shared;
   const Unit<Qkv> unit(rows);
+  u32 biases[Shared::COUNT];  // asked for ahead of the others' sums
+#pragma unroll
+  for (int c = 0; c < Shared::COUNT; c++) biases[c] = bias ? __ldg((const u32*)(bias + Shared::feature(unit, c))) : 0;
   const Shared share(all, parts, unit, rows);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -124,7 +128,7 @@ __device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS
     for (int c = 0; c < Shared::COUNT; c++)
       if (unit.has(line, rows))
         *(u32*)(to + Shared::feature(unit, c)) =
-            pack(share.sums[c][2 * half] * factor, share.sums[c][2 * half + 1] * factor);
+            pack(share.sums[c][2 * half] * factor + low(biases[c]), share.sums[c][2 * half + 1] * factor + high(biases[c]));
   }
 }
 
@@ -135,7 +139,7 @@ large_chain(const __grid_constant__ TensorMap o, const __grid_constant__ TensorM
             const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap heads,
             const __grid_constant__ TensorMap x_to_gate, const __grid_constant__ TensorMap hidden_to_down,
             const __grid_constant__ TensorMap x_to_qkv, u16* x, u16* hidden, u16* projection, float* squares,
-            float4* parts, u32* counts, int rows, float eps, float eps_behind) {
+            float4* parts, const u16* bias, u32* counts, int rows, float eps, float eps_behind) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * STAGES];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -195,7 +199,7 @@ large_chain(const __grid_constant__ TensorMap o, const __grid_constant__ TensorM
       float sums[Qkv::COLUMNS / 2];
       of_rows.read(squares, unit, rows, ring);
       multiply_unit<Qkv>(sums, ring);
-      write_projection(sums, of_rows, projection, rows, eps_behind, parts);
+      write_projection(sums, of_rows, projection, rows, eps_behind, parts, bias);
     }
   }
 }

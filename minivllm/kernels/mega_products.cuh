@@ -158,6 +158,22 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
 
 __device__ constexpr int up(int threads) { return (threads + 31) / 32 * 32; }  // to whole warps
 
+// Of qkv's outputs that this thread leaves: their biases, if there are any.
+struct Biases {
+  static constexpr int EACH = (up(ROWS * QKV_LINES) + THREADS - 1) / THREADS;
+  float its[EACH] = {};
+
+  __device__ __forceinline__ Biases(const Layer& layer) {
+    if constexpr (BIASED)
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        const int line = blockIdx.x * QKV_LINES + (threadIdx.x + j * THREADS) % QKV_LINES;
+        its[j] = __uint_as_float((u32)__ldg(layer.qkv_bias + line) << 16);
+        asm volatile("" : "+f"(its[j])::"memory");
+      }
+  }
+};
+
 // Leaves pairs of a product's outputs, a row's: ``y`` is one of ``line``'s thread, of all threads of a warp.
 template <int COPIES_ = COPIES>
 __device__ __forceinline__ void leave_pair(u64* words, int line, float y, bool live, u32 flag) {

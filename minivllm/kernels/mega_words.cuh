@@ -43,6 +43,7 @@ struct Layer {
   u16 *keys, *values;                      // (blocks, TILE, KV, D)
   const u16 *router, *norm;                // (EXPERTS, HIDDEN), (HIDDEN,): of what stands before router and experts
   const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of packed lines, see packed_weights.py
+  const u16* qkv_bias;                                                // of the lines, if BIASED
 };
 
 __device__ __forceinline__ u64 word_of(u32 data, u32 flag) { return (u64)flag << 32 | data; }

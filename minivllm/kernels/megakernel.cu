@@ -69,6 +69,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     const Layer its = layers[l];
     const u32 flag = first_flag + l;
     const Scales scales(its);  // asked for here, there when they are put
+    const Biases biases(its);  // likewise
     Batch<Cut<QKV_LINES, HIDDEN, HIDDEN_CHUNK>> qkv;
     qkv.read(ring, 0, 0, nothing);
     if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
@@ -77,9 +78,10 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     leave_squares(memory, square);
     square = 0.f;  // or it would be kept through the layer
     meet();
-    for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {
+    for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {  // unrolled it takes longer
       const int row = i / QKV_LINES, line = i % QKV_LINES;
-      const float out = row < ROWS ? output<QKV_LINES, 0>(memory, line, row) * factor(memory, row, eps) : 0.f;
+      float out = row < ROWS ? output<QKV_LINES, 0>(memory, line, row) * factor(memory, row, eps) : 0.f;
+      if constexpr (BIASED) out += biases.its[i / THREADS];
       leave_pair<1>(words + row * QKV_WORDS + program * QKV_LINES / 2, line, out, row < ROWS, flag);
     }
     if (memory.share.row >= 0) attend(memory, its, ring, words, copies, heads_eps, scale, flag, nothing);

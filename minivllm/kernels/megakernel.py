@@ -77,6 +77,7 @@ class DecoderShape:
     head_dim: int
     routing: Routing | None = None  # then ``inner`` is an expert's
     ranks: int = 1  # whose sums are added up
+    biased: bool = False  # qkv
 
     @property
     def chosen(self) -> int:
@@ -191,7 +192,8 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "STAGES": config.stages, "STAGE_BYTES": config.stage_bytes,
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
               "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way,
-              "RANKS": shape.ranks, "PACKED": int(config.packed is not None)}  # fmt: skip
+              "RANKS": shape.ranks, "PACKED": int(config.packed is not None),
+              "BIASED": int(shape.biased)}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
@@ -246,7 +248,7 @@ class LayerWeights:
     and contiguous. With routing gate_up (experts, 2 * inner, hidden), gate's rows first, down (experts, hidden, inner),
     router (experts, hidden), and the norm in front of all three (hidden,), which is folded into none of them.
     ``packed``: qkv, o, gate_up (as gated) and down once more, which the kernel reads in their place: of all layers, in
-    one order, or of none."""
+    one order, or of none. qkv_bias (qkv,), if the shape is ``biased``."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -259,6 +261,7 @@ class LayerWeights:
     router: torch.Tensor | None = None
     norm: torch.Tensor | None = None
     packed: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] | None = None
+    qkv_bias: torch.Tensor | None = None
 
     def pointers(self) -> tuple[int, ...]:
         products: tuple[torch.Tensor | None, ...] = self.qkv, self.o, self.gate_up, self.down
@@ -266,7 +269,7 @@ class LayerWeights:
         if self.packed is not None:
             products, scales = zip(*((its.data, its.scales) for its in self.packed), strict=True)
         others = self.q_norm, self.k_norm, self.keys, self.values, self.router, self.norm
-        tensors = *products, *others, *scales
+        tensors = *products, *others, *scales, self.qkv_bias
         assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
         return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
@@ -298,7 +301,7 @@ class DecodeTokens:
 
 @cache
 def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """(layers, 14) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
+    """(layers, 15) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
@@ -332,6 +335,7 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.T
     if compiling():
         return y
     shape, cos_sin, device = layers.shape, layers.cos_sin, x.device
+    assert all((its.qkv_bias is not None) == shape.biased for its in layers.weights)
     packed = layers.weights[0].packed
     config = megakernel_config(shape, len(x), num_sms(device), packed[0].order if packed else None)
     assert config is not None and x.shape[1] == shape.hidden and x.is_contiguous()
@@ -398,7 +402,8 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) 
     ]
     for layer in layers.weights:
         normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
-        heads = rounded(normed_stream @ layer.qkv.float().T).view(len(x), -1, dim)
+        projection = F.linear(normed_stream, layer.qkv.float(), _float(layer.qkv_bias))
+        heads = rounded(projection).view(len(x), -1, dim)
         q, k, v = heads.split((shape.num_heads, groups, groups), dim=1)
         stored = layer.keys.view(-1, groups, dim), layer.values.view(-1, groups, dim)
         for kept, new in zip(stored, (turned(normed(k, layer.k_norm)), v), strict=True):
@@ -420,6 +425,10 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) 
             normed_stream = rounded(stream * layer.norm.float()) * factors
             stream = rounded(stream + _routed(normed_stream, layer, shape.routing, rounded))
     return stream.to(x.dtype)
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float()
 
 
 def _routed(

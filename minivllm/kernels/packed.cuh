@@ -208,6 +208,7 @@ struct Step {  // what a product is told
   float4* parts;         // of sums, ABSENT between launches
   const float* factors;  // the rows', if they are normed, told at a barrier
   int factors_bar, rows;
+  const u16* bias;       // of the lines, if rows are normed; or null
 };
 
 __device__ __forceinline__ u16 rounded(float y) {
@@ -224,10 +225,18 @@ template <class P> __device__ __forceinline__ float2 read_scales(const float* sc
   asm volatile("" : "+f"(its.x), "+f"(its.y)::"memory");
   return its;
 }
+// Their biases, likewise; zeros where there are none.
+template <class P> __device__ __forceinline__ float2 read_biases(const u16* bias, int block, int warp) {
+  if (!P::NORMED || P::GATED || !bias) return make_float2(0.f, 0.f);
+  const u16* at = bias + min(block, P::BLOCKS - 1) * LINES + warp * 16 + threadIdx.x % 32 / 4;
+  float2 its = make_float2(element(__ldg(at)), element(__ldg(at + 8)));
+  asm volatile("" : "+f"(its.x), "+f"(its.y)::"memory");
+  return its;
+}
 // What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
 template <class P> struct Item {
   int block, part, warp;
-  float2 scales;  // of the first half's lines, and of the other's
+  float2 scales, biases;  // of the first half's lines, and of the other's
   float sums[4];
 
   __device__ __forceinline__ int row(int e) const { return part * 8 + threadIdx.x % 4 * 2 + e % 2; }
@@ -235,6 +244,7 @@ template <class P> struct Item {
     return row(e) < step.rows && block < P::BLOCKS;
   }
   __device__ __forceinline__ float scale(int e) const { return e < 2 ? scales.x : scales.y; }
+  __device__ __forceinline__ float bias(int e) const { return e < 2 ? biases.x : biases.y; }
   __device__ __forceinline__ u64 at(int e) const {
     const int line = P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16 + e / 2 * 8;
     return (u64)row(e) * P::OUTPUTS + line + threadIdx.x % 32 / 4;
@@ -256,7 +266,7 @@ template <class P> struct Item {
         const float gate = sums[e] * (scales.x * factor);
         y = __fdividef(gate, 1.f + __expf(-gate)) * (sums[2 + e] * (scales.y * factor));
       } else {
-        y = sums[e] * (factor * scale(e));
+        y = sums[e] * (factor * scale(e)) + bias(e);
       }
       if constexpr (P::ADDS) y += element(stream[e]);
       const u16 bits = rounded(y);
@@ -290,7 +300,9 @@ __device__ __forceinline__ void finish_share(const Step& step, const float* scal
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++)
     if (const int item = first + i * WARPS; item < end) {
-      mine[i] = Its{block, item / WARPS, item % WARPS, read_scales<P>(scales, block, item % WARPS), {}};
+      const int its_warp = item % WARPS;
+      mine[i] = Its{block, item / WARPS, its_warp, read_scales<P>(scales, block, its_warp),
+                    read_biases<P>(step.bias, block, its_warp), {}};
       mine[i].read_stream(step, stream[i]);
     }
   const int from = P::owner(start), to = P::owner(start + P::STEPS - 1);
@@ -359,12 +371,13 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
     if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
     const int block = 2 * (w * CLUSTERS + cluster_of()) + member(), its_warp = threadIdx.x / 32;
     const float2 of_lines = read_scales<P>(scales, block, its_warp);
+    const float2 biases = read_biases<P>(step.bias, block, its_warp);
     multiply_units(sums, ring, inputs, P::STEPS, nothing);
     if (P::NORMED && w == 0) wait_for_factors(step.factors_bar);
 #pragma unroll
     for (int part = 0; part < ROWS / 8; part++)
       if (part * 8 < step.rows) {
-        const Item<P> item{block, part, its_warp, of_lines,
+        const Item<P> item{block, part, its_warp, of_lines, biases,
                            {sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]}};
         u16 stream[4];
         item.read_stream(step, stream);

@@ -47,13 +47,13 @@ __device__ __forceinline__ void find_factors(const float* squares, float* factor
 }
 
 // o_scales and so on: of the lines, in the order of the units. parts: of sums, ABSENT between launches. counts:
-// programs done with each of the first three products, and at the end; zeros between launches.
+// programs done with each of the first three products, and at the end; zeros between launches. bias: of qkv, or null.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
              const unsigned char* down, const unsigned char* qkv, const float* o_scales, const float* gate_up_scales,
              const float* down_scales, const float* qkv_scales, u16* x, u16* hidden, u16* projection, float* squares,
-             float4* parts, u32* counts, int rows, float eps, float eps_behind) {
+             float4* parts, u32* counts, const u16* bias, int rows, float eps, float eps_behind) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Weights ring;
   Inputs inputs;
@@ -100,7 +100,7 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   tell(counts + 1);
   run_product<Down>(adding, ring, inputs, down_scales);
   tell(counts + 2);
-  run_product<Qkv>(Step{projection, nullptr, parts, factors + ROWS, 3, rows}, ring, inputs, qkv_scales);
+  run_product<Qkv>(Step{projection, nullptr, parts, factors + ROWS, 3, rows, bias}, ring, inputs, qkv_scales);
   if (threadIdx.x == 0) {
     u32 ended;
     asm volatile("atom.global.inc.u32 %0, [%1], %2;" : "=r"(ended) : "l"(counts + 3), "r"(PROGRAMS - 1) : "memory");

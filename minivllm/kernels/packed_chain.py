@@ -71,8 +71,10 @@ def packed_chain(
     down: PackedWeight,
     qkv: PackedWeight,
     eps_behind: float,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``chain_linear`` of a large layer: x (t, hidden) in place; returns (t, qkv). ``gate_up`` is packed as gated."""
+    """``chain_linear`` of a large layer: x (t, hidden) in place; returns (t, qkv), ``bias`` (qkv,) added. ``gate_up``
+    is packed as gated."""
     rows, device = x.shape[0], x.device
     shape = ChainShape(x.shape[1], heads.shape[1], down.weight.shape[1], qkv.weight.shape[0])
     config = packed_chain_config(rows, shape, num_sms(device))
@@ -87,8 +89,8 @@ def packed_chain(
     maps = [config.input_map(t) for t in (heads, x, hidden)]
     weights = (o, gate_up, down, qkv)
     of_weights = zip(*((its.data, its.scales) for its in weights), strict=True)
-    tensors = (*chain.from_iterable(of_weights), x, hidden, projection, squares, parts, counts)
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    tensors = (*chain.from_iterable(of_weights), x, hidden, projection, squares, parts, counts, bias)
+    pointers = (ctypes.c_void_p * len(tensors))(*(0 if t is None else t.data_ptr() for t in tensors))
     number = ctypes.c_int(rows)
     floats = (ctypes.c_float * 2)(eps, eps_behind)
     addresses = [

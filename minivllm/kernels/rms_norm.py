@@ -70,14 +70,17 @@ def _add_rows_factors_kernel(
 
 
 class RowScale(NamedTuple):
-    """A factor a row, 1 / rms(x): what the product of an x that no norm has seen is still to be multiplied by."""
+    """A factor a row, 1 / rms(x): what the product of an x that no norm has seen is still to be multiplied by, before
+    its bias, if it has one, is added."""
 
     x: torch.Tensor  # (t, n)
     eps: float
+    bias: torch.Tensor | None = None  # (m,)
 
     def applied_to(self, product: torch.Tensor) -> torch.Tensor:
         """product: (t, m); returns the same shape, in its dtype."""
-        return (product * row_factors_reference(self.x, self.eps)[:, None]).to(product.dtype)
+        scaled = product * row_factors_reference(self.x, self.eps)[:, None]
+        return (scaled if self.bias is None else scaled + self.bias).to(product.dtype)
 
 
 def _num_warps(n: int) -> int:

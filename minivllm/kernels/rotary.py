@@ -3,7 +3,7 @@ embedding (neox: first half with second half), keys and values into the paged ca
 
 Bytes moved: 2 * t * (heads + 2 * kv heads) * head_dim elements. 8192 tokens of 16 + 2 * 8 heads of 128 in bf16:
 134 MB, 31 µs at 4.3 TB/s. One program takes one token and a group of q heads, or of k and v heads. With a ``RowScale``
-it reads the token's whole row of x, too, and multiplies q, k and v before anything else.
+it reads the token's whole row of x, too, and multiplies q, k and v, and adds their bias, before anything else.
 """
 
 from typing import NamedTuple
@@ -56,6 +56,7 @@ def normed_rotated(heads, live, weight, angles, eps, D: tl.constexpr, ROT: tl.co
 def _qk_norm_rope_kernel(
     qkv,  # (t, (H + 2 KV) * D)
     x,  # (t, K), read if K
+    bias,  # ((H + 2 KV) * D,), added behind the scale; or None
     q_weight,  # (D,), read if Q_NORM
     k_weight,
     cos_sin,  # (positions, ROT) float32
@@ -128,6 +129,12 @@ def _qk_norm_rope_kernel(
         x2 *= row_scale
         if BLOCK_P > 0:
             x3 *= row_scale
+        if bias is not None:
+            its_bias = bias + (tl.where(is_q, 0, H) + heads)[:, None] * D
+            x1 += tl.load(its_bias + first, mask=mask, other=0.0).to(tl.float32)
+            x2 += tl.load(its_bias + ROT // 2 + first, mask=mask, other=0.0).to(tl.float32)
+            if BLOCK_P > 0:
+                x3 += tl.load(its_bias + ROT + p[None, :], mask=pass_mask, other=0.0).to(tl.float32)
 
     if Q_NORM or K_NORM:
         square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
@@ -172,7 +179,10 @@ def _qk_norm_rope_kernel(
             value_mask = live[:, None] & (d < D)
             value = tl.load(source + KV * D + d, mask=value_mask, other=0.0)
             if K:
-                value = (value.to(tl.float32) * row_scale).to(q_out.dtype.element_ty)
+                scaled = value.to(tl.float32) * row_scale
+                if bias is not None:
+                    scaled += tl.load(its_bias + KV * D + d, mask=value_mask, other=0.0).to(tl.float32)
+                value = scaled.to(q_out.dtype.element_ty)
             to = v_cache + block * v_stride_block + offset * v_stride_slot + heads[:, None] * v_stride_head
             tl.store(to + d, value, mask=value_mask)
         if KEEP:
@@ -210,12 +220,13 @@ def qk_norm_rope_store_triton(
     hb = min(max(1024 // block_d, 1), next_power_of_2(num_heads))
     q_groups = cdiv(num_heads, hb)
     pdl = use_pdl(qkv.device)
-    x, x_eps = (qkv, 0.0) if scale is None else scale
+    x, x_eps, bias = (qkv, 0.0, None) if scale is None else scale
     k = 0 if scale is None else x.shape[1]
     unread = q_weight if q_weight is not None else k_weight if k_weight is not None else qkv
     _qk_norm_rope_kernel[(t, q_groups + cdiv(num_kv_heads, hb))](
         qkv,
         x,
+        bias,
         q_weight if q_weight is not None else unread,
         k_weight if k_weight is not None else unread,
         cos_sin,
@@ -353,7 +364,7 @@ def qk_norm_rope_store(
     """qkv (t, (heads + 2 kv heads) * head_dim) -> q (t, heads, head_dim), normed if weights are given, and rotated;
     k (likewise) and v go into the caches (num_blocks, block_size, kv heads, head_dim) at slot_mapping (t,) int64.
     cos_sin: (max_position, rot_dim) float32, cosines first; rot_dim <= head_dim; positions: (t,) int64. ``scale``, if
-    given, multiplies the rows of qkv first. With ``keep``, k and v stand in qkv afterwards as they do in the cache."""
+    given, is applied to qkv first. With ``keep``, k and v stand in qkv afterwards as they do in the cache."""
     run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
     return run(
         qkv,

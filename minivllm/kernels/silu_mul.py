@@ -51,7 +51,7 @@ def silu_mul_triton(gate_up: torch.Tensor, scale: RowScale | None = None) -> tor
     rows = gate_up.reshape(-1, 2 * n)
     out = torch.empty((*gate_up.shape[:-1], n), dtype=gate_up.dtype, device=gate_up.device)
     if rows.shape[0]:
-        x, eps = (rows, 0.0) if scale is None else scale
+        x, eps = (rows, 0.0) if scale is None else (scale.x, scale.eps)
         k, pdl = 0 if scale is None else x.shape[1], use_pdl(out.device)
         block = min(next_power_of_2(n), _SCALED_BLOCK if k else _BLOCK)
         _silu_mul_kernel[(rows.shape[0], cdiv(n, block))](
@@ -69,6 +69,8 @@ def silu_mul_reference(gate_up: torch.Tensor, scale: RowScale | None = None) -> 
 
 
 def silu_mul(gate_up: torch.Tensor, scale: RowScale | None = None) -> torch.Tensor:
-    """(…, 2 * i) -> (…, i); with a ``scale``, whose x has a contiguous row for each of (t, 2 * i), of it multiplied."""
+    """(…, 2 * i) -> (…, i); with a ``scale``, whose x has a contiguous row for each of (t, 2 * i), and which has no
+    bias, of it multiplied."""
+    assert scale is None or scale.bias is None
     run = silu_mul_triton if gate_up.is_cuda else silu_mul_reference
     return run(gate_up, scale)

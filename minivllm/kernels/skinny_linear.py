@@ -545,14 +545,15 @@ def norm_linear(
 
 
 def norm_linear_unscaled(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor
+    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, RowScale | None]:
     """``norm_linear`` where norm_weight is folded into weight, and ones; and what its rows are still to be multiplied
-    by. Many rows need no kernel for the norm; very many keep it, whose time is small beside the product's."""
+    by, and to be added to. Many rows need no kernel for the norm; very many keep it, whose time is small beside the
+    product's."""
     some = MIN_CLUSTER_ROWS <= x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
-    if some and not _few_rows(x, weight):
-        return _many_rows(x, weight), RowScale(x, eps)
-    return norm_linear(x, norm_weight, eps, weight), None
+    if some and not _few_rows(x, weight, bias):
+        return _many_rows(x, weight), RowScale(x, eps, bias)
+    return norm_linear(x, norm_weight, eps, weight, bias), None
 
 
 def norm_gate_up(

@@ -148,7 +148,7 @@ def _new_argument(new: NewTokens | None, k_cache: torch.Tensor, v_cache: torch.T
     assert new.positions.dtype == new.slot_mapping.dtype == torch.int64 and new.cos_sin.dtype == torch.float32
     assert new.cos_sin.shape[1] == k_cache.shape[3] and new.cos_sin.stride(0) % 4 == 0  # all of a head rotates
     assert all(t is None or t.data_ptr() % 16 == 0 for t in (new.q_weight, new.k_weight, new.cos_sin))
-    x, x_eps = (None, 0.0) if new.scale is None else new.scale
+    x, x_eps = (None, 0.0) if new.scale is None else (new.scale.x, new.scale.eps)
     assert x is None or _in_eights(x)
     tensors = (x, new.q_weight, new.k_weight, new.cos_sin, new.positions, new.slot_mapping, k_cache, v_cache)
     return _NewArgument(
@@ -243,7 +243,7 @@ def stream_decode(
     not start this late."""
     if compiling():
         return
-    if new is not None and new.scale is not None and not _in_eights(new.scale.x):
+    if new is not None and new.scale is not None and (new.scale.bias is not None or not _in_eights(new.scale.x)):
         q, new = new.scale.applied_to(q), replace(new, scale=None)
     rows, _, dim = out.shape
     blocks, size, kv_heads = k_cache.shape[:3]

@@ -55,7 +55,7 @@ class Attention:
     def __call__(
         self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None = None
     ) -> torch.Tensor:
-        """qkv: (t, (heads + 2 * kv heads) * head_dim), its rows to be multiplied by ``scale``, if there is one;
+        """qkv: (t, (heads + 2 * kv heads) * head_dim), to which ``scale``, if there is one, is still to be applied;
         positions: (t,); returns (t, heads * head_dim)."""
         if backend is not self._chosen_for:
             self._chosen_for = backend
@@ -149,7 +149,7 @@ class Attention:
         batch = backend.batch
         assert batch is not None
         rotary_dim = self.rotary.cos_sin.shape[1]
-        alone = batch.num_decodes == batch.num_seqs
+        alone = batch.num_decodes == batch.num_seqs and (scale is None or scale.bias is None)
         if not alone or not backend.takes_qkv(batch.num_decodes, scale is not None, rotary_dim):
             return self._fused(qkv, positions, backend, scale)
         out = backend.decode_qkv(
@@ -202,6 +202,6 @@ def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backen
         return
     weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)
     qkv, x = (weight.new_zeros((1, n)) for n in weight.shape)
-    for scale in (None, RowScale(x, 0.0)) if projection.folded else (None,):
+    for scale in (None, RowScale(x, 0.0, projection.bias)) if projection.folded else (None,):
         for keep in {False, backend.fresh_prompts}:
             qk_norm_rope_store(qkv, *attention._heads(positions, backend), scale, keep)

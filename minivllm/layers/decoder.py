@@ -240,9 +240,9 @@ class DecoderLayer(nn.Module):
         """What follows attention, and attention of the layer ``behind``: adds to x (t, hidden) in place and returns
         (t, width). Both have a ``chain_shape``, the same."""
         o, gate_up, down = (product.weight for product in self.products()[1:])
-        projection = behind.products()[0].weight
+        projection = behind.products()[0]
         eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
-        qkv, scale = chain_linear(heads, o, x, gate_up, eps, down, projection, eps_behind)
+        qkv, scale = chain_linear(heads, o, x, gate_up, eps, down, projection.weight, eps_behind, projection.bias)
         return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention, scale)
 
     def chain_packed(
@@ -255,9 +255,10 @@ class DecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """``chain`` from packed weights."""
         o, gate_up, down = (cast(PackedWeight, product.packed_weight) for product in self.products()[1:])
-        projection = cast(PackedWeight, behind.products()[0].packed_weight)
+        projection = behind.products()[0]
+        weight = cast(PackedWeight, projection.packed_weight)
         eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
-        qkv = packed_chain(heads, o, x, gate_up, eps, down, projection, eps_behind)
+        qkv = packed_chain(heads, o, x, gate_up, eps, down, weight, eps_behind, projection.bias)
         return cast(SelfAttention, behind.self_attn).attention(qkv, positions, attention)
 
 

@@ -4,12 +4,13 @@ A decoder's products come with what stands around them: columns with the norm be
 residual addition behind (``add_to``), so that a few rows take one kernel each.
 
 For many rows the norm's weight g can be folded into the product's: norm(x) @ w.T = (x @ (w * g).T) / rms(x). Then the
-product reads x itself, and the kernel that reads the product divides it (``unscaled``).
+product reads x itself, and the kernel that reads the product divides it, and adds its bias (``unscaled``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -53,6 +54,8 @@ class ReplicatedLinear(LinearBase):
 class _StackedLinear(LinearBase):
     """Checkpoint tensors stacked along the output. A part is (shard id, rows in all, first row, rows of this rank)."""
 
+    _bias_comes_behind: ClassVar[bool] = False  # whoever reads the product unscaled adds the bias, too
+
     def __init__(self, in_features: int, parts: Sequence[tuple[ShardId, int, int, int]], bias: bool) -> None:
         super().__init__()
         weight: dict[ShardId, Piece] = {}
@@ -71,12 +74,15 @@ class _StackedLinear(LinearBase):
         """Whether to ``fold`` is sound and may pay. In float16 a product of what no norm has seen may overflow."""
         w = self.weight
         fits = w.is_cuda and w.dtype in (torch.bfloat16, torch.float32)
-        return fits and self.bias is None and type(self).after_norm is _StackedLinear.after_norm
+        return fits and self._may_fold() and type(self).after_norm is _StackedLinear.after_norm
+
+    def _may_fold(self) -> bool:
+        return self.bias is None or self._bias_comes_behind
 
     def fold(self, norm: RMSNorm) -> None:
         """Take in the weight of ``norm``, which becomes ones; again after either is loaded anew."""
-        if self.bias is not None:
-            raise ValueError("a product with a bias takes no norm in: the bias would be scaled with it")
+        if not self._may_fold():
+            raise ValueError("this product takes no norm in: its bias would be scaled with it")
         self.weight.data.copy_(self.weight.data * norm.weight.data.float())  # rounded once
         norm.weight.data.fill_(1.0)
         self.folded = True
@@ -89,7 +95,7 @@ class _StackedLinear(LinearBase):
         """``after_norm``, and what its rows are still to be multiplied by, if ``fold`` has left that to the caller."""
         if not self.folded:
             return self.after_norm(x, norm), None
-        return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight)
+        return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, self.bias)
 
 
 class ColumnParallelLinear(_StackedLinear):
@@ -124,6 +130,8 @@ class QKVParallelLinear(_StackedLinear):
 
     Shard ids are "q", "k", "v". With more ranks than kv heads, several ranks hold the same kv head.
     """
+
+    _bias_comes_behind = True
 
     def __init__(
         self,

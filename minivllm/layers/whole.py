@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None, ranks: int = 1) -> DecoderShape:
     """Of a layer whose attention is usual; ``inner``: of its MLP, or of each expert."""
     attention = _self_attention(layer)
-    hidden, heads = attention.o_proj.weight.shape[0], attention.attention
-    return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing, ranks)
+    hidden, heads, biased = attention.o_proj.weight.shape[0], attention.attention, attention.qkv_proj.bias is not None
+    return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing, ranks, biased)
 
 
 def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
@@ -102,9 +102,10 @@ def _self_attention(layer: DecoderLayer) -> SelfAttention:
 
 def _attention_of(layer: DecoderLayer) -> tuple[object, ...]:
     """What must be the same in all layers."""
-    heads = _self_attention(layer).attention
-    norms = heads.q_norm is None, heads.k_norm is None
-    return (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary, heads.eps, *norms)
+    own = _self_attention(layer)
+    heads = own.attention
+    there = heads.q_norm is not None, heads.k_norm is not None, own.qkv_proj.bias is not None
+    return (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.rotary, heads.eps, *there)
 
 
 def _eps_of(layer: DecoderLayer) -> tuple[float, float]:
@@ -133,6 +134,7 @@ def _weights_of(layer: DecoderLayer, backend: AttentionBackend, packed: bool) ->
         None if experts is None else experts.router,
         None if experts is None else layer.post_attention_layernorm.weight,
         _packed_of(layer) if packed else None,
+        attention.qkv_proj.bias,
     )
 
 

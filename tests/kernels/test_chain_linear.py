@@ -174,12 +174,14 @@ class Tensors:
         self.x = torch.randn(rows, shape.hidden, device=device).to(BF16) * 2
         self.o, self.down = weight(shape.hidden, shape.width), weight(shape.hidden, shape.inner)
         self.gate_up, self.qkv = weight(2 * shape.inner, shape.hidden), weight(shape.qkv, shape.hidden)
+        self.bias = torch.randn(shape.qkv, device=device).to(BF16) if rows % 16 else None
 
     def run(self, x):
-        """The projection, whose rows a large layer's kernel divides."""
-        projection, scale = chain_linear(self.heads, self.o, x, self.gate_up, EPS, self.down, self.qkv, EPS_BEHIND)
+        """The projection, whose rows a large layer's kernel divides, and adds their bias."""
+        products = self.o, x, self.gate_up, EPS, self.down, self.qkv, EPS_BEHIND
+        projection, scale = chain_linear(self.heads, *products, self.bias)
         assert (scale is None) == self.shape.large
-        assert scale is None or (scale.x is x and scale.eps == EPS_BEHIND)
+        assert scale is None or (scale.x is x and scale.eps == EPS_BEHIND and scale.bias is self.bias)
         return projection
 
     def expected(self, x):
@@ -188,7 +190,10 @@ class Tensors:
         x = (x.float() + heads @ o.T).to(BF16).float()
         gate, up = (F.rms_norm(x, (x.shape[1],), eps=EPS) @ gate_up.T).chunk(2, dim=1)
         x = (x + (F.silu(gate) * up).to(BF16).float() @ down.T).to(BF16).float()
-        return x, (F.rms_norm(x, (x.shape[1],), eps=EPS_BEHIND) if self.shape.large else x) @ qkv.T
+        if not self.shape.large:
+            return x, x @ qkv.T
+        bias = None if self.bias is None else self.bias.float()
+        return x, F.linear(F.rms_norm(x, (x.shape[1],), eps=EPS_BEHIND), qkv, bias)
 
 
 def test_the_driver_is_told_the_launch(told):
@@ -219,7 +224,8 @@ def test_the_driver_is_told_that_of_a_large_layer(told):
     assert kernel == chain_kernel(shape, cut) and projection.shape == (70, 2048) and (parts == -1).all()
     assert values[:10] == [5] * 9 + [tensors.x.data_ptr()] and values[11] == projection.data_ptr()
     counts = chain._counts(tensors.x.device).data_ptr()
-    assert values[13:] == [parts.data_ptr(), counts, 70, pytest.approx(EPS), pytest.approx(EPS_BEHIND)]
+    assert values[13:16] == [parts.data_ptr(), tensors.bias.data_ptr(), counts]
+    assert values[16:] == [70, pytest.approx(EPS), pytest.approx(EPS_BEHIND)]
     assert (config.gridDimX, config.blockDimX) == (128, 320)
     assert (cut.gate.features, cut.rounds, cut.last) == (112, 1, 96)
     assert [made[4] for made in told.maps] == [128, 56, 48, 128, 32, 72, 72, 72, 72]

@@ -38,9 +38,9 @@ def test_row_factors_equal_their_reference(where, close, rows, n):
     """Programs of one row and of several, the last one not full; rows of several sizes, with a stride."""
     device, dtype = where
     scale, wide = row_scale(rows, n, device, dtype)
-    out = rms_norm.row_factors_triton(*scale)
+    out = rms_norm.row_factors_triton(scale.x, scale.eps)
     assert out.shape == (rows,) and out.dtype == torch.float32
-    close(out, rms_norm.row_factors_reference(*wide))
+    close(out, rms_norm.row_factors_reference(wide.x, wide.eps))
 
 
 def test_row_factors_are_what_a_norm_multiplies_by():
@@ -83,6 +83,7 @@ def test_a_row_scale_is_what_a_norm_multiplies_by():
     x, y = torch.randn(5, 40), torch.randn(5, 7)
     ratio = torch.nn.functional.rms_norm(x, (40,), None, EPS) / x
     torch.testing.assert_close(RowScale(x, EPS).applied_to(y), y * ratio[:, :1])
+    torch.testing.assert_close(RowScale(x, EPS, y[0]).applied_to(y), y * ratio[:, :1] + y[0])
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -119,7 +120,8 @@ def test_write_cache_touches_its_slots_and_no_other(where, block_size, heads, di
 )
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 0), (6, 0), (1, 64), (6, 1000)])
 def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, dim, rot, norms, tokens, hidden):
-    """``hidden``: of the x that scales the rows first; 0: there is none."""
+    """``hidden``: of the x that scales the rows first; 0: there is none. With heads of other sizes than their turned
+    part, and with some tokens, a bias comes behind it."""
     device, dtype = where
     block_size = 4
     cache, k_cache, v_cache = caches(block_size, kv_heads, dim, device, dtype)
@@ -134,6 +136,9 @@ def test_qk_norm_rope_store_equals_its_reference(where, close, heads, kv_heads, 
     sizes, wide_sizes = ((heads, kv_heads, dim),) * 2
     if hidden:
         scale, wide_scale = row_scale(tokens, hidden, device, dtype)
+        if rot != dim or tokens > 1:
+            bias = torch.randn(qkv.shape[1], device=device, dtype=dtype)
+            scale, wide_scale = scale._replace(bias=bias), wide_scale._replace(bias=bias.float())
         sizes, wide_sizes = (*sizes, scale), (*sizes, wide_scale)
 
     q = rotary.qk_norm_rope_store_triton(

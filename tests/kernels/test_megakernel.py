@@ -40,6 +40,7 @@ SHAPES = {  # of published models
     "Llama-3.2-1B": DecoderShape(2048, 8192, 32, 8, 64),
     "Llama-3.2-3B": DecoderShape(3072, 8192, 24, 8, 128),
     "Llama-3.1-8B": DecoderShape(4096, 14336, 32, 8, 128),
+    "Qwen2.5-7B": DecoderShape(3584, 18944, 28, 4, 128, biased=True),
     "Qwen3-30B-A3B": DecoderShape(2048, 768, 32, 4, 128, Routing(128, 8, True)),
 }
 PARTS = {  # of one rank of several
@@ -52,7 +53,7 @@ PARTS = {  # of one rank of several
     "Llama-3.1-70B, 8": DecoderShape(8192, 3584, 8, 1, 128, ranks=8),
 }
 ROWS = dict.fromkeys(SHAPES, (1, 2, 4, 8)) | dict.fromkeys(["Qwen3-4B", "Qwen3-8B", "Llama-3.1-8B"], (1, 2, 4))
-ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B"], (1, 2)) | {"Qwen3-30B-A3B": (1, 2, 4)}
+ROWS |= dict.fromkeys(["Qwen3-14B", "Qwen3-32B", "Qwen2.5-7B"], (1, 2)) | {"Qwen3-30B-A3B": (1, 2, 4)}
 
 
 # --------------------------------------------------------------------------- how they are cut
@@ -197,8 +198,8 @@ class Step:
     """Layers, their cache, and a token at the end of each of ``lengths``; pages drawn from all over the cache, and NaN
     where no key was stored."""
 
-    def __init__(self, shape, layers, lengths, device, normed=True):
-        self.shape, self.peers = shape, None
+    def __init__(self, shape, layers, lengths, device, normed=True, biased=False):
+        self.shape, self.peers = replace(shape, biased=biased), None
         routing = shape.routing
         each = (routing.experts,) if routing else ()
 
@@ -237,6 +238,7 @@ class Step:
                 *self.cache[i],
                 weight(routing.experts, shape.hidden) if routing else None,
                 norm(shape.hidden) if routing else None,
+                qkv_bias=torch.randn(shape.qkv, device=device).to(BF16) if biased else None,
             )
             for i in range(layers)
         ]
@@ -323,7 +325,7 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
     assert table[1].tolist()[:4] == [
         getattr(step.layers[1], name).data_ptr() for name in ("qkv", "o", "gate_up", "down")
     ]
-    assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1]), *[0] * 6]
+    assert table[1].tolist()[4:] == [0, 0, *(cache.data_ptr() for cache in step.cache[1]), *[0] * 7]
     blocks, width = step.cache.shape[2], step.tables.shape[1]
     assert told.maps == [(cache.data_ptr(), blocks, 16, 1024, 128) for layer in step.cache for cache in layer]
     words, count = mega._words(y.device, 2048 * rows + 4 * (16 * (1024 + 16) + (1024 + 1536 + 1024) * rows), 0)
@@ -338,14 +340,16 @@ def test_the_driver_is_told_the_launch(told, lengths, rows):
 
 @pytest.mark.parametrize("order", Order)
 def test_the_kernel_is_told_where_packed_weights_are(told, order):
-    step = Step(DecoderShape(1024, 3072, 16, 8, 128), 1, [40], "cpu").packed(order)
+    step = Step(DecoderShape(1024, 3072, 16, 8, 128), 1, [40], "cpu", biased=True).packed(order)
     step.run()
     ((_, kernel, values),) = told.seen
     assert kernel == mega.megakernel_of(step.shape, megakernel_config(step.shape, packed=order))
+    assert ("BIASED", 1) in kernel.macros
     (layer,) = step.layers
-    ((*products, _, _, _, _, _, _, a, b, c, d),) = mega._table(step.x.device, (layer.pointers(),)).tolist()
+    ((*products, _, _, _, _, _, _, a, b, c, d, bias),) = mega._table(step.x.device, (layer.pointers(),)).tolist()
     assert products == [its.data.data_ptr() for its in layer.packed]
     assert [a, b, c, d] == [its.scales.data_ptr() for its in layer.packed] and values[0]
+    assert bias == layer.qkv_bias.data_ptr()
 
 
 # --------------------------------------------------------------------------- emulated
@@ -364,7 +368,7 @@ EMULATED = [
 @pytest.mark.parametrize(("shape", "lengths"), EMULATED, ids=str)
 def test_it_computes_what_the_layers_do_wherever_it_runs(emulated, agrees, shape, lengths):
     torch.manual_seed(0)
-    step = distinct_step(shape, 2, lengths, "cpu", normed=len(lengths) != 2)
+    step = distinct_step(shape, 2, lengths, "cpu", normed=len(lengths) != 2, biased=len(lengths) > 1)
     got = agrees(step)
     emulated.seed = 2
     assert torch.equal(step.run(), got), "in whatever order, with the words of the launch before"
@@ -393,7 +397,7 @@ def spread(step, device="cpu"):
 def test_packed_weights_are_the_same_weights(emulated, agrees, close, monkeypatch, shape, programs, lengths, order):
     monkeypatch.setattr(mega, "num_sms", lambda device: programs)
     torch.manual_seed(0)
-    step = Step(shape, 2, lengths, "cpu")
+    step = Step(shape, 2, lengths, "cpu", biased=len(lengths) > 2)
     spread(step)
     assert megakernel_config(shape, len(lengths), programs, packed=order).programs == programs
     step = step.packed(order)
@@ -469,6 +473,7 @@ MISTAKES = {
     "a stage kept": ("    if (lane == 0) here_arrive(bar + (seen & nothing));\n", "", "waits for a barrier"),
     "parts not waited for": ("both(two[i][s], flag)", "true", "error|element"),
     "parts joined before they are there": ("!both(two, flag) || !has(sum, flag)", "false", "error|element"),
+    "biases of another program": ("blockIdx.x * QKV_LINES + (threadIdx.x + j", "(threadIdx.x + j", "error"),
     "words of the layer before": ("its_copy + STREAM, flag - 1)", "its_copy + STREAM, flag)", "waits for two words"),
 }
 
@@ -477,7 +482,7 @@ MISTAKES = {
 def test_the_emulator_notices(emulated, close, mistake):
     old, new, error = MISTAKES[mistake]
     torch.manual_seed(0)
-    step = Step(SMALL, 2, [600 if "joined" in mistake else 300], "cpu")
+    step = Step(SMALL, 2, [600 if "joined" in mistake else 300], "cpu", biased=True)
     x = step.run(kernel=megakernel_reference)
     step.take_new()
     emulated.changes = ((old, new),)
@@ -497,12 +502,13 @@ def part_of(step, rank, ranks, peers):
     own.cache = step.cache.chunk(ranks, dim=4)[rank].contiguous()
 
     def cut(layer, cache):
-        q, k, v = layer.qkv.split((shape.width, shape.num_kv_heads * dim, shape.num_kv_heads * dim))
-        gate, up = layer.gate_up.chunk(2)
-        stacked = (torch.cat([each.chunk(ranks)[rank] for each in some]) for some in ((q, k, v), (gate, up)))
+        sizes = shape.width, shape.num_kv_heads * dim, shape.num_kv_heads * dim
+        heads = [its.split(sizes) for its in (layer.qkv, layer.qkv_bias) if its is not None]
+        stacked = (torch.cat([each.chunk(ranks)[rank] for each in some]) for some in (layer.gate_up.chunk(2), *heads))
         along = (weight.chunk(ranks, dim=1)[rank].contiguous() for weight in (layer.o, layer.down))
-        (qkv, gate_up), (o, down) = stacked, along
-        return LayerWeights(qkv, o, gate_up, down, layer.q_norm, layer.k_norm, *cache)
+        (gate_up, qkv, *bias), (o, down) = stacked, along
+        own = LayerWeights(qkv, o, gate_up, down, layer.q_norm, layer.k_norm, *cache)
+        return replace(own, qkv_bias=bias[0]) if bias else own
 
     own.layers = [cut(layer, cache) for layer, cache in zip(step.layers, own.cache, strict=True)]
     return own
@@ -544,7 +550,8 @@ OF_RANKS = [
 @pytest.mark.parametrize(("shape", "ranks", "lengths"), OF_RANKS, ids=str)
 def test_several_gpus_say_what_one_says(emulated, close, monkeypatch, shape, ranks, lengths):
     torch.manual_seed(0)
-    whole = Ranks(Step(shape, 2, lengths, "cpu", normed=len(lengths) != 2), ranks)
+    one = len(lengths) == 1
+    whole = Ranks(Step(shape, 2, lengths, "cpu", normed=one, biased=not one), ranks)
     emulated.gpus = ranks
     monkeypatch.setattr(mega, "num_sms", lambda device: 8)
     got = whole.check(side_by_side, close)
@@ -584,7 +591,8 @@ def test_it_runs_on_this_gpu(gpu, model):
 def test_it_computes_what_the_layers_do(gpu, agrees, model):
     some = [lengths for lengths in SEVERAL if len(lengths) <= max(ROWS[model])]
     for lengths in [[length] for length in LENGTHS[:: 1 if model in ("Qwen3-0.6B", "Llama-3.2-1B") else 4]] + some:
-        step = distinct_step(SHAPES[model], 2, lengths, gpu, normed=model.startswith("Qwen"))
+        kind = {"normed": model.startswith("Qwen3"), "biased": model.startswith("Qwen2")}
+        step = distinct_step(SHAPES[model], 2, lengths, gpu, **kind)
         got = agrees(step)
         for _ in range(5):
             assert torch.equal(step.run(), got)
@@ -608,7 +616,8 @@ def test_packed_weights_are_the_same_weights_here(gpu, agrees, model, order):
         if configs[len(lengths)] is None:
             assert len(lengths) > 2
             continue
-        step = Step(shape, 2, lengths, gpu, normed=model.startswith("Qwen"))
+        kind = {"normed": model.startswith("Qwen3"), "biased": model.startswith("Qwen2")}
+        step = Step(shape, 2, lengths, gpu, **kind)
         spread(step, gpu)
         step = step.packed(order)
         got = agrees(step)

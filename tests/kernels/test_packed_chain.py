@@ -153,6 +153,7 @@ class Tensors:
             weight(shape.hidden, shape.inner),
             weight(shape.qkv, shape.hidden),
         ]
+        self.bias = None if rows == 8 else torch.randn(shape.qkv, device=device).to(BF16)
         self.packed = pack_all(self.weights, [False, True, False, False], [Order.UNITS] * 4)
         numbers = [its.data[..., -2 * (MOST_EXCEPTIONS + 1)] for its in self.packed]
         assert all(number.unique().numel() > 2 for number in numbers), "exceptions"
@@ -162,7 +163,7 @@ class Tensors:
     def run(self, x, heads=None):
         o, gate_up, down, qkv = self.packed
         heads = self.heads if heads is None else heads
-        return packed_chain(heads, o, x, gate_up, EPS, down, qkv, EPS_BEHIND)
+        return packed_chain(heads, o, x, gate_up, EPS, down, qkv, EPS_BEHIND, self.bias)
 
     def expected(self, x):
         """x and the projection, in float32, rounded where the kernel rounds."""
@@ -170,7 +171,8 @@ class Tensors:
         x = (x.float() + heads @ o.T).to(BF16).float()
         gate, up = (F.rms_norm(x, (x.shape[1],), eps=EPS) @ gate_up.T).chunk(2, dim=1)
         x = (x + (F.silu(gate) * up).to(BF16).float() @ down.T).to(BF16).float()
-        return x, F.rms_norm(x, (x.shape[1],), eps=EPS_BEHIND) @ qkv.T
+        bias = None if self.bias is None else self.bias.float()
+        return x, F.linear(F.rms_norm(x, (x.shape[1],), eps=EPS_BEHIND), qkv, bias)
 
     def check_words(self):
         """What stays between launches is as it was."""
@@ -193,8 +195,8 @@ def test_the_driver_is_told_the_launch(told, rows, columns, box):
     hidden = told.maps[2][0]
     assert values[12:14] == [hidden, projection.data_ptr()]
     counts = packed._counts(tensors.x.device)
-    assert values[15:18] == [tensors.check_words().data_ptr(), counts.data_ptr(), rows]
-    assert values[18:] == [pytest.approx(EPS), pytest.approx(EPS_BEHIND)]
+    assert values[15:19] == [tensors.check_words().data_ptr(), counts.data_ptr(), tensors.bias.data_ptr(), rows]
+    assert values[19:] == [pytest.approx(EPS), pytest.approx(EPS_BEHIND)]
     assert told.maps[0] == (heads.data_ptr(), rows, 2048, 3000, box, 64)
     assert told.maps[1] == (tensors.x.data_ptr(), rows, 2560, 2560, box, 64)
     assert told.maps[2] == (hidden, rows, 2560, 2560, box, 64)
@@ -231,7 +233,8 @@ def test_it_computes_what_the_four_products_do_wherever_it_runs(emulated, close,
 MISTAKES = {
     "registers written over while they are multiplied": ("wgmma.wait_group.sync.aligned 1", "wgmma.fence"),
     "an input that is not finished": ("        wait_for(counts + 2, PROGRAMS);\n", ""),
-    "scales of other lines": ("__ldg(at + 8)", "__ldg(at)"),
+    "scales of other lines": ("(__ldg(at), __ldg(at + 8))", "(__ldg(at), __ldg(at))"),
+    "biases of other lines": ("element(__ldg(at + 8))", "element(__ldg(at))"),
     "a program that goes before the other": ("inputs.drain();", ";"),
 }
 

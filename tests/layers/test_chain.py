@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import PagedRun, attention_spec
+from torch import nn
 from torch.nn import functional as F
 
 from minivllm.backends.torch import TorchBackend
@@ -29,13 +30,17 @@ PROMPT = list(range(7, 7 + 31 * 9, 31))
 class World:
     """A model of one rank on the CPU, its norms folded into the products behind them."""
 
-    def __init__(self, folder: Path, fold: bool = True) -> None:
+    def __init__(self, folder: Path, fold: bool = True, biased: bool = False) -> None:
         config = read_model_config(folder)
         self.model: Any = build_model(
             Qwen3ForCausalLM, config, TensorParallel(), "cpu", torch.float32, iterate_safetensors(folder), 256
         )
         self.layers: Any = list(self.model.model.layers)
         self.backend = TorchBackend(attention_spec(config))
+        torch.manual_seed(0)
+        for layer in self.layers if biased else ():
+            qkv = layer.self_attn.qkv_proj
+            qkv.bias = nn.Parameter(torch.randn(len(qkv.weight)), requires_grad=False)
         for norm, product in norm_pairs(self.model) if fold else ():
             product.fold(norm)
 
@@ -57,25 +62,26 @@ def chained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     def reference(
         heads: torch.Tensor, o: torch.Tensor, x: torch.Tensor, gate_up: torch.Tensor, eps: float, down: torch.Tensor,
-        qkv: torch.Tensor, eps_behind: float,
+        qkv: torch.Tensor, eps_behind: float, bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, RowScale | None]:  # fmt: skip
         calls.append(len(x))
         x += heads @ o.T
         gate, up = (F.rms_norm(x, (x.shape[1],), eps=eps) @ gate_up.T).chunk(2, dim=1)
         x += (F.silu(gate) * up) @ down.T
         if request.param:
-            return F.rms_norm(x, (x.shape[1],), eps=eps_behind) @ qkv.T, None
-        return x @ qkv.T, RowScale(x, eps_behind)
+            return F.linear(F.rms_norm(x, (x.shape[1],), eps=eps_behind), qkv, bias), None
+        return x @ qkv.T, RowScale(x, eps_behind, bias)
 
     monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, shape, dtype, device: True)
     monkeypatch.setattr("minivllm.layers.decoder.chain_linear", reference)
     return calls
 
 
-def test_the_same_comes_out_of_layers_that_are_chained(folder: Path, chained: list[int]) -> None:
-    expected = World(folder, fold=False).step()
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_same_comes_out_of_layers_that_are_chained(folder: Path, chained: list[int], biased: bool) -> None:
+    expected = World(folder, fold=False, biased=biased).step()
     assert not chained, "its norms are not folded"
-    torch.testing.assert_close(World(folder).step(), expected)
+    torch.testing.assert_close(World(folder, biased=biased).step(), expected)
     assert chained == [9, 9, 1, 1], "between each two layers of three, at each step"
 
 

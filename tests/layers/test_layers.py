@@ -150,15 +150,19 @@ def test_many_tokens_are_summed_in_halves_and_the_residual_counts_once(
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 1024, 1025])
-def test_a_norm_folded_into_columns(rows: int) -> None:
-    """Twice, and once more after both were loaded again: the product of many rows is left to be scaled."""
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_norm_folded_into_columns(rows: int, biased: bool) -> None:
+    """Twice, and once more after both were loaded again: the product of many rows is left to be scaled, and to have its
+    bias added."""
     x, norm = torch.randn(rows, 12) * 3, RMSNorm(12, 1e-2)
-    layer = MergedColumnParallelLinear(12, [8, 4], TensorParallel())
+    layer = QKVParallelLinear(12, 2, 1, 3, TensorParallel(), bias=biased)
     before = x.clone()
     for _ in range(2):
         load(norm, weight={None: torch.randn(12)})
-        load(layer, weight={0: torch.randn(8, 12), 1: torch.randn(4, 12)})
-        expected = F.linear(F.rms_norm(x, (12,), norm.weight, 1e-2), layer.weight)
+        sizes = {"q": 6, "k": 3, "v": 3}
+        biases = {"bias": {name: torch.randn(n) for name, n in sizes.items()}} if biased else {}
+        load(layer, weight={name: torch.randn(n, 12) for name, n in sizes.items()}, **biases)
+        expected = F.linear(F.rms_norm(x, (12,), norm.weight, 1e-2), layer.weight, layer.bias)
         for _ in range(2):
             layer.fold(norm)
             assert torch.equal(norm.weight, torch.ones(12))

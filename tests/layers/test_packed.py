@@ -74,11 +74,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Each call of a kernel between attentions, with its rows: both are for any number of them and compute the same."""
     calls: list[tuple[str, int]] = []
 
-    def products(heads, o, x, gate_up, eps, down, qkv, eps_behind):  # type: ignore[no-untyped-def]
+    def products(heads, o, x, gate_up, eps, down, qkv, eps_behind, bias):  # type: ignore[no-untyped-def]
         x += F.linear(heads, o)
         gate, up = F.linear(F.rms_norm(x, (x.shape[1],), eps=eps), gate_up).chunk(2, dim=1)
         x += F.linear(F.silu(gate) * up, down)
-        return F.linear(F.rms_norm(x, (x.shape[1],), eps=eps_behind), qkv)
+        return F.linear(F.rms_norm(x, (x.shape[1],), eps=eps_behind), qkv, bias)
 
     def packed(*args: Any) -> torch.Tensor:
         calls.append(("packed", len(args[2])))

@@ -35,7 +35,7 @@ MODELS = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}
 class World:
     """A model of one rank on the CPU, its norms folded into the products behind them, and a plain backend."""
 
-    def __init__(self, folder: Path, model: str = "qwen3", block_size: int = 16) -> None:
+    def __init__(self, folder: Path, model: str = "qwen3", block_size: int = 16, biased: bool = False) -> None:
         self.config = read_model_config(folder)
         self.model: Any = build_model(
             MODELS[model], self.config, TensorParallel(), "cpu", torch.float32, iterate_safetensors(folder), 256
@@ -43,6 +43,10 @@ class World:
         self.layers: Any = list(self.model.model.layers)
         self.backend: AttentionBackend = TorchBackend(attention_spec(self.config, block_size=block_size))
         self.backend.plain_decode = True
+        torch.manual_seed(0)
+        for layer in self.layers if biased else ():
+            qkv = layer.self_attn.qkv_proj
+            qkv.bias = nn.Parameter(torch.randn(len(qkv.weight)), requires_grad=False)
         for norm, product in norm_pairs(self.model):
             product.fold(norm)
 
@@ -73,17 +77,17 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return calls
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "biased"), [*((model, False) for model in MODELS), ("llama", True)])
 def test_the_same_comes_out(
-    tiny_checkpoint: Checkpoints, whole: Calls, monkeypatch: pytest.MonkeyPatch, model: str
+    tiny_checkpoint: Checkpoints, whole: Calls, monkeypatch: pytest.MonkeyPatch, model: str, biased: bool
 ) -> None:
     folder = tiny_checkpoint(model, num_hidden_layers=3)
-    world = World(folder, model)
+    world = World(folder, model, biased=biased)
     got, calls, c = world.steps(), list(whole), world.config
-    shape = DecoderShape(c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim)
+    shape = DecoderShape(c.hidden_size, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim, biased=biased)
     assert calls == [(shape, rows) for rows in (2, 1, 1, 1)], "decodes, not the prompts"
     monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
-    torch.testing.assert_close(got, World(folder, model).steps())
+    torch.testing.assert_close(got, World(folder, model, biased=biased).steps())
     assert len(whole) == 4
 
 
@@ -238,7 +242,15 @@ def no_norm(world: World) -> None:
         layer.self_attn.attention.k_norm = None
 
 
-@pytest.mark.parametrize("change", [not_plain, own_write, hook, replace_attention, another_eps, another_table, no_norm])
+def one_bias(world: World) -> None:
+    qkv = world.layers[1].self_attn.qkv_proj
+    qkv.bias = nn.Parameter(torch.ones(len(qkv.weight)), requires_grad=False)
+
+
+CHANGES = [not_plain, own_write, hook, replace_attention, another_eps, another_table, no_norm, one_bias]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_is_of_its_own_is_left_alone(
     folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
 ) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.layers.decoder import DecoderLayer
-from minivllm.layers.linear import ColumnParallelLinear, _StackedLinear
+from minivllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, _StackedLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.models.llama import LlamaForCausalLM, LlamaLayer
 from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
@@ -39,7 +39,7 @@ def say(model: nn.Module, folder: Path, backend: type[TorchBackend] = TorchBacke
 @pytest.fixture
 def folds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, too."""
-    monkeypatch.setattr(_StackedLinear, "foldable", property(lambda product: product.bias is None))
+    monkeypatch.setattr(_StackedLinear, "foldable", property(_StackedLinear._may_fold))
 
 
 class OwnWrite(TorchBackend):
@@ -73,7 +73,7 @@ def test_tokens_equal_transformers(
 
 
 class FusedDecode(TorchBackend):
-    """Takes decodes before q, k and v are finished: not those whose rows are still to be scaled."""
+    """Takes decodes before q, k and v are finished, by default not those whose rows are still to be scaled."""
 
     fused_decode_rows = 64
 
@@ -92,11 +92,30 @@ def test_a_backend_that_fuses_decodes_gets_no_unscaled_rows(tiny_checkpoint: Che
     torch.testing.assert_close(logits[0], logits[1])
 
 
+class TakesScaledDecodes(FusedDecode):
+    def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
+        return True
+
+
 @pytest.mark.usefixtures("folds")
-def test_a_bias_keeps_its_norm(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("llama", attention_bias=True)
+def test_a_bias_comes_behind_the_scale(tiny_checkpoint: Checkpoints) -> None:
+    """Of decodes, too, which no backend gets with a bias that is still to be added."""
+    folder, logits = tiny_checkpoint("llama", attention_bias=True), []
+    model, rows = build(LlamaForCausalLM, folder), range(20)
+    assert all(x.self_attn.qkv_proj.folded and x.mlp.gate_up_proj.folded for x in model.model.layers)
+    assert say(model, folder) == [reference_tokens(folder, prompt, 8) for prompt in PROMPTS]
+    for backend in (TorchBackend, TakesScaledDecodes):
+        run = PagedRun(model, backend(attention_spec(read_model_config(folder))), 8, len(rows))
+        run.step(rows, [[row, row + 1] for row in rows], 0)
+        logits.append(run.step(rows, [[row + 50] for row in rows], len(rows)))
+    torch.testing.assert_close(logits[0], logits[1])
+
+
+@pytest.mark.usefixtures("folds")
+def test_a_bias_of_gate_and_up_keeps_its_norm(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("llama", attention_bias=True, mlp_bias=True)
     model = build(LlamaForCausalLM, folder)
-    assert all(not x.self_attn.qkv_proj.folded and x.mlp.gate_up_proj.folded for x in model.model.layers)
+    assert all(x.self_attn.qkv_proj.folded and not x.mlp.gate_up_proj.folded for x in model.model.layers)
     assert say(model, folder) == [reference_tokens(folder, prompt, 8) for prompt in PROMPTS]
 
 
@@ -183,3 +202,10 @@ def test_where_it_is_sound_and_pays(size: int, dtype: torch.dtype, bias: bool, d
     weight = type("Weight", (), {"is_cuda": device == "cuda", "dtype": dtype, "shape": product.weight.shape})()
     product.__dict__["weight"] = weight  # there need not be a GPU here
     assert product.foldable is foldable
+
+
+def test_a_projection_of_heads_folds_with_a_bias() -> None:
+    with torch.device("meta"):
+        product = QKVParallelLinear(64, 2, 1, 16, TensorParallel(), bias=True).bfloat16()
+    product.__dict__["weight"] = type("Weight", (), {"is_cuda": True, "dtype": torch.bfloat16})()
+    assert product.foldable

@@ -27,11 +27,12 @@ def minivllm_configs() -> Iterator[ConfigOption]:
         "bos_token_id": 151643, "eos_token_id": 151645, "dtype": "bfloat16",
     }  # fmt: skip
     sizes = {  # hidden, MLP, layers, heads, key heads
-        "0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "7B": (3584, 18944, 28, 28, 4),
-        "14B": (5120, 13824, 48, 40, 8), "32B": (5120, 27648, 64, 40, 8),
+        "0.5B": (896, 4864, 24, 14, 2), "1.5B": (1536, 8960, 28, 12, 2), "3B": (2048, 11008, 36, 16, 2),
+        "7B": (3584, 18944, 28, 28, 4), "14B": (5120, 13824, 48, 40, 8), "32B": (5120, 27648, 64, 40, 8),
+        "72B": (8192, 29568, 80, 64, 8),
     }  # fmt: skip
     for size, (hidden, inner, layers, heads, kv_heads) in sizes.items():
-        small = size in ("0.5B", "1.5B")
+        small = size in ("0.5B", "1.5B", "3B")
         numbers = {
             "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
             "num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": small,

@@ -75,9 +75,11 @@ def test_a_window_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     [
         ("qwen2", "Qwen/Qwen2.5-0.5B-Instruct", 0.494),
         ("qwen2-1.5b", "Qwen/Qwen2.5-1.5B-Instruct", 1.544),
+        ("qwen2-3b", "Qwen/Qwen2.5-3B-Instruct", 3.086),
         ("qwen2-7b", "Qwen/Qwen2.5-7B-Instruct", 7.616),
         ("qwen2-14b", "Qwen/Qwen2.5-14B-Instruct", 14.770),
         ("qwen2-32b", "Qwen/Qwen2.5-32B-Instruct", 32.764),
+        ("qwen2-72b", "Qwen/Qwen2.5-72B-Instruct", 72.706),
     ],
 )
 def test_options_have_as_many_parameters_as_published(name: str, repo: str, billions: float) -> None:
