@@ -21,7 +21,7 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
 
     Raises:
         ConfigError: Hydra refuses an override, or one adds a key that no field has.
-        PluginError: a plugin's option does not fit the schema.
+        PluginError: a plugin's option does not fit the schema, or takes a value from a key that there is not.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -31,6 +31,7 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
 
     from minivllm.config.private_hydra import private_hydra
 
+    offered: dict[str, OptionEntry] = {}  # by plugins: the group's that is chosen
     with private_hydra() as store:
         store.store(name="schema", node=schema)
         for group in groups_of(schema)[:-1]:
@@ -40,6 +41,7 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
                 store.store(group=group, name=name, node={"name": registry.get(group, name).name})
             elif entry is not None and not entry.provider.builtin:  # ours are files that Hydra finds by itself
                 store.store(group=group, name=name, node=_node(entry, schema))
+                offered[group] = entry
         try:
             with initialize_config_dir(str(conf_dir()), job_name="minivllm", version_base="1.3"):
                 tree = OmegaConf.to_object(hydra_compose("config", overrides=list(final.values())))
@@ -49,7 +51,11 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
                 raise ConfigError(
                     f"{absent[1]}: the shape of {what} has no such key; to add one type +{absent[1]}=..."
                 ) from e
-            raise ConfigError(_first_sentence(e)) from e
+            key = getattr(e, "full_key", None) or ""
+            said = f"{key}: {_first_sentence(e)}" if key else _first_sentence(e)
+            if key not in final and (theirs := offered.get(key.partition(".")[0])):
+                raise PluginError(f"{said}, in {_named(theirs)}") from e
+            raise ConfigError(said) from e
     _refuse_extras(tree, "")
     return tree
 
@@ -64,9 +70,12 @@ def _node(entry: OptionEntry, schema: type[EngineSchema]) -> Any:
         shown = {"name": option.name, **OmegaConf.to_container(node, enum_to_str=True)}  # type: ignore[dict-item]
         OmegaConf.merge(getattr(OmegaConf.structured(schema), option.group), shown)
     except Exception as e:
-        what = f"the option {option.group}={option.name} of {entry.provider}"
-        raise PluginError(f"{what} does not fit the schema: {_first_sentence(e)}") from e
+        raise PluginError(f"{_named(entry)} does not fit the schema: {_first_sentence(e)}") from e
     return shown
+
+
+def _named(entry: OptionEntry) -> str:
+    return f"the option {entry.option.group}={entry.option.name} of {entry.provider}"
 
 
 def _first_sentence(e: Exception) -> str:

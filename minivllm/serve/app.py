@@ -109,6 +109,7 @@ class Server:
         self.engine.check()
         params = _params_of(body)
         given = body.prompts()
+        self._check_room(len(given) * params.n)
         with body.in_its_words():
             ids = await self._ids_of(given, add_special_tokens=body.add_special_tokens)
         prompts: list[dict[str, Any]] = [
@@ -157,6 +158,7 @@ class Server:
         if tools is not None and tools.dialect.special and body.skip_special_tokens is None:
             changed["skip_special_tokens"] = False
         params = _params_of(body, changed)
+        self._check_room(params.n)
         with body.in_its_words():
             prompt = {"prompt_token_ids": await self._conversation(body, self.lengths)}
         top = body.top_logprobs or 0
@@ -171,7 +173,7 @@ class Server:
         request: Request,
         **more: Any,
     ) -> Response:
-        self._check_room(len(prompts) * params.n)
+        self._check_room(len(prompts) * params.n)  # once more: others came while texts became tokens
         _check_scores(prompts, params)
         unique = f"{kind.name}-{uuid.uuid4().hex}"
         names = [f"{unique}-{i}" for i in range(len(prompts))]

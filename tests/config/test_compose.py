@@ -435,6 +435,7 @@ MODEL = """
         yield ConfigOption("scheduler", "deep", {"name": "lifo", "max_num_seqs": 3, "options": {"depth": 9}})
         yield ConfigOption("model", "bad-key", {"repoo": "x"})
         yield ConfigOption("scheduler", "bad-type", {"max_num_seqs": "many"})
+        yield ConfigOption("model", "bad-reference", {"path": "${nope}"})
         yield ConfigOption("scheduler", "bad-range", {"name": "mixed", "max_num_seqs": 0})
 """
 
@@ -471,10 +472,16 @@ def test_a_plugins_bad_option_is_told_with_its_name_and_only_when_chosen(with_mi
         ("model=bad-key", "model=bad-key of minivllm-mistral 1.0 does not fit the schema: .*repoo"),
         ("scheduler=bad-type", "scheduler=bad-type of minivllm-mistral 1.0 does not fit the schema: .*many"),
         ("scheduler=bad-range", "scheduler.max_num_seqs=0"),
+        (
+            "model=bad-reference",
+            "model.path: .*'nope' not found, in the option model=bad-reference of minivllm-mistral",
+        ),
     ]:
         with pytest.raises((PluginError, ConfigError), match=told):
             compose([typed], with_mistral)
     compose([], with_mistral)
+    with pytest.raises(ConfigError, match=r"^max_model_len: .*'nope' not found$"):
+        compose(["model=bad-reference", "model.path=/x", "max_model_len=${nope}"], with_mistral)
 
 
 # --------------------------------------------------------------------------- from Python

@@ -14,6 +14,7 @@ from running import Running, serving, told, until
 from streams import streamed
 
 from minivllm import LLM
+from minivllm.serve.app import Server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -225,14 +226,18 @@ def test_a_key_is_asked_for(make_llm: Callable[..., LLM]) -> None:
         assert server.post(COMPLETIONS, prompt="a", max_tokens=1).status_code == 200
 
 
-def test_a_full_queue_is_told_to_come_again(make_llm: Callable[..., LLM]) -> None:
+def test_a_full_queue_is_told_to_come_again(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     long = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
     with serving(make_llm("scheduler.max_num_seqs=1"), max_waiting=1) as server:
         clients = [threading.Thread(target=server.post, args=(COMPLETIONS,), kwargs=long) for _ in range(2)]
         for client in clients:
             client.start()
         until(lambda: server.engine_client.num_completions == 2)
-        refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
+        with monkeypatch.context() as patch:  # before texts become tokens
+            patch.setattr(Server, "_encode", None)
+            chat = server.post(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=1)
+            refused = server.post(COMPLETIONS, prompt="a", max_tokens=1)
+        told(chat, 503, "2 completions run or wait")
         assert told(refused, 503, "2 completions run or wait: 1 may run, and max_waiting=1")["code"] == "overloaded"
         assert refused.headers["retry-after"] == "1"
         told(
