@@ -125,10 +125,11 @@ __device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS
     const float factor = squares.factor(half, eps);
     u16* to = projection + (u64)line * QKV;
 #pragma unroll
-    for (int c = 0; c < Shared::COUNT; c++)
-      if (unit.has(line, rows))
-        *(u32*)(to + Shared::feature(unit, c)) =
-            pack(share.sums[c][2 * half] * factor + low(biases[c]), share.sums[c][2 * half + 1] * factor + high(biases[c]));
+    for (int c = 0; c < Shared::COUNT; c++) {
+      const float first = share.sums[c][2 * half] * factor + low(biases[c]);
+      const float second = share.sums[c][2 * half + 1] * factor + high(biases[c]);
+      if (unit.has(line, rows)) *(u32*)(to + Shared::feature(unit, c)) = pack(first, second);
+    }
   }
 }
 

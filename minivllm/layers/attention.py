@@ -149,8 +149,9 @@ class Attention:
         batch = backend.batch
         assert batch is not None
         rotary_dim = self.rotary.cos_sin.shape[1]
-        alone = batch.num_decodes == batch.num_seqs and (scale is None or scale.bias is None)
-        if not alone or not backend.takes_qkv(batch.num_decodes, scale is not None, rotary_dim):
+        alone = batch.num_decodes == batch.num_seqs
+        biased = scale is not None and scale.bias is not None  # which no backend adds
+        if not alone or biased or not backend.takes_qkv(batch.num_decodes, scale is not None, rotary_dim):
             return self._fused(qkv, positions, backend, scale)
         out = backend.decode_qkv(
             qkv,
