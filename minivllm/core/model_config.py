@@ -10,6 +10,15 @@ from typing import Any
 from minivllm.errors import CheckpointError
 
 _MOST_LAYERS = 10_000
+_OTHER_NAMES = {  # that some architectures have for what others call so
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "max_position_embeddings": ("n_positions",),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
+    "hidden_act": ("hidden_activation", "activation_function"),
+}
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
@@ -71,6 +80,20 @@ class ModelConfig:
     hf_config: FrozenDict = field(default_factory=FrozenDict)
     options: FrozenDict = field(default_factory=FrozenDict)
 
+    def sliding_window(self) -> int | None:
+        """In tokens, of all layers; None: they attend to all. Raises CheckpointError: of some layers alone."""
+        window, kinds = self.hf_config.get("sliding_window"), set(self.hf_config.get("layer_types") or ())
+        if not window or not self.hf_config.get("use_sliding_window", True):
+            return None
+        if kinds and "sliding_attention" not in kinds:
+            return None
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"sliding_window={window} with layer_types of several kinds ({', '.join(sorted(kinds))}): layers that "
+                "attend otherwise than others are not supported; set sliding_window to null to attend to all"
+            )
+        return int(window)
+
     def refuse_sliding_window(self) -> None:
         """For an architecture whose layers would differ with one. Raises CheckpointError if config.json asks for it."""
         uses, window = (self.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
@@ -87,6 +110,7 @@ class ModelConfig:
         Raises:
             CheckpointError: a key that every decoder needs is missing, or no size; it is named, with ``where``.
         """
+        hf = _by_usual_names(hf)
         missing = [
             k
             for k in ("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -151,6 +175,20 @@ def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
     return ids
 
 
+def _by_usual_names(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with what this file reads under its usual name, where it has another there alone."""
+    given = {key: value for key, value in hf.items() if value is not None}
+    usual = {
+        key: next((given[name] for name in names if name in given), None)
+        for key, names in _OTHER_NAMES.items()
+        if key not in given
+    }
+    named = dict(hf) | {key: value for key, value in usual.items() if value is not None}
+    if "n_inner" in hf and named.get("intermediate_size") is None and type(hidden := named.get("hidden_size")) is int:
+        named["intermediate_size"] = 4 * hidden  # as GPT-2's null says
+    return named
+
+
 def _rope_parameters(hf: Mapping[str, Any], where: str) -> FrozenDict:
     """transformers 5 writes ``rope_parameters``; before it there were ``rope_theta`` and ``rope_scaling``."""
     rope: dict[str, Any] = {}
@@ -160,5 +198,6 @@ def _rope_parameters(hf: Mapping[str, Any], where: str) -> FrozenDict:
         rope |= given
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
-    rope.setdefault("original_max_position_embeddings", hf.get("original_max_position_embeddings"))
+    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
+        rope.setdefault(key, hf.get(key))
     return FrozenDict({k: frozen(v) for k, v in rope.items() if v is not None})

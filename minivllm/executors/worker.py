@@ -6,10 +6,12 @@ import gc
 import math
 import os
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from minivllm.backends.agree import build
 from minivllm.backends.select import choose
@@ -22,6 +24,7 @@ from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
+from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder import launch_all_heads
 from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
@@ -89,9 +92,7 @@ class Worker:
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             scale=model_config.head_dim**-0.5,
-            sliding_window=model_config.hf_config.get("sliding_window")
-            if model_config.hf_config.get("use_sliding_window", True)
-            else None,
+            sliding_window=model_config.sliding_window(),
             needs_graphs=self.device_type == "cuda" and config.enforce_eager is False,
             cascade=config.attention.cascade and config.cache.enable_prefix_caching,
         )
@@ -169,6 +170,7 @@ class Worker:
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),
                 config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
             )  # fmt: skip
+            self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec.scale))
         look_at_model(
             self.registry.entry("model", model_name), model, model_config.hidden_size, model_config.vocab_size
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
@@ -12,9 +13,10 @@ from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_pe
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.kernels.skinny_linear import linear_into
-from minivllm.layers.linear import QKVParallelLinear
+from minivllm.layers.linear import QKVParallelLinear, goes_with
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
+from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
 
 _Path = Callable[[torch.Tensor, torch.Tensor, AttentionBackend, RowScale | None], torch.Tensor]
@@ -27,6 +29,13 @@ class Attention:
     write in one kernel; k and v stay in their places in qkv, too, for ``fresh_prompts``. In decode steps of which
     ``takes_qkv`` is true that kernel's work is done by attention itself, and in others, where that is faster, by the
     projection. A backend that overrides either is handed q, k and v.
+
+    ``scale``, of the scores, is head_dim**-0.5 unless given, and the same for all layers of a model. The norms' weights
+    are read, and eps, which is the same for both.
+
+    Raises:
+        TypeError: a norm that is no RMSNorm, or one with a forward of its own.
+        ValueError: norms of different eps.
     """
 
     def __init__(
@@ -48,7 +57,16 @@ class Attention:
         self.scale = head_dim**-0.5 if scale is None else scale
         self.rotary = rotary
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.eps = 0.0 if q_norm is None else q_norm.eps
+        norms = [norm for norm in (q_norm, k_norm) if norm is not None]
+        for norm in norms:
+            if isinstance(norm, nn.Module) and not (isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm)):
+                raise TypeError(
+                    f"a norm of heads is a {type(norm).__name__}: attention computes RMSNorm's own forward of its "
+                    "weight and eps, and calls no other"
+                )
+        if len({norm.eps for norm in norms}) > 1:
+            raise ValueError(f"q_norm and k_norm have different eps: {norms[0].eps} and {norms[1].eps}")
+        self.eps = norms[0].eps if norms else 0.0
         self._chosen_for: AttentionBackend | None = None
         self._path: _Path = self._separate
 
@@ -74,7 +92,7 @@ class Attention:
     ) -> torch.Tensor:
         """``self(projection(norm(x)))``: x (t, hidden), positions (t,); returns (t, heads * head_dim)."""
         fresh, some, many = backend.fresh_prompts, False, False
-        if self._usual(projection, backend):
+        if self._usual(norm, projection, backend):
             product = (len(x), *projection.weight.shape, x.dtype, x.device)
             some = not fresh and use_cluster(*product, head_dim=self.head_dim)
             many = not some and use_persistent(*product, head_dim=self.head_dim)
@@ -104,7 +122,7 @@ class Attention:
         by the library's, one a part. ``projection`` is of no subclass."""
         if not stream.under_way:
             return self.of_stream(stream.whole(), norm, projection, positions, backend)
-        weight, t, usual = projection.weight, stream.shape[0], self._usual(projection, backend)
+        weight, t, usual = projection.weight, stream.shape[0], self._usual(norm, projection, backend)
         product = (t, *weight.shape, weight.dtype, weight.device)
         if usual and projection.folded and use_persistent(*product, head_dim=self.head_dim, parts=True):
             whole, factors, arrival = stream.hand_over(norm.eps)
@@ -116,9 +134,10 @@ class Attention:
             linear_into(qkv[part.rows], norm(x), weight, projection.bias)
         return self(qkv, positions, backend)
 
-    def _usual(self, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
+    def _usual(self, norm: RMSNorm, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may norm, rotate and store, too."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
+        usual = usual and goes_with(projection, norm)
         whole = self.head_dim in HEAD_DIMS and self.rotary.cos_sin.shape[1] == self.head_dim
         return usual and whole and backend.keeps_cache_write()
 
@@ -194,6 +213,16 @@ class Attention:
             scale,
         )
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
+
+
+def attention_scale(model: nn.Module, usual: float) -> float:
+    """What scores are multiplied by in all of a model's layers; ``usual``: where it has no ``Attention``. Raises
+    ValueError: it is not the same in all."""
+    found = (its for module in model.modules() for its in vars(module).values() if isinstance(its, Attention))
+    scales = {its.scale for its in found} or {usual}
+    if len(scales) > 1:
+        raise ValueError(f"layers whose attention has different scales are not supported: {sorted(scales)}")
+    return scales.pop()
 
 
 def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backend: AttentionBackend) -> None:

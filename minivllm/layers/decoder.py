@@ -29,11 +29,12 @@ from minivllm.kernels.sampling import Shard
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention, launch_all_kinds
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import ShardId
-from minivllm.layers.parts import PartedStream, adds_parts, is_plain
+from minivllm.layers.parts import PartedStream, adds_parts
+from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
 from minivllm.layers.whole import decode_whole, decoder_shape, goes_whole, routed_experts
 
@@ -48,7 +49,8 @@ class LayerFactory(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query self-attention with rotary positions; ``qk_norm`` normalizes each head's q and k before them.
+    """Grouped-query self-attention with rotary positions; ``qk_norm`` normalizes each head's q and k before them,
+    ``scale`` is of the scores (head_dim**-0.5 unless given).
 
     Like the MLP it takes the residual stream and the norm in front of it, and adds its output to the stream in place.
     """
@@ -63,6 +65,7 @@ class SelfAttention(nn.Module):
         qk_norm: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -78,6 +81,7 @@ class SelfAttention(nn.Module):
             self.qkv_proj.num_kv_heads,
             head_dim,
             rotary,
+            scale=scale,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
         )
@@ -148,7 +152,11 @@ class DecoderLayer(nn.Module):
         if type(self).forward is not DecoderLayer.forward:
             return pairs
         attention, mlp = self.self_attn, self.mlp
-        if isinstance(attention, SelfAttention) and type(attention).forward is SelfAttention.forward:
+        if (
+            isinstance(attention, SelfAttention)
+            and type(attention).forward is SelfAttention.forward
+            and type(attention.attention).of_stream is Attention.of_stream
+        ):
             pairs.append((self.input_layernorm, attention.qkv_proj))
         if isinstance(mlp, GatedMLP) and type(mlp).forward is GatedMLP.forward:
             pairs.append((self.post_attention_layernorm, mlp.gate_up_proj))
@@ -170,20 +178,21 @@ class DecoderLayer(nn.Module):
         it, reads the stream whole, and so does a hook. Asked at each such step, as modules may be replaced at any
         time."""
         mlp = self.mlp
-        gated = isinstance(mlp, GatedMLP) and is_plain(mlp, GatedMLP) and adds_parts(mlp.down_proj)
+        gated = is_plain(mlp, GatedMLP) and adds_parts(mlp.down_proj) and is_plain(mlp.gate_up_proj, LinearBase)
         return gated and self._attends_as_usual()
 
     def _attends_as_usual(self) -> bool:
         attention = self.self_attn
         return (
             is_plain(self, DecoderLayer)
-            and isinstance(self.input_layernorm, RMSNorm)
-            and isinstance(self.post_attention_layernorm, RMSNorm)
-            and isinstance(attention, SelfAttention)
+            and is_plain(self.input_layernorm, RMSNorm)
+            and is_plain(self.post_attention_layernorm, RMSNorm)
             and is_plain(attention, SelfAttention)
+            and type(attention).add is SelfAttention.add
             and isinstance(attention.attention, Attention)
             and type(attention.attention).of_stream is Attention.of_stream
             and type(attention.qkv_proj) is QKVParallelLinear
+            and is_plain(attention.qkv_proj, LinearBase)
             and adds_parts(attention.o_proj)
         )
 

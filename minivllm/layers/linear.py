@@ -23,6 +23,7 @@ from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
+from minivllm.layers.plain import is_plain
 
 # So many tokens are summed over the ranks in halves, one beside the product of the other: a product of half of them is
 # still as fast a token, which one of a quarter is not.
@@ -80,7 +81,13 @@ class _StackedLinear(LinearBase):
         return self.bias is None or self._bias_comes_behind
 
     def fold(self, norm: RMSNorm) -> None:
-        """Take in the weight of ``norm``, which becomes ones; again after either is loaded anew."""
+        """Take in the weight of ``norm``, which becomes ones; again after either is loaded anew.
+
+        Raises:
+            ValueError: the norm is not RMSNorm's own, or the product adds a bias itself.
+        """
+        if not is_plain(norm, RMSNorm):
+            raise ValueError(f"a {type(norm).__name__} with a forward or a hook of its own is folded into nothing")
         if not self._may_fold():
             raise ValueError("this product takes no norm in: its bias would be scaled with it")
         self.weight.data.copy_(self.weight.data * norm.weight.data.float())  # rounded once
@@ -89,13 +96,20 @@ class _StackedLinear(LinearBase):
 
     def after_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """``self(norm(x))``."""
+        if not goes_with(self, norm):
+            return self(norm(x))
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def unscaled(self, x: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, RowScale | None]:
         """``after_norm``, and what its rows are still to be multiplied by, if ``fold`` has left that to the caller."""
-        if not self.folded:
+        if not self.folded or not goes_with(self, norm):
             return self.after_norm(x, norm), None
         return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, self.bias)
+
+
+def goes_with(product: LinearBase, norm: RMSNorm) -> bool:
+    """Whether one kernel may stand for the product behind the norm: neither has a forward of its own, or a hook."""
+    return is_plain(product, LinearBase) and is_plain(norm, RMSNorm)
 
 
 class ColumnParallelLinear(_StackedLinear):
@@ -171,6 +185,8 @@ class RowParallelLinear(LinearBase):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual + self(x)``, in place of residual (t, out), which every rank holds whole."""
+        if not is_plain(self, RowParallelLinear):
+            return residual.add_(self(x))
         return self._add(residual, x)
 
     def _add_whole(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

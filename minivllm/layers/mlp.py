@@ -9,8 +9,9 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
 from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
+from minivllm.kernels.silu_mul import silu_mul
 from minivllm.kernels.skinny_linear import norm_gate_up
-from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear, goes_with
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
 
@@ -53,4 +54,6 @@ class GatedMLP(nn.Module):
 
     def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj
+        if self.activation is norm_gate_up and not goes_with(up, norm):
+            return silu_mul(up(norm(x)))
         return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)

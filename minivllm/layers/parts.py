@@ -13,6 +13,7 @@ from torch import nn
 
 from minivllm.kernels.exchange import Arrival, PeerExchange
 from minivllm.layers.linear import RowParallelLinear
+from minivllm.layers.plain import is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,8 @@ class PartedStream:
         self._under_way, self._eps = True, eps
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether to call the module is to call the forward of ``kind``: no subclass's, no wrapper's, and no hook's."""
-    forward = getattr(module.forward, "__func__", None)
-    return forward is kind.forward and not module._forward_hooks and not module._forward_pre_hooks
-
-
 def adds_parts(product: nn.Module) -> bool:
     """Whether ``PartedStream.add`` may stand for the product's ``add_to``."""
-    plain = isinstance(product, RowParallelLinear) and type(product).add_to is RowParallelLinear.add_to
-    return plain and product.bias is None
+    if not is_plain(product, RowParallelLinear):
+        return False
+    return type(product).add_to is RowParallelLinear.add_to and product.bias is None

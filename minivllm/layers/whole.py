@@ -26,7 +26,7 @@ from minivllm.kernels.megakernel import (
 from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.layers.experts import RoutedExperts, RoutedMLP
 from minivllm.layers.mlp import GatedMLP
-from minivllm.layers.parts import is_plain
+from minivllm.layers.plain import is_plain
 
 if TYPE_CHECKING:
     from minivllm.layers.decoder import DecoderLayer, SelfAttention

@@ -23,6 +23,7 @@ from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.packed import pack_products_again
 from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
+from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
 from minivllm.models.upload import PinnedUpload
@@ -168,12 +169,13 @@ def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, 
 
 
 def norm_pairs(module: nn.Module) -> Iterator[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]]:
-    """The layers' norms and products that can be folded; none whose weights anything shares."""
+    """The layers' norms and products that can be folded; none whose weights anything shares, or whose norm is not
+    RMSNorm's own."""
     holders = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
     for layer in module.modules():
         if isinstance(layer, DecoderLayer):
             for norm, product in layer.norm_pairs():
-                if holders[id(norm.weight)] == holders[id(product.weight)] == 1:
+                if is_plain(norm, RMSNorm) and holders[id(norm.weight)] == holders[id(product.weight)] == 1:
                     yield norm, product
 
 

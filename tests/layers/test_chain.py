@@ -18,7 +18,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
-from minivllm.layers.decoder import DecoderLayer
+from minivllm.layers.decoder import DecoderLayer, SelfAttention
 from minivllm.layers.linear import MergedColumnParallelLinear
 from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -124,11 +124,36 @@ def replace_attention(world: World) -> None:
     world.layers[1].self_attn.attention.__class__ = OwnAttention
 
 
+class OwnAdd(SelfAttention):
+    def add(self, x: torch.Tensor, heads: torch.Tensor, attention: Any) -> torch.Tensor:
+        return x.add_(self.o_proj(self._pick(x, heads, attention)[1]), alpha=0.3) if len(x) == len(heads) else x
+
+
+def add_less(world: World) -> None:
+    world.layers[1].self_attn.__class__ = OwnAdd
+
+
+def norm_otherwise(world: World) -> None:
+    world.layers[1].post_attention_layernorm.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+def project_otherwise(world: World) -> None:
+    world.layers[1].self_attn.qkv_proj.register_forward_hook(lambda module, inputs, output: output + 1)
+
+
+def add_otherwise(world: World) -> None:
+    world.layers[1].mlp.down_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
 def pick_early(world: World) -> None:
     world.layers[1].pick_last_tokens()
 
 
-@pytest.mark.parametrize("change", [unfold, hook, activate, replace_product, replace_attention, pick_early])
+OWN = [unfold, hook, activate, replace_product, replace_attention, pick_early]
+OWN += [add_less, norm_otherwise, project_otherwise, add_otherwise]
+
+
+@pytest.mark.parametrize("change", OWN)
 def test_one_layer_with_something_of_its_own_leaves_all_as_they_are(
     folder: Path, chained: list[int], change: Callable[[World], None]
 ) -> None:
@@ -138,5 +163,7 @@ def test_one_layer_with_something_of_its_own_leaves_all_as_they_are(
         assert world.layers[1].chain_shape() is None and world.layers[0].chain_shape() is not None
         return
     if change is not pick_early:  # of a layer that is not the last one nothing sensible comes
-        torch.testing.assert_close(world.step(), World(folder, fold=False).step())
+        plain = World(folder, fold=False)
+        change(plain)
+        torch.testing.assert_close(world.step(), plain.step())
     assert not chained and not world.model.model._shape_of(world.layers, torch.zeros(9, 64), DecoderLayer.chain_shape)

@@ -17,6 +17,7 @@ from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
 from minivllm.kernels.capture import rehearsal
+from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import Decoder
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
@@ -26,6 +27,7 @@ from minivllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import pieces_of
 from minivllm.layers.rotary import RotaryTable
@@ -182,6 +184,73 @@ def test_what_is_not_folded_is_left_to_no_one(x: torch.Tensor) -> None:
     assert scale is None and torch.equal(got, layer.after_norm(x, norm))
     with pytest.raises(ValueError, match="bias would be scaled"):
         ColumnParallelLinear(12, 8, TensorParallel(), bias=True).fold(norm)
+
+
+class PlusOne(RMSNorm):
+    """As Gemma's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (12,), 1 + self.weight, self.eps)
+
+
+def doubled(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return 2 * output
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("own", ["norm", "norm's hook", "product", "product's hook"])
+def test_a_norm_or_a_product_with_a_forward_or_a_hook_of_its_own_is_called(own: str, rows: int) -> None:
+    x = torch.randn(rows, 12)
+    norm = (PlusOne if own == "norm" else RMSNorm)(12, 1e-5)
+    layer = MergedColumnParallelLinear(12, [8, 8], TensorParallel())
+    load(norm, weight={None: torch.randn(12)})
+    load(layer, weight={0: torch.randn(8, 12), 1: torch.randn(8, 12)})
+    if own == "product":
+        layer.__class__ = type("Own", (type(layer),), {"forward": lambda self, y: 3 * F.linear(y, self.weight)})
+    if "hook" in own:
+        (norm if "norm" in own else layer).register_forward_hook(doubled)
+    expected = layer(norm(x))
+    torch.testing.assert_close(layer.after_norm(x, norm), expected)
+    got, scale = layer.unscaled(x, norm)
+    assert scale is None and torch.equal(got, layer.after_norm(x, norm))
+    if "norm" in own:
+        with pytest.raises(ValueError, match=f"a {type(norm).__name__} with a forward or a hook of its own"):
+            layer.fold(norm)
+    config: Any = SimpleNamespace(hidden_act="silu", hidden_size=12, intermediate_size=8, mlp_bias=False)
+    mlp = GatedMLP(config, TensorParallel())
+    mlp.gate_up_proj = layer
+    load(mlp.down_proj, weight={None: torch.randn(12, 8)})
+    gate, up = expected.chunk(2, dim=1)
+    inner = F.silu(gate) * up
+    torch.testing.assert_close(mlp(x.clone(), norm), x + F.linear(inner, mlp.down_proj.weight))
+    mlp.down_proj.register_forward_hook(doubled)
+    torch.testing.assert_close(mlp(x.clone(), norm), x + 2 * F.linear(inner, mlp.down_proj.weight))
+
+
+def test_a_hook_that_comes_behind_the_fold_is_called() -> None:
+    x, norm, layer = torch.randn(20, 12), RMSNorm(12, 1e-5), QKVParallelLinear(12, 2, 1, 3, TensorParallel(), bias=True)
+    load(norm, weight={None: torch.randn(12)})
+    sizes = {"q": 6, "k": 3, "v": 3}
+    biases = {name: torch.randn(n) for name, n in sizes.items()}
+    load(layer, weight={name: torch.randn(n, 12) for name, n in sizes.items()}, bias=biases)
+    expected = 2 * layer(norm(x))
+    layer.fold(norm)
+    layer.register_forward_hook(doubled)
+    got, scale = layer.unscaled(x, norm)
+    assert scale is None
+    torch.testing.assert_close(got, expected)
+
+
+def test_norms_of_heads_are_rms_norms_of_one_eps() -> None:
+    rotary: Any = SimpleNamespace()
+    foreign: Any = torch.nn.LayerNorm(8)
+    with pytest.raises(TypeError, match="a norm of heads is a LayerNorm"):
+        Attention(0, 2, 1, 8, rotary, q_norm=foreign)
+    with pytest.raises(TypeError, match="a norm of heads is a PlusOne"):
+        Attention(0, 2, 1, 8, rotary, k_norm=PlusOne(8, 1e-5))
+    with pytest.raises(ValueError, match=r"different eps: 1e-05 and 0\.01"):
+        Attention(0, 2, 1, 8, rotary, q_norm=RMSNorm(8, 1e-5), k_norm=RMSNorm(8, 1e-2))
+    assert Attention(0, 2, 1, 8, rotary, k_norm=RMSNorm(8, 1e-2)).eps == 1e-2
 
 
 def test_folded_rounds_the_weight_once() -> None:

@@ -165,7 +165,7 @@ def test_every_way_gives_and_stores_the_same(
 def test_the_projection_takes_in_what_nobody_overrides() -> None:
     rotary, half = SimpleNamespace(cos_sin=torch.zeros(9, 64)), SimpleNamespace(cos_sin=torch.zeros(9, 32))
     usual = QKVParallelLinear(12, 2, 2, 64, TensorParallel())
-    biased = QKVParallelLinear(12, 2, 2, 64, TensorParallel(), bias=True)
+    biased, plain = QKVParallelLinear(12, 2, 2, 64, TensorParallel(), bias=True), RMSNorm(12, 1e-6)
 
     def takes_in(
         attention: type[Attention] = Attention,
@@ -173,14 +173,16 @@ def test_the_projection_takes_in_what_nobody_overrides() -> None:
         backend: type[TorchBackend] = TorchBackend,
         dim: int = 64,
         rotary: SimpleNamespace = rotary,
+        norm: RMSNorm = plain,
     ) -> bool:
-        return attention(0, 2, 2, dim, rotary)._usual(projection, backend)  # type: ignore[arg-type]
+        return attention(0, 2, 2, dim, rotary)._usual(norm, projection, backend)  # type: ignore[arg-type]
 
     assert takes_in()
     assert takes_in(dim=128, rotary=SimpleNamespace(cos_sin=torch.zeros(9, 128)))
     assert not takes_in(Own)
     assert not takes_in(projection=biased)
     assert not takes_in(projection=type("OwnProjection", (QKVParallelLinear,), {})(12, 2, 2, 64, TensorParallel()))
+    assert not takes_in(norm=type("OwnNorm", (RMSNorm,), {"forward": lambda self, x: x})(12, 1e-6))
     assert not takes_in(backend=OwnWrite)
     assert not takes_in(rotary=half)
     assert not takes_in(dim=32, rotary=half)

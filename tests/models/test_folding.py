@@ -13,6 +13,7 @@ from torch import nn
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.parallel import TensorParallel
+from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, _StackedLinear
 from minivllm.layers.norm import RMSNorm
@@ -157,27 +158,57 @@ class NormsTwice(LlamaLayer):
         return self.self_attn(x.clone(), self.input_layernorm, positions, attention) + y - x
 
 
+class PlusOne(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+class OtherNorm(LlamaLayer):
+    """A norm that is not what its weight says."""
+
+    def __init__(self, config: Any, *args: Any) -> None:
+        super().__init__(config, *args)
+        self.input_layernorm = PlusOne(config.hidden_size, config.rms_norm_eps)
+
+
+class Gate(Attention):
+    def of_stream(self, x: torch.Tensor, norm: RMSNorm, *args: Any) -> torch.Tensor:
+        return super().of_stream(x, norm, *args) * norm(x).mean()
+
+
+class OtherOfStream(LlamaLayer):
+    """Attention that reads the norm twice."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.self_attn.attention.__class__ = Gate
+
+
 class OtherMLP(LlamaLayer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.mlp = type("Sparse", (nn.Module,), {})()
 
 
-@pytest.mark.parametrize(("own", "pairs"), [(LlamaLayer, 2), (NormsTwice, 0), (OtherMLP, 1)])
+@pytest.mark.parametrize(
+    ("own", "pairs"), [(LlamaLayer, 2), (NormsTwice, 0), (OtherMLP, 1), (OtherNorm, 1), (OtherOfStream, 1)]
+)
 def test_a_layer_of_ones_own_is_left_alone(tiny_checkpoint: Checkpoints, own: type[DecoderLayer], pairs: int) -> None:
     class Mine(LlamaForCausalLM):
         layer = own
 
+    config = read_model_config(tiny_checkpoint("llama"))
     with torch.device("meta"):
-        model = Mine(read_model_config(tiny_checkpoint("llama")), TensorParallel())
+        model = Mine(config, TensorParallel())
     found = list(norm_pairs(model))
     assert len(found) == 2 * pairs
     assert all(isinstance(norm, RMSNorm) for norm, _ in found)
 
 
 def test_shared_weights_are_left_alone(tiny_checkpoint: Checkpoints) -> None:
+    config = read_model_config(tiny_checkpoint("llama"))
     with torch.device("meta"):
-        model = LlamaForCausalLM(read_model_config(tiny_checkpoint("llama")), TensorParallel())
+        model = LlamaForCausalLM(config, TensorParallel())
     first, second = model.model.layers
     second.mlp.gate_up_proj.weight = first.mlp.gate_up_proj.weight
     assert [product for _, product in norm_pairs(model)] == [first.self_attn.qkv_proj, second.self_attn.qkv_proj]
