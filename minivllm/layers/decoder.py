@@ -156,6 +156,7 @@ class DecoderLayer(nn.Module):
             isinstance(attention, SelfAttention)
             and type(attention).forward is SelfAttention.forward
             and type(attention.attention).of_stream is Attention.of_stream
+            and type(attention.attention).__call__ is Attention.__call__  # is given rows that are not scaled
         ):
             pairs.append((self.input_layernorm, attention.qkv_proj))
         if isinstance(mlp, GatedMLP) and type(mlp).forward is GatedMLP.forward:
