@@ -184,6 +184,19 @@ class OtherOfStream(LlamaLayer):
         self.self_attn.attention.__class__ = Gate
 
 
+class Clipped(Attention):
+    def __call__(self, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().__call__(qkv.clamp(-1, 1), *rest)
+
+
+class OtherCall(LlamaLayer):
+    """Attention that reads rows before anybody scales them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.self_attn.attention.__class__ = Clipped
+
+
 class OtherMLP(LlamaLayer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -191,7 +204,8 @@ class OtherMLP(LlamaLayer):
 
 
 @pytest.mark.parametrize(
-    ("own", "pairs"), [(LlamaLayer, 2), (NormsTwice, 0), (OtherMLP, 1), (OtherNorm, 1), (OtherOfStream, 1)]
+    ("own", "pairs"),
+    [(LlamaLayer, 2), (NormsTwice, 0), (OtherMLP, 1), (OtherNorm, 1), (OtherOfStream, 1), (OtherCall, 1)],
 )
 def test_a_layer_of_ones_own_is_left_alone(tiny_checkpoint: Checkpoints, own: type[DecoderLayer], pairs: int) -> None:
     class Mine(LlamaForCausalLM):
