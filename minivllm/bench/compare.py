@@ -183,9 +183,10 @@ def _settings(overrides: Iterable[str]) -> str:
     """Overrides in one order, without those that are the default anyway or that only say how to measure."""
     defaults = {name: key.default for name, key in keys_of(MODES["bench"].schema).items()}
     words = {True: "true", False: "false", None: "null"}
-    kept = {}
+    kept: dict[str, str] = {}
     for text in overrides:
         key, _, value = text.partition("=")
+        kept.pop(key, None)  # what is typed last counts
         default = defaults.get(f"{key}.name", defaults.get(key, ...))
         default = words[default] if default is None or isinstance(default, bool) else getattr(default, "name", default)
         if key not in _ASIDE and not key.startswith("sweep.") and value != str(default):

@@ -83,6 +83,10 @@ def test_settings_that_are_the_default_anyway_do_not_tell_rows_apart():
     assert _settings(["tp=2", "repeat=3", "enforce_eager=true"]) == "enforce_eager=true tp=2"
 
 
+def test_of_a_key_that_is_typed_twice_the_last_value_counts():
+    assert _settings(["tp=2", "tp=1"]) == "(defaults)" and _settings(["tp=1", "tp=2"]) == "tp=2"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
