@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import expanduser
 from pathlib import Path
@@ -15,17 +15,14 @@ from typing import Any
 
 from minivllm.bench.record import mark
 from minivllm.bench.results import FIGURES, Figure, Spread, figures
+from minivllm.bench.settings import settings_of
 from minivllm.bench.table import show
-from minivllm.config.modes import MODES
-from minivllm.config.schema import keys_of
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean
 
 THRESHOLD = 5.0  # per cent
 # Start is measured once a process, and the GPU-busy share is no aim in itself: neither is judged.
 _JUDGED = ("output_tokens_per_s", "total_tokens_per_s", "ms_per_step_p50", "ttft_ms_p50", "latency_ms_p50")
-# How something was measured or written down, not what: rows meet in spite of these.
-_ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode", "url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +147,7 @@ def _read(file: Path) -> dict[str, _Config]:
             if row["status"] == "waiting":
                 continue
             overrides = row.get("overrides") or [f"{key}={value}" for key, value in row["settings"].items()]
-            config = found.setdefault(_settings(overrides), _Config([]))
+            config = found.setdefault(settings_of(overrides), _Config([]))
             if row["status"] == "ok":
                 config.records.append(row["record"])
             else:
@@ -177,21 +174,6 @@ def _rows(text: str) -> list[dict[str, Any]]:
         return tree["rows"]
     records = [json.loads(line) for line in text.split("\n") if line.strip()]
     return [{"overrides": r["overrides"], "record": r, "status": "ok", "reason": None} for r in records]
-
-
-def _settings(overrides: Iterable[str]) -> str:
-    """Overrides in one order, without those that are the default anyway or that only say how to measure."""
-    defaults = {name: key.default for name, key in keys_of(MODES["bench"].schema).items()}
-    words = {True: "true", False: "false", None: "null"}
-    kept: dict[str, str] = {}
-    for text in overrides:
-        key, _, value = text.partition("=")
-        kept.pop(key, None)  # what is typed last counts
-        default = defaults.get(f"{key}.name", defaults.get(key, ...))
-        default = words[default] if default is None or isinstance(default, bool) else getattr(default, "name", default)
-        if key not in _ASIDE and not key.startswith("sweep.") and value != str(default):
-            kept[key] = value
-    return " ".join(f"{key}={kept[key]}" for key in sorted(kept)) or "(defaults)"
 
 
 def _some(configs: dict[str, _Config]) -> str:

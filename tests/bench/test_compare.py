@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_job import record
 
-from minivllm.bench.compare import _settings
+from minivllm.bench.settings import settings_of
 from minivllm.cli import main
 
 SETTINGS = {"attention": "torch", "workload": "bs1"}
@@ -79,12 +79,44 @@ def test_of_the_host_less_is_better(tmp_path, capsys):
 
 
 def test_settings_that_are_the_default_anyway_do_not_tell_rows_apart():
-    assert _settings(["tp=1", "attention=auto", "workload=quick", "max_model_len=null", "device=auto"]) == "(defaults)"
-    assert _settings(["tp=2", "repeat=3", "enforce_eager=true"]) == "enforce_eager=true tp=2"
+    assert (
+        settings_of(["tp=1", "attention=auto", "workload=quick", "max_model_len=null", "device=auto"]) == "(defaults)"
+    )
+    assert settings_of(["tp=2", "repeat=3", "enforce_eager=true"]) == "enforce_eager=true tp=2"
 
 
 def test_of_a_key_that_is_typed_twice_the_last_value_counts():
-    assert _settings(["tp=2", "tp=1"]) == "(defaults)" and _settings(["tp=1", "tp=2"]) == "tp=2"
+    assert settings_of(["tp=2", "tp=1"]) == "(defaults)" and settings_of(["tp=1", "tp=2"]) == "tp=2"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("workload.request_rate=50", "workload.request_rate=50.0"),
+        ("workload.request_rate=50", "workload.request_rate=5e1"),
+        ("workload.input_len=[4,8]", "workload.input_len=[4, 8]"),
+        ("cache.enable_prefix_caching=False", "cache.enable_prefix_caching=no"),
+        ("cache.enable_prefix_caching=True", "seed=0"),
+        ("+max_model_len=100", "max_model_len=100"),
+        ("model.hf_config.x=1", "++model.hf_config.x=1"),
+        ("model.path='a'", "model.path=a"),
+        ("attention='torch'", "attention=torch"),
+        ("workload.num_requests=16", "workload.temperature=0.6"),  # both are those of workload=quick
+    ],
+)
+def test_settings_that_are_the_same_are_called_the_same(one, other):
+    assert settings_of([one]) == settings_of([other])
+
+
+@pytest.mark.parametrize("one", ["tp=two", "model.path=/a(1)", "a.key=of,another,version", "workload=gone"])
+def test_what_another_version_took_stays_as_it_was_typed(one):
+    assert settings_of([one]) == one
+
+
+def test_a_default_is_that_of_the_chosen_option():
+    assert settings_of(["workload=mixed", "workload.num_requests=256"]) == "workload=mixed"
+    assert settings_of(["workload.num_requests=16", "workload=mixed"]) == "workload=mixed workload.num_requests=16"
+    assert settings_of(["workload=mixed", "workload.output_len=[100,1024]"]) == "workload=mixed"
 
 
 @pytest.mark.parametrize(

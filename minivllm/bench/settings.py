@@ -1,0 +1,114 @@
+"""Overrides in one order and one spelling, so that configurations that are the same are called the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from minivllm.config.modes import MODES
+from minivllm.config.overrides import Override, groups_of
+from minivllm.config.schema import keys_of
+from minivllm.plugins import default_registry
+
+_SCHEMA = MODES["bench"].schema
+_KEYS, _GROUPS = keys_of(_SCHEMA), groups_of(_SCHEMA)[:-1]
+# How something was measured or written down, not what: rows meet in spite of these.
+_ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode", "url")
+
+
+def settings_of(overrides: Iterable[str]) -> str:
+    """Without those that are the default anyway, or the chosen option's, or that only say how to measure.
+
+    Raises ConfigError for what is no override.
+    """
+    typed = {o.key: o for o in map(Override.parse, overrides)}  # what is typed last counts
+    chosen = {group: _name(typed[group]) if group in typed else _KEYS[f"{group}.name"].default for group in _GROUPS}
+    kept = {}
+    for key, override in typed.items():
+        value = _spelled(_value(override))
+        if key not in _ASIDE and not key.startswith("sweep.") and value not in _default(key, chosen):
+            kept[key] = value
+    return " ".join(f"{key}={kept[key]}" for key in sorted(kept)) or "(defaults)"
+
+
+def _name(override: Override) -> str:
+    return override.value.strip("'\"")
+
+
+def _value(override: Override) -> Any:
+    """As the config has it, or as it was typed, if this version would refuse it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, text = _KEYS.get(override.key), override.value
+    if override.key in _GROUPS:
+        return _name(override)
+    if key is not None and key.text and text != "null" and not text.startswith(("[", '"', "'")):
+        return override.raw
+    try:
+        parsed = OverridesParser.create().parse_override(f"{override.key}={text}")
+        if parsed.is_sweep_override():
+            return text
+        value = parsed.value()
+        if key is None or key.mapping or "${" in text:
+            return value
+        OmegaConf.update(_typed(), key.name, value, merge=False)
+        found = OmegaConf.select(_typed(), key.name)
+        return list(found) if OmegaConf.is_list(found) else found
+    except (HydraException, OmegaConfBaseException):
+        return text
+
+
+def _default(key: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
+    """The one value that it has untyped, spelled; none for a key that is there only if it is typed."""
+    from omegaconf import OmegaConf
+
+    if key in _GROUPS:
+        return (_spelled(_KEYS[f"{key}.name"].default),)
+    group, _, inner = key.partition(".")
+    value = OmegaConf.select(_option(group, chosen[group]), inner, default=...) if group in chosen else ...
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    if value is ... and key in _KEYS:
+        value = _KEYS[key].default
+    return () if value is ... else (_spelled(value),)
+
+
+@cache
+def _option(group: str, name: str) -> Any:
+    """What an option sets, or nothing, if there is no such option here."""
+    from omegaconf import OmegaConf
+
+    entry = default_registry().config_options(group).get(name)
+    if entry is None:
+        return OmegaConf.create()
+    node = entry.option.node
+    if isinstance(node, Mapping) or is_dataclass(node):
+        return OmegaConf.create(node)  # type: ignore[call-overload]
+    return OmegaConf.load(node)
+
+
+@cache
+def _typed() -> Any:
+    """Every key with its type, which makes a number of a word; what it is given stays in it."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(_SCHEMA)
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_spelled, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_spelled(value[key])}' for key in value)}}}"
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
