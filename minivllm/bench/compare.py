@@ -57,7 +57,10 @@ class Change:
 
 
 def run(files: Sequence[str], overrides: Sequence[str]) -> int:
-    """Print the comparison; returns 1 if something became slower than ``threshold=`` per cent, or fails now."""
+    """Print the comparison; returns 1 if something became slower than ``threshold=`` per cent, or fails now.
+
+    Raises ConfigError: a file that cannot be read, or two that have nothing in common.
+    """
     if len(files) != 2:
         raise ConfigError(
             f"bench compare takes two files, A.json and B.json, not {len(files)}: results.json of a sweep, or what "
@@ -71,20 +74,25 @@ def run(files: Sequence[str], overrides: Sequence[str]) -> int:
             f"{files[0]} and {files[1]} have no configuration in common: {_some(before)} against {_some(after)}"
         )
     _marks(files, before, after)
-    changes, broken, mended = [], [], []
+    changes, broken, mended, neither = [], [], [], []
     for settings in both:
         a, b = before[settings], after[settings]
         if a.records and b.records:
-            changes += _changes(settings, a, b)
+            changes += (found := _changes(settings, a, b))
+            neither += [] if found else [f"no figure in common: {settings}"]
         elif a.records:
             broken.append(f"fails now: {settings}: {b.reason}")
         elif b.records:
             mended.append(f"works now: {settings}")
+        else:
+            neither.append(f"in neither: {settings}: {b.reason}")
     _table(changes, threshold)
     only = [f"only in {files[0]}: {s}" for s in before if s not in after]
     only += [f"only in {files[1]}: {s}" for s in after if s not in before]
-    for line in (*broken, *mended, *only):
+    for line in (*broken, *mended, *neither, *only):
         print(line)
+    if not (changes or broken or mended):
+        raise ConfigError(f"{files[0]} and {files[1]} have no figure in common, so that nothing was compared")
     if any(not change.known for change in changes):
         print(
             f"* one run only: its spread is not known, and up to {threshold:g}% counts as the same; repeat=3 shows it"

@@ -68,6 +68,20 @@ def test_what_fails_now_is_a_loss(tmp_path, capsys):
     assert "works now" in capsys.readouterr().out
 
 
+def test_what_works_in_neither_is_named_and_alone_is_no_comparison(tmp_path, capsys):
+    broken = {"settings": {"seed": "1"}, "status": "unsupported", "reason": "why not"}
+    host = {"settings": {"seed": "2"}, "status": "ok", "record": {}}
+    works = {"settings": SETTINGS, "status": "ok", "record": record(SETTINGS)}
+    a, b = (sweep_file(tmp_path / name, broken, host, works) for name in "ab")
+    said = "in neither: seed=1: unsupported: why not\nno figure in common: seed=2\n"
+    assert main(["bench", "compare", a, b]) == 0
+    assert said in capsys.readouterr().out
+    a, b = (sweep_file(tmp_path / name, broken, host) for name in "ab")
+    assert main(["bench", "compare", a, b]) == 2
+    out, err = capsys.readouterr()
+    assert said in out and "nothing is slower" not in out and "so that nothing was compared" in err
+
+
 def test_of_the_host_less_is_better(tmp_path, capsys):
     def host(us: float) -> dict:
         return {"overrides": ["workload=host"], "host": [{"running": 1, "waiting": 0, "us_p50": us, "us_p99": us}]}
