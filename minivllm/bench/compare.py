@@ -67,7 +67,7 @@ def run(files: Sequence[str], overrides: Sequence[str]) -> int:
             "output= wrote"
         )
     threshold = _threshold(overrides)
-    before, after = (_read(Path(expanduser(name))) for name in files)
+    before, after = _named(*(_read(Path(expanduser(name))) for name in files))
     both = [settings for settings in before if settings in after]
     if not both:
         raise ConfigError(
@@ -145,17 +145,18 @@ class _Config:
         return pooled
 
 
-def _read(file: Path) -> dict[str, _Config]:
-    """settings → what was measured with them, of a sweep's results or of JSON lines."""
+def _read(file: Path) -> dict[tuple[str, str | None], _Config]:
+    """settings and server, if it was one → what was measured, of a sweep's results or of JSON lines."""
     try:
         text = file.read_text(encoding="utf-8")
         rows = _rows(text)
-        found: dict[str, _Config] = {}
+        found: dict[tuple[str, str | None], _Config] = {}
         for row in rows:
             if row["status"] == "waiting":
                 continue
             overrides = row.get("overrides") or [f"{key}={value}" for key, value in row["settings"].items()]
-            config = found.setdefault(settings_of(overrides), _Config([]))
+            server = (row.get("record") or {}).get("url")
+            config = found.setdefault((settings_of(overrides), server), _Config([]))
             if row["status"] == "ok":
                 config.records.append(row["record"])
             else:
@@ -171,6 +172,16 @@ def _read(file: Path) -> dict[str, _Config]:
     if not found:
         raise ConfigError(f"{file} has no result in it")
     return found
+
+
+def _named(*files: dict[tuple[str, str | None], _Config]) -> list[dict[str, _Config]]:
+    """By settings: two servers, one a file, meet. With several in one file each is a configuration of its own."""
+    if all(len({server for _, server in file}) == 1 for file in files):
+        return [{settings: config for (settings, _), config in file.items()} for file in files]
+    return [
+        {f"{settings} url={server}" if server else settings: config for (settings, server), config in file.items()}
+        for file in files
+    ]
 
 
 def _rows(text: str) -> list[dict[str, Any]]:

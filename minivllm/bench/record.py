@@ -34,12 +34,17 @@ def environment() -> dict[str, Any]:
 
 
 def mark(record: dict[str, Any]) -> str:
-    """The machine, the versions, the commit and the day, in one line: what stands beneath each picture."""
+    """The machine, the versions, the commit and the day, in one line: what stands beneath each picture.
+
+    Of a server only its address and its model are known; the rest is the client's, and torch has no part in it.
+    """
     device = record.get("device", "cpu")
     machine = record.get("cpu", "") if device in ("cpu", "none") else device
     triton = f"triton {record['triton']}" if record.get("triton") else ""
     source = f"commit {record['commit']}" if record.get("commit") else "installed package"
     parts = [machine, f"minivllm {record.get('minivllm')}, {source}", f"torch {record.get('torch')}", triton]
+    if record.get("url"):
+        parts = [f"server {record['url']}, model {record.get('model')}", f"client: {machine}", parts[1]]
     return " · ".join(filter(None, [*parts, f"Python {record.get('python')}", str(record.get("date", ""))[:10]]))
 
 

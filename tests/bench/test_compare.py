@@ -82,6 +82,22 @@ def test_what_works_in_neither_is_named_and_alone_is_no_comparison(tmp_path, cap
     assert said in out and "nothing is slower" not in out and "so that nothing was compared" in err
 
 
+def test_servers_are_named_and_several_in_one_file_kept_apart(tmp_path, capsys):
+    def served(port: int, speed: float) -> dict:
+        return record({"url": f"x:{port}"}, speed) | {"url": f"http://x:{port}", "model": "m"}
+
+    one, two = served(1, 100.0), served(2, 200.0)
+    a, b, both = lines(tmp_path / "a", one), lines(tmp_path / "b", two), lines(tmp_path / "both", one, two)
+    assert main(["bench", "compare", a, b]) == 0
+    out = capsys.readouterr().out
+    assert f"{a}: server http://x:1, model m · client: A <CPU> · minivllm 0, commit abc · Python 3\n" in out
+    assert "(defaults)" in out and "+100.0%" in out
+    assert main(["bench", "compare", a, both]) == 0
+    out = capsys.readouterr().out
+    assert "(defaults) url=http://x:1" in out and f"only in {both}: (defaults) url=http://x:2" in out
+    assert "+0.0%" in out and "+100.0%" not in out
+
+
 def test_of_the_host_less_is_better(tmp_path, capsys):
     def host(us: float) -> dict:
         return {"overrides": ["workload=host"], "host": [{"running": 1, "waiting": 0, "us_p50": us, "us_p99": us}]}
