@@ -80,7 +80,11 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
             raise ConfigError(f"{override.text}: glob chooses among a group's options: {', '.join(_GROUPS[:-1])}")
         found = value.filter(sorted(group_options(override.key, registry)))
     else:
-        found = [_text(v, plain=override.key in _KEYS and _KEYS[override.key].text) for v in parsed.sweep_iterator()]
+        plain = override.key in _KEYS and _KEYS[override.key].text
+        try:
+            found = [_text(v, plain=plain) for v in parsed.sweep_iterator()]
+        except (HydraException, ValueError) as e:  # a range of step 0
+            raise ConfigError(f"{override.text}: this names no value ({e})") from e
     if not found:
         raise ConfigError(f"{override.text}: this names no value")
     return found
