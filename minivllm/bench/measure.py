@@ -15,7 +15,7 @@ from minivllm.bench.recorder import FirstTokens
 from minivllm.bench.workloads import BenchRequest
 from minivllm.core.longest_first import longest_first
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.errors import MinivllmError
+from minivllm.errors import ConfigError, MinivllmError, RequestError
 
 if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions
@@ -77,7 +77,7 @@ class Bench:
         if not any(request.arrival for request in requests):  # then as ``LLM.generate`` has them
             sizes, params = [len(r.prompt) for r in requests], [self._params_of(r) for r in requests]
             self.requests = [requests[i] for i in longest_first(engine, sizes, params)]
-        self.whole = options.ignore_eos
+        self.name, self.whole = options.name, options.ignore_eos
         self.on_cpu = engine.describe()["device"] == "cpu"
         self._number = 0
         self.step_ms: list[np.ndarray] = []  # (steps,) of each measured run
@@ -175,12 +175,15 @@ class Bench:
         return played
 
     def add(self, requests: Sequence[BenchRequest]) -> list[str]:
-        """Queue them; returns their ids. Raises RequestError for one that can never run here."""
+        """Queue them; returns their ids. Raises ConfigError for one that can never run with these settings."""
         names = []
         for request in requests:
             self._number += 1
             names.append(f"bench-{self._number}")
-            self.engine.add_request(names[-1], request.prompt, self._params_of(request))
+            try:
+                self.engine.add_request(names[-1], request.prompt, self._params_of(request))
+            except RequestError as e:
+                raise ConfigError(f"workload={self.name}: {e}") from e
         return names
 
     def _params_of(self, request: BenchRequest) -> SamplingParams:

@@ -92,10 +92,12 @@ def test_check_turns_a_passed_limit_into_the_exit_code(monkeypatch):
     assert main([*small, "check=true"]) == 1
 
 
-def test_what_cannot_run_is_refused_before_the_model_is_loaded(tiny_checkpoint, tmp_path, capsys):
+def test_what_cannot_run_is_refused(tiny_checkpoint, tmp_path, capsys):
     model = f"model.path={tiny_checkpoint()}"
     assert main(["bench", model, "workload=mixed"]) == 2
     assert "exceed max_model_len=1024" in capsys.readouterr().err
+    assert main(["bench", model, "device=cpu", "cache.num_blocks=1", "workload.num_requests=1"]) == 2
+    assert "workload=quick: a 64-token prompt with max_tokens=8 needs 5 cache blocks" in capsys.readouterr().err
     assert main(["bench", model, f"output={tmp_path / 'no' / 'folder'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert main(["bench", model, f"trace={tmp_path / 'no' / 'folder.json'}"]) == 2
