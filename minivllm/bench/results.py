@@ -84,7 +84,7 @@ class Row:
     settings: dict[str, str]
     status: str = "waiting"
     reason: str | None = None
-    seconds: float | None = None
+    job_seconds: float | None = None  # of its process, its start included; the record's are the measured run's
     record: dict[str, Any] | None = None
 
     @property
@@ -129,6 +129,9 @@ class Sweep:
             tree = json.loads(file.read_text(encoding="utf-8"))
             if tree.pop("format") != FORMAT:
                 raise ConfigError(f"{file} was written by another version of minivllm and cannot be gone on with")
+            for row in tree["rows"]:
+                if "seconds" in row:  # its former name
+                    row["job_seconds"] = row.pop("seconds")
             return cls(**(tree | {"rows": [Row(**row) for row in tree["rows"]]}))
         except (FileNotFoundError, NotADirectoryError) as e:
             raise ConfigError(
@@ -150,11 +153,14 @@ class Sweep:
         about = (*engine, "cpu", "minivllm", "commit", "torch", "triton", "date")
         writer = csv.writer(file)
         columns = [f"{name}{end}" for name in names for end in ("", "_min", "_max")]
-        writer.writerow(["job", *settings, "status", "reason", "seconds", *columns, *(f"ran_{name}" for name in about)])
+        writer.writerow(
+            ["job", *settings, "status", "reason", "job_seconds", *columns, *(f"ran_{name}" for name in about)]
+        )
         for row, of_row in zip(self.rows, found, strict=True):
+            took = "" if row.job_seconds is None else row.job_seconds
             ends = [(s.median, s.min, s.max) if (s := of_row.get(name)) else ("", "", "") for name in names]
             writer.writerow(
-                [row.job, *row.settings.values(), row.status, row.reason or "", row.seconds or ""]
+                [row.job, *row.settings.values(), row.status, row.reason or "", took]
                 + [value for three in ends for value in three]
                 + [(row.record or {}).get(name, "") for name in about]
             )

@@ -161,7 +161,7 @@ def _run(sweep: Sweep, folder: Path, refused: dict[int, str]) -> int:
                 progress.start(row)
                 outcome = _outcome(row, sweep, folder, refused.get(row.job), progress)
                 row.status, row.reason = outcome.status, outcome.reason
-                row.seconds, row.record = outcome.seconds, outcome.record
+                row.job_seconds, row.record = outcome.seconds, outcome.record
                 sweep.save(folder)
                 progress.finish(row)
     except KeyboardInterrupt:

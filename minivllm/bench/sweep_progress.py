@@ -42,7 +42,7 @@ class Progress:
         said = f"{row.status}: {row.reason.rstrip('.')}" if row.reason else row.status
         if first is not None:
             said = f"{found[first.key].text(first)} {first.label}"
-        print(f"{self._head(row)}: {said}, {row.seconds:.1f} s{self._left(0.0)}", file=sys.stderr, flush=True)
+        print(f"{self._head(row)}: {said}, {row.job_seconds:.1f} s{self._left(0.0)}", file=sys.stderr, flush=True)
 
     def _head(self, row: Row) -> str:
         done = sum(r.status != "waiting" for r in self.rows) + (row.status == "waiting")
@@ -58,14 +58,16 @@ def time_left(rows: Sequence[Row], keys: Sequence[str], spent: float = 0.0) -> f
 
     A row is taken to last as long as those done that share most settings with it.
     """
-    done = [row for row in rows if row.status != "waiting" and row.seconds is not None]
+    done = [row for row in rows if row.status != "waiting" and row.job_seconds is not None]
     waiting = [row for row in rows if row.status == "waiting"]
     if not done or not waiting:
         return None
     times = []
     for row in waiting:
         shared = [sum(row.settings[key] == other.settings[key] for key in keys) for other in done]
-        times.append(statistics.fmean(o.seconds or 0.0 for o, n in zip(done, shared, strict=True) if n == max(shared)))
+        times.append(
+            statistics.fmean(o.job_seconds or 0.0 for o, n in zip(done, shared, strict=True) if n == max(shared))
+        )
     return max(times[0] - spent, 0.0) + sum(times[1:])
 
 

@@ -152,7 +152,7 @@ def test_whatever_a_job_dies_of_is_a_row_with_its_reason(fake_jobs, tmp_path, ca
     assert rows[1].reason == "killed by SIGKILL; the system does that when memory runs out"
     assert rows[2].reason == "attention=none cannot run this: it <says> so"
     assert rows[3].reason == "MemoryError: CUDA out of memory"
-    assert rows[4].reason == "ended after sweep.timeout=4 seconds" and rows[4].seconds < 30
+    assert rows[4].reason == "ended after sweep.timeout=4 seconds" and rows[4].job_seconds < 30
     assert rows[5].reason == "ended without a result"
     for row in rows_of(folder):
         if row.settings[partial] == "2":
@@ -170,6 +170,7 @@ def test_whatever_a_job_dies_of_is_a_row_with_its_reason(fake_jobs, tmp_path, ca
     first = table[0]
     assert (first["output_tokens_per_s"], first["output_tokens_per_s_min"]) == ("100.0", "98.0")
     assert first["ran_commit"] == "abc"
+    assert float(first["job_seconds"]) > 0 and table[1]["job_seconds"] == "0.0"  # refused, and never begun
 
 
 def test_a_sweep_in_which_nothing_succeeds_exits_1(fake_jobs, tmp_path):
@@ -233,9 +234,16 @@ def test_resuming_tries_again_what_failed(fake_jobs, tmp_path, capsys):
     assert len((folder / "starts").read_text().splitlines()) == 3
 
 
+def test_the_time_of_a_job_is_read_by_its_name_of_old(tmp_path):
+    Sweep(["seed=1"], ["seed"], "/", "then", [Row(0, {"seed": "1"}, "ok", job_seconds=2.0)]).save(tmp_path)
+    file = tmp_path / "results.json"
+    file.write_text(file.read_text().replace('"job_seconds"', '"seconds"'))
+    assert rows_of(tmp_path)[0].job_seconds == 2.0
+
+
 def test_time_left_goes_by_what_is_most_like_it():
     def row(job: int, seconds: float | None, **settings: str) -> Row:
-        return Row(job, settings, "waiting" if seconds is None else "ok", seconds=seconds)
+        return Row(job, settings, "waiting" if seconds is None else "ok", job_seconds=seconds)
 
     keys = ["a", "w"]
     rows = [row(0, 10.0, a="1", w="long"), row(1, 2.0, a="1", w="bs1"), row(2, None, a="2", w="long")]
