@@ -56,9 +56,9 @@ class Progress:
 def time_left(rows: Sequence[Row], keys: Sequence[str], spent: float = 0.0) -> float | None:
     """Seconds until all waiting rows are done, ``spent`` of which the first one has used; None before one is done.
 
-    A row is taken to last as long as those done that share most settings with it.
+    A row is taken to last as long as those done, not refused, that share most settings with it.
     """
-    done = [row for row in rows if row.status != "waiting" and row.job_seconds is not None]
+    done = [row for row in rows if row.status not in ("waiting", "unsupported") and row.job_seconds is not None]
     waiting = [row for row in rows if row.status == "waiting"]
     if not done or not waiting:
         return None

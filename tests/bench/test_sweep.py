@@ -250,6 +250,8 @@ def test_time_left_goes_by_what_is_most_like_it():
     assert time_left(rows, keys) == 10.0 and time_left(rows, keys, 4.0) == 6.0
     assert time_left([*rows, row(3, None, a="2", w="bs1")], keys, 25.0) == 2.0
     assert time_left(rows[2:], keys) is None and time_left(rows[:2], keys) is None
+    refused = Row(4, {"a": "2", "w": "long"}, "unsupported", job_seconds=0.0)
+    assert time_left([*rows, refused], keys) == 10.0 and time_left([refused, rows[2]], keys) is None
     assert [in_words(s) for s in (30, 600, 9000)] == ["30 s", "10 min", "2.5 h"]
 
 
