@@ -39,7 +39,9 @@ class Progress:
         self._row = None
         found = figures(row.record) if row.record else {}
         first = next((f for f in FIGURES if f.key in found), None)
-        said = f"{row.status}: {row.reason.rstrip('.')}" if row.reason else row.status
+        reason = row.reason or ""
+        reason = reason if reason.endswith("...") else reason.removesuffix(".")  # a comma follows
+        said = f"{row.status}: {reason}" if reason else row.status
         if first is not None:
             said = f"{found[first.key].text(first)} {first.label}"
         print(f"{self._head(row)}: {said}, {row.job_seconds:.1f} s{self._left(0.0)}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ import pytest
 
 from minivllm.bench import sweep
 from minivllm.bench.results import Row, Sweep
-from minivllm.bench.sweep_progress import in_words, time_left
+from minivllm.bench.sweep_progress import Progress, in_words, time_left
 from minivllm.bench.sweep_values import expand
 from minivllm.cli import main
 from minivllm.errors import ConfigError
@@ -232,6 +232,13 @@ def test_resuming_tries_again_what_failed(fake_jobs, tmp_path, capsys):
     assert main(["bench", f"sweep.resume={folder}"]) == 0
     assert "1 done before are kept, 1 that failed are tried again" in capsys.readouterr().err
     assert len((folder / "starts").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(("reason", "said"), [("type +a=...", "type +a=..., 1.0 s"), ("It ended.", "It ended, 1.0 s")])
+def test_the_line_of_a_job_keeps_what_its_reason_ends_with(reason, said, capsys):
+    row = Row(0, {"seed": "1"}, "failed", reason, 1.0)
+    Progress([row], ["seed"]).finish(row)
+    assert capsys.readouterr().err == f"[1/1] seed=1: failed: {said}\n"
 
 
 def test_the_time_of_a_job_is_read_by_its_name_of_old(tmp_path):
