@@ -9,7 +9,7 @@ from pathlib import Path
 
 from minivllm.bench.charts import COLORS, Bar, Box, bar_chart, box_chart
 from minivllm.bench.record import mark
-from minivllm.bench.results import FIGURES, Figure, Row, Spread, Sweep, figures
+from minivllm.bench.results import FIGURES, Figure, Row, Spread, Sweep, figures, short
 from minivllm.plugins.types import CONFIG_GROUPS
 
 _STYLE = """
@@ -141,7 +141,7 @@ class _Page:
             return [f"<h2>{title}</h2>", "<p>Not measured: no row ran on a GPU of its own process.</p>"]
         there_are = {row.settings[self.color_key] for row in self.sweep.rows if row.status == "ok"}
         legend = "".join(
-            f'<span class="key"><i style="background:{color}"></i>{escape(_short(self.color_key, value))}</span>'
+            f'<span class="key"><i style="background:{color}"></i>{escape(self._short(self.color_key, value))}</span>'
             for value, color in self.colors.items()
             if value in there_are
         )
@@ -170,7 +170,11 @@ class _Page:
         return " and ".join(dict.fromkeys(mark(row.record) for row in rows if row.record))
 
     def _label(self, row: Row) -> str:
-        return " ".join(_short(key, row.settings[key]) for key in self.rest)
+        return " ".join(self._short(key, row.settings[key]) for key in self.rest)
+
+    def _short(self, key: str, value: str) -> str:
+        """A group's option needs no key to be understood."""
+        return value if key in CONFIG_GROUPS else f"{short(key, self.sweep.keys)}={value}"
 
     def _color(self, row: Row) -> str:
         return self.colors[row.settings[self.color_key]]
@@ -202,11 +206,6 @@ class _Page:
 def _cell(spread: Spread, figure: Figure) -> str:
     middle, ends = spread.words(figure)
     return f"<td>{middle}<br><small>{ends}</small></td>" if ends else f"<td>{middle}</td>"
-
-
-def _short(key: str, value: str) -> str:
-    """A group's option needs no key to be understood."""
-    return value if key in CONFIG_GROUPS else f"{key.rpartition('.')[2]}={value}"
 
 
 def _timelines(sweep: Sweep, folder: Path) -> list[str]:

@@ -92,7 +92,14 @@ class Row:
         return [f"{key}={value}" for key, value in self.settings.items()]
 
     def label(self, keys: Sequence[str]) -> str:
-        return " ".join(f"{key.rpartition('.')[2]}={self.settings[key]}" for key in keys)
+        return " ".join(f"{short(key, keys)}={self.settings[key]}" for key in keys)
+
+
+def short(key: str, keys: Sequence[str]) -> str:
+    """As much of a key's end as tells it from the other keys."""
+    parts = key.split(".")
+    ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((end for end in ends if not any(f".{k}".endswith(f".{end}") for k in keys if k != key)), key)
 
 
 @dataclass(slots=True)

@@ -234,6 +234,12 @@ def test_resuming_tries_again_what_failed(fake_jobs, tmp_path, capsys):
     assert len((folder / "starts").read_text().splitlines()) == 3
 
 
+def test_a_label_has_as_much_of_a_key_as_tells_it_from_the_others():
+    keys = ["seed", "workload.seed", "attention.options.x", "sampler.options.x", "cache.num_blocks"]
+    label = Row(0, dict.fromkeys(keys, "1")).label(keys)
+    assert label == "seed=1 workload.seed=1 attention.options.x=1 sampler.options.x=1 num_blocks=1"
+
+
 @pytest.mark.parametrize(("reason", "said"), [("type +a=...", "type +a=..., 1.0 s"), ("It ended.", "It ended, 1.0 s")])
 def test_the_line_of_a_job_keeps_what_its_reason_ends_with(reason, said, capsys):
     row = Row(0, {"seed": "1"}, "failed", reason, 1.0)
