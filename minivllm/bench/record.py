@@ -96,10 +96,13 @@ def peak_memory(device: str) -> dict[str, int | None]:
 
 
 def check_writable(name: str, key: str) -> Path:
-    """The path of a file that can be appended to. Raises ConfigError."""
+    """The path of a file that can be appended to; one that was not there is not there after. Raises ConfigError."""
     path = Path(expanduser(name))
+    there = os.path.lexists(path)
     try:
         path.open("a").close()
+        if not there:
+            path.unlink()
     except OSError as e:
         raise ConfigError(f"{key}={name} cannot be written: {e.strerror}") from e
     return path

@@ -101,6 +101,9 @@ def test_what_cannot_run_is_refused(tiny_checkpoint, tmp_path, capsys):
     assert main(["bench", model, f"output={tmp_path / 'no' / 'folder'}"]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert main(["bench", model, f"trace={tmp_path / 'no' / 'folder.json'}"]) == 2
+    assert main(["bench", model, "workload=mixed", f"output={tmp_path / 'a'}", f"trace={tmp_path / 'b'}"]) == 2
+    assert not list(tmp_path.iterdir())  # a refused run leaves no empty file
+    capsys.readouterr()
     assert main(["bench", model, "sweep.dir=x"]) == 2
     assert "sweep.dir belongs to a sweep" in capsys.readouterr().err
 
