@@ -53,7 +53,7 @@ class _Files:
 
             check_matplotlib()
         return cls(
-            None if options.output is None else check_writable(options.output, "output"),
+            None if options.output is None else _writable("output", options.output),
             _file("profile", options.profile, {"true": None, "gpu": None}),
             _file("trace", options.trace, {"true": TRACE}),
             _file("timeline", options.timeline, {"true": TIMELINE, "png": TIMELINE}),
@@ -66,7 +66,13 @@ class _Files:
 
 def _file(key: str, value: str, words: dict[str, str | None]) -> Path | None:
     name = words.get(value, value)
-    return None if name is None or name == "false" else check_writable(name, key)
+    return None if name is None or name == "false" else _writable(key, name)
+
+
+def _writable(key: str, name: str) -> Path:
+    if name == "-":
+        raise ConfigError(f"{key}=-: standard output has the tables of bench; type {key}=FILE")
+    return check_writable(name, key)
 
 
 def run(composed: Composed) -> int:

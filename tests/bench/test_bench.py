@@ -104,6 +104,8 @@ def test_what_cannot_run_is_refused(tiny_checkpoint, tmp_path, capsys):
     assert main(["bench", model, "workload=mixed", f"output={tmp_path / 'a'}", f"trace={tmp_path / 'b'}"]) == 2
     assert not list(tmp_path.iterdir())  # a refused run leaves no empty file
     capsys.readouterr()
+    assert main(["bench", model, "output=-"]) == 2
+    assert "output=-: standard output has the tables of bench; type output=FILE" in capsys.readouterr().err
     assert main(["bench", model, "sweep.dir=x"]) == 2
     assert "sweep.dir belongs to a sweep" in capsys.readouterr().err
 
