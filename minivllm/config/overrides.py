@@ -131,6 +131,8 @@ def _parse_value(override: Override) -> Any:
             f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
         ) from e
     if parsed.is_sweep_override():
+        if override.key.startswith("sweep."):  # of all jobs of a sweep
+            raise ConfigError(f"{override.text}: {override.key} takes one value, for the whole sweep")
         raise ConfigError(f"{override.text}: several values make a sweep (`minivllm bench -m`); for a list type [a,b]")
     return parsed.value()
 

@@ -127,6 +127,7 @@ def test_a_key_typed_twice_is_refused():
         (["sampler.name=default,'defalt'"], "sampler=defalt: there is no such sampler"),
         (["cash.num_blocks=1,2"], "there is no key cash.num_blocks. Did you mean cache.num_blocks"),
         (["tp=1,two"], "tp=two: tp is a whole number, not two"),
+        (["tp=1,2", "sweep.timeout=5,6"], "sweep.timeout=5,6: sweep.timeout takes one value, for the whole sweep"),
         (["sweep.timeout=0"], "the least is 1"),
         (["sweep.resume=a", "sweep.dir=b"], "leave sweep.dir out"),
         (["sweep.resume=/no/such/folder"], "holds no results.json; type the folder"),
