@@ -246,7 +246,7 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
     if record["time_to_ready_s"] is not None:
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["ready_phases_s"].items())
         print(f"ready {record['time_to_ready_s']:.2f} s after the process began ({phases})")
-    print(f"peak memory: {', '.join(memory)}")
+    print(f"peak memory of this process alone: {', '.join(memory)}")
 
 
 def _show_figures(title: str, record: dict[str, Any], figures: Sequence[tuple[str, str, int]]) -> None:

@@ -69,7 +69,7 @@ def test_it_runs_as_a_command(tiny_checkpoint, tmp_path):
         env={"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "workload=quick: 5 requests" in done.stdout
+    assert "workload=quick: 5 requests" in done.stdout and "peak memory of this process alone: " in done.stdout
     record = json.loads((tmp_path / "out.jsonl").read_text())
     assert record["load_format"] == "dummy" and record["time_to_ready_s"] > 0
     assert [p.name for p in tmp_path.iterdir()] == ["out.jsonl"]
