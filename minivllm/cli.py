@@ -143,6 +143,11 @@ def _run(args: Arguments) -> int:
         print(f"minivllm {__version__} (plugin API {API_VERSION})")
         return 0
     if args.has("-h", "--help"):
+        if args.word == "bench" and args.rest:
+            from minivllm.bench.compare import USAGE
+
+            print(USAGE)
+            return 0
         from minivllm.help import help_text
         from minivllm.plugins import load_plugins
 

@@ -21,6 +21,14 @@ from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean
 
 THRESHOLD = 5.0  # per cent
+USAGE = f"""usage: minivllm bench compare A B [threshold={THRESHOLD:g}]
+
+What became faster or slower from A to B: each is results.json of a sweep, or a file that output= wrote.
+
+  threshold  per cent (default {THRESHOLD:g}); of one run only, a difference up to it counts as the same
+
+The exit code is 1 if some figure is slower by more than the threshold and beyond the spread of repeated runs, or if a
+configuration that worked fails now, and 2 if nothing could be compared."""
 # Start is measured once a process, and the GPU-busy share is no aim in itself: neither is judged.
 _JUDGED = ("output_tokens_per_s", "total_tokens_per_s", "ms_per_step_p50", "ttft_ms_p50", "latency_ms_p50")
 

@@ -108,6 +108,11 @@ def test_of_the_host_less_is_better(tmp_path, capsys):
     assert "host us 1+0" in capsys.readouterr().out
 
 
+def test_it_has_help_of_its_own(capsys):
+    assert main(["bench", "compare", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: minivllm bench compare A B [threshold=5]")
+
+
 def test_settings_that_are_the_default_anyway_do_not_tell_rows_apart():
     assert (
         settings_of(["tp=1", "attention=auto", "workload=quick", "max_model_len=null", "device=auto"]) == "(defaults)"
