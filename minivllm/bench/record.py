@@ -102,7 +102,7 @@ def check_writable(name: str, key: str) -> Path:
     try:
         path.open("a").close()
         if not there:
-            path.unlink()
+            path.unlink(missing_ok=True)  # of torchrun's processes another may have been first
     except OSError as e:
         raise ConfigError(f"{key}={name} cannot be written: {e.strerror}") from e
     return path
