@@ -14,7 +14,8 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 
-ShardId = str | int | None  # which part of a packed parameter: "q", "k", "v"; 0, 1; None for a parameter of one part
+# Which part of a packed parameter: "q", "k", "v"; 0, 1. None: of one part, or all parts, stacked.
+ShardId = str | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,13 @@ class Piece:
 
 def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = None) -> None:
     """Copy this rank's slice of a checkpoint tensor into its place; converts dtype and device on the way."""
-    piece: Piece = pieces_of(param)[shard_id]
+    pieces, piece = pieces_of(param), whole_of(param, shard_id)
     if tuple(loaded.shape) != piece.shape:
         raise ValueError(f"shape {tuple(loaded.shape)} where {piece.shape} is expected")
+    if shard_id not in pieces:
+        for part, tensor in zip(pieces, loaded.split([its.shape[0] for its in pieces.values()]), strict=True):
+            load_piece(param, tensor, part)
+        return
     source = loaded.narrow(piece.dim, piece.start, piece.length)
     param.data.narrow(piece.dim, piece.offset, piece.length).copy_(source)
 
@@ -55,6 +60,16 @@ def pieces_of(param: nn.Parameter) -> dict[ShardId, Piece]:
     """A parameter's pieces; one that no layer of ours made is one whole piece."""
     pieces = getattr(param, "pieces", None)
     return {None: Piece(tuple(param.shape))} if pieces is None else pieces
+
+
+def whole_of(param: nn.Parameter, shard_id: ShardId) -> Piece:
+    """That piece, or, for None, of a parameter of several parts, all of them as one tensor, in their order."""
+    pieces = pieces_of(param)
+    if shard_id in pieces:
+        return pieces[shard_id]
+    assert shard_id is None
+    first, *others = pieces.values()
+    return Piece((first.shape[0] + sum(its.shape[0] for its in others), *first.shape[1:]))
 
 
 def zero_uncovered(param: nn.Parameter) -> None:

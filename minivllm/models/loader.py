@@ -22,7 +22,7 @@ from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.packed import pack_products_again
-from minivllm.layers.parameter import ShardId, load_piece, pieces_of, zero_uncovered
+from minivllm.layers.parameter import ShardId, load_piece, pieces_of, whole_of, zero_uncovered
 from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
@@ -105,8 +105,9 @@ def load_weights(
 ) -> None:
     """Put every tensor in its place.
 
-    ``packed`` maps a checkpoint's module name to (the module's, shard id). A parameter shared by two modules takes
-    the first one's tensor; the other's may be in the checkpoint or not.
+    ``packed`` maps a checkpoint's module name to (the module's, shard id); a shard id of None says that the checkpoint
+    has all parts in one tensor, stacked as they are here. A parameter shared by two modules takes the first one's
+    tensor; the other's may be in the checkpoint or not.
 
     Raises:
         CheckpointError: naming every tensor that is missing, unexpected or of another shape; or one that cannot be
@@ -127,8 +128,8 @@ def load_weights(
         if name != canonical and seen.get(place) == canonical:
             continue  # the shared weight's second copy
         seen[place] = name
-        expected = pieces_of(param).get(shard_id)
-        if expected is not None and tuple(tensor.shape) != expected.shape:
+        expected = whole_of(param, shard_id)
+        if tuple(tensor.shape) != expected.shape:
             misfits.append(f"{name} {list(tensor.shape)} where the model has {list(expected.shape)}")
         elif tensor.dtype not in _FLOATS:
             misfits.append(f"{name} of dtype {str(tensor.dtype).removeprefix('torch.')}")
@@ -161,7 +162,7 @@ def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, 
         if value is not None:
             param.data.fill_(value)
             continue
-        whole = torch.empty(pieces_of(param)[shard_id].shape, dtype=param.dtype, device=param.device)
+        whole = torch.empty(whole_of(param, shard_id).shape, dtype=param.dtype, device=param.device)
         # one 32-bit number: the CPU's generator reads no more of a seed
         generator = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         whole.normal_(std=0.02, generator=generator)
@@ -189,8 +190,9 @@ def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> _T
     first: dict[tuple[int, ShardId], str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         *path, leaf = name.split(".")
-        for shard_id in pieces_of(param):
-            owner = path if shard_id is None else [*path[:-1], _part(parts, path, shard_id, param)]
+        stacked = bool(path) and (path[-1], None) in parts
+        for shard_id in (None,) if stacked else pieces_of(param):
+            owner = [*path[:-1], _part(parts, path, shard_id, param)] if stacked or shard_id is not None else path
             theirs = ".".join([*owner, leaf])
             targets[theirs] = first.setdefault((id(param), shard_id), theirs), param, shard_id
     return targets

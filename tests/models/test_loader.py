@@ -462,3 +462,54 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(
     config: ModelConfig = replace(read_model_config(folder), **changes)
     with pytest.raises(ConfigError, match=message):
         build_model(Qwen3ForCausalLM, config, TensorParallel(0, size), "cpu", torch.float32, 0, 64)
+
+
+class Stacked(LlamaForCausalLM):
+    """Reads checkpoints that have q, k and v in one tensor, and gate and up, as Phi-3's."""
+
+    packed = {"qkv_proj": ("qkv_proj", None), "gate_up": ("gate_up_proj", None)}
+
+
+STACKS = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up": ("gate_proj", "up_proj")}
+
+
+def stacked_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights = dict(iterate_safetensors(folder))
+    for layer in range(2):
+        for name, parts in STACKS.items():
+            where, _ = name.split(".")
+            for leaf in ("weight", "bias"):
+                names = [f"model.layers.{layer}.{where}.{part}.{leaf}" for part in parts]
+                if names[0] in weights:
+                    weights[f"model.layers.{layer}.{name}.{leaf}"] = torch.cat([weights.pop(each) for each in names])
+    return weights
+
+
+def build_stacked(folder: Path, weights: Any, tp: TensorParallel) -> Any:
+    return build_model(Stacked, read_model_config(folder), tp, "cpu", torch.float32, weights, 256)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_tensors_that_the_checkpoint_stacks_are_cut(tiny_checkpoint: Checkpoints, biased: bool) -> None:
+    folder = tiny_checkpoint("llama", attention_bias=biased, mlp_bias=biased)
+    weights = stacked_weights(folder)
+    for tp in (TensorParallel(), TensorParallel(0, 2), TensorParallel(1, 2)):
+        plain, own = build(folder, tp).state_dict(), build_stacked(folder, weights.items(), tp).state_dict()
+        assert plain.keys() == own.keys() and all(torch.equal(value, own[name]) for name, value in plain.items())
+    parts = [build_stacked(folder, 3, TensorParallel(rank, 2)) for rank in range(2)]
+    whole = build_stacked(folder, 3, TensorParallel())
+    for part in ("gate", "up"):
+        halves = [p.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[part == "up"] for p in parts]
+        one = whole.model.layers[0].mlp.gate_up_proj.weight.chunk(2)[part == "up"]
+        assert torch.equal(torch.cat(halves), one), "dummy weights do not depend on tp"
+
+
+def test_a_stacked_tensor_that_does_not_fit_is_named_as_the_checkpoint_does(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("llama")
+    weights = stacked_weights(folder)
+    del weights["model.layers.0.mlp.gate_up.weight"]
+    weights["model.layers.1.self_attn.qkv_proj.weight"] = torch.zeros(127, 64)
+    with pytest.raises(CheckpointError) as caught:
+        build_stacked(folder, weights.items(), TensorParallel())
+    assert "1 missing: model.layers.0.mlp.gate_up.weight;" in str(caught.value)
+    assert "qkv_proj.weight [127, 64] where the model has [256, 64]" in str(caught.value)
