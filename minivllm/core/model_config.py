@@ -177,13 +177,11 @@ def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 def _by_usual_names(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The same with what this file reads under its usual name, where it has another there alone."""
-    given = {key: value for key, value in hf.items() if value is not None}
-    usual = {
-        key: next((given[name] for name in names if name in given), None)
-        for key, names in _OTHER_NAMES.items()
-        if key not in given
-    }
-    named = dict(hf) | {key: value for key, value in usual.items() if value is not None}
+    named = dict(hf)
+    for key, others in _OTHER_NAMES.items():
+        there = [hf[name] for name in (key, *others) if hf.get(name) is not None]
+        if there:
+            named[key] = there[0]
     if "n_inner" in hf and named.get("intermediate_size") is None and type(hidden := named.get("hidden_size")) is int:
         named["intermediate_size"] = 4 * hidden  # as GPT-2's null says
     return named

@@ -8,8 +8,8 @@ constexpr int HEADS = KV * G, WIDTH = HEADS * D, QKV = WIDTH + 2 * KV * D;
 constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = CHOSEN * 2 * INNER / PROGRAMS, QKV_LINES = QKV / PROGRAMS;
 // Where sums of up's lines begin, behind gate's; packed lines come by eights, of which the first may be another's.
 constexpr int UP_AT = PACKED ? (GATE_LINES / 2 + 7) / 8 * 8 : GATE_LINES / 2, GATE_SUMS = 2 * UP_AT;
-constexpr int MOST_OF_HEADS = ADD_LINES > QKV_LINES ? ADD_LINES : QKV_LINES;
-constexpr int MOST_LINES = GATE_SUMS > MOST_OF_HEADS ? GATE_SUMS : MOST_OF_HEADS;
+constexpr int MOST_OTHERS = ADD_LINES > QKV_LINES ? ADD_LINES : QKV_LINES;
+constexpr int MOST_LINES = GATE_SUMS > MOST_OTHERS ? GATE_SUMS : MOST_OTHERS;
 // Scales of packed lines, of a layer's products one behind another.
 constexpr int O_SCALES = QKV_LINES, DOWN_SCALES = O_SCALES + ADD_LINES, GATE_SCALES = DOWN_SCALES + ADD_LINES;
 constexpr int UP_SCALES = GATE_SCALES + GATE_LINES / 2, ALL_SCALES = GATE_SCALES + GATE_LINES;

@@ -59,7 +59,7 @@ class Attention:
         self.q_norm, self.k_norm = q_norm, k_norm
         norms = [norm for norm in (q_norm, k_norm) if norm is not None]
         for norm in norms:
-            if isinstance(norm, nn.Module) and not (isinstance(norm, RMSNorm) and is_plain(norm, RMSNorm)):
+            if isinstance(norm, nn.Module) and not is_plain(norm, RMSNorm):
                 raise TypeError(
                     f"a norm of heads is a {type(norm).__name__}: attention computes RMSNorm's own forward of its "
                     "weight and eps, and calls no other"

@@ -126,7 +126,7 @@ def replace_attention(world: World) -> None:
 
 class OwnAdd(SelfAttention):
     def add(self, x: torch.Tensor, heads: torch.Tensor, attention: Any) -> torch.Tensor:
-        return x.add_(self.o_proj(self._pick(x, heads, attention)[1]), alpha=0.3) if len(x) == len(heads) else x
+        return x.add_(self.o_proj(heads), alpha=0.3)
 
 
 def add_less(world: World) -> None:
