@@ -84,7 +84,6 @@ def test_logprobs_begin_with_the_prompts(server: Running, alone: LLM) -> None:
     assert "prompt_logprobs" not in echoed
 
     chunks = streamed(server.client, COMPLETIONS, body | {"echo": True, "n": 2})
-    assert len(chunks) > 2
     for index in range(2):
         first = next(one for chunk in chunks for one in chunk["choices"] if one["index"] == index)
         assert first["text"].startswith(decode(IDS))
