@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from os.path import expanduser
@@ -41,7 +41,8 @@ def run(overrides: Sequence[str], registry: Registry) -> int:
     options = _options(own, registry)
     resumed = None if options.resume is None else Path(expanduser(options.resume)).resolve()
     sweep = _new(typed, options, registry) if resumed is None else _resumed(resumed, typed, options)
-    refused = {row.job: why for row in sweep.rows if row.status != "ok" and (why := _refused(row, registry))}
+    undone = [row for row in sweep.rows if row.status != "ok"]
+    refused = {row.job: why for row in _shown(undone) if (why := _refused(row, registry))}
     if len(refused) == len(sweep.rows):
         raise ConfigError(refused[0])
     folder = resumed or _make_folder(options.dir)
@@ -75,6 +76,13 @@ def _new(typed: Sequence[str], options: SweepOptions, registry: Registry) -> Swe
     rows = [Row(number, settings) for number, settings in enumerate(combinations)]
     created = datetime.now().astimezone().isoformat(timespec="seconds")
     return Sweep(list(typed), swept, os.getcwd(), created, rows, options.timeout)
+
+
+def _shown(rows: list[Row]) -> Iterable[Row]:
+    """With a bar while they are looked at, if that takes long: 10 ms each."""
+    from tqdm import tqdm
+
+    return tqdm(rows, desc="looking at configurations", delay=2, leave=False, dynamic_ncols=True)
 
 
 def _refused(row: Row, registry: Registry) -> str | None:

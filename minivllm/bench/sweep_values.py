@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from minivllm.config.settle import component_fields, named_component
 from minivllm.errors import ConfigError
 from minivllm.plugins.registry import Registry
 
+MOST = 10_000  # configurations of one sweep
 _KEYS, _GROUPS = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema)
 
 
@@ -24,7 +26,7 @@ def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], lis
 
     Raises:
         ConfigError: an override that cannot be read, a key that is typed twice or unknown, a value of the wrong type,
-            or a name that nobody registered.
+            a name that nobody registered, or more than ``MOST`` configurations.
     """
     values: dict[str, list[str]] = {}
     swept = []
@@ -39,6 +41,9 @@ def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], lis
         values[name] = found if found is not None else [override.raw]
         for value in values[name]:
             _check(Override.parse(f"{name}={value}"), registry)
+    if (count := math.prod(map(len, values.values()))) > MOST:
+        sizes = " x ".join(f"{len(values[name])} of {name}" for name in swept)
+        raise ConfigError(f"a sweep has at most {MOST} configurations; {sizes} are {count}: type fewer values")
     return swept, [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 

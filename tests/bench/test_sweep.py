@@ -126,6 +126,7 @@ def test_a_key_typed_twice_is_refused():
         (["attention.prefill=null,tritn"], "attention.prefill=tritn: there is no such attention backend. Did you mean"),
         (["sampler.name=default,'defalt'"], "sampler=defalt: there is no such sampler"),
         (["cash.num_blocks=1,2"], "there is no key cash.num_blocks. Did you mean cache.num_blocks"),
+        (["seed=range(0,101)", "tp=range(1,101)"], "101 of seed x 100 of tp are 10100: type fewer values"),
         (["tp=1,two"], "tp=two: tp is a whole number, not two"),
         (["tp=1,2", "sweep.timeout=5,6"], "sweep.timeout=5,6: sweep.timeout takes one value, for the whole sweep"),
         (["sweep.timeout=0"], "the least is 1"),
