@@ -90,7 +90,7 @@ def run(composed: Composed) -> int:
     if options.url is not None:
         held = _served(options, composed.engine.model.tokenizer, record, composed.overrides)
     elif options.workload.host:
-        held = _host(composed.engine, options, record)
+        held = _host(composed.engine, options, record, composed.overrides)
     else:
         _requests(composed.engine, options, record, files, started)
         held = True
@@ -341,13 +341,14 @@ def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any]
 # --------------------------------------------------------------------------- without one
 
 
-def _host(config: EngineConfig, options: BenchOptions, record: dict[str, Any]) -> bool:
+def _host(config: EngineConfig, options: BenchOptions, record: dict[str, Any], overrides: Sequence[str]) -> bool:
     """The host alone; returns whether every limit holds."""
-    from minivllm.bench.host import limits, measure_host
+    from minivllm.bench.host import check_alone, limits, measure_host
     from minivllm.plugins import default_registry
 
     if options.repeat != 1:
         raise ConfigError(f"repeat={options.repeat} with workload=host: raise workload.steps instead")
+    check_alone(overrides)
     rows = measure_host(config, options.workload, default_registry())
     found = limits(rows)
     record |= {

@@ -20,13 +20,14 @@ from minivllm.version import __version__
 
 
 def environment() -> dict[str, Any]:
-    """Versions, time and machine."""
+    """Versions, time and machine. ``load_average``: of the last minute, as it was before."""
     return {
         "minivllm": __version__,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": cpu_name(),
         "cpu_count": usable_cores(),
+        "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": _version("torch"),
         "triton": _version("triton"),

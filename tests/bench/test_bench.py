@@ -22,7 +22,7 @@ from minivllm.plugins import default_registry
 
 SMALL = ("workload.num_requests=5", "workload.input_len=[3,20]", "workload.output_len=[2,9]")
 FIELDS = {
-    "minivllm", "commit", "date", "cpu", "cpu_count", "python", "torch", "triton", "overrides",
+    "minivllm", "commit", "date", "cpu", "cpu_count", "load_average", "python", "torch", "triton", "overrides",
     "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "packed_weights", "num_blocks",
     "block_size", "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs",
     "max_num_batched_tokens",
@@ -83,6 +83,24 @@ def test_the_host_bench_from_the_command_line(tmp_path, capsys):
     assert [(r["running"], r["waiting"]) for r in record["host"]] == [(1, 0), (1, 20), (4, 0), (4, 20)]
     assert {limit["limit"] for limit in record["limits"]} == {1.2}
     assert "µs a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("tp=2", "tp=2: with workload=host no model runs; leave tp out"),
+        ("model=qwen3", "no model runs"),
+        ("attention.decode=torch", "no model runs"),
+        ("cache.num_blocks=64", "no model runs"),
+        ("scheduler.max_num_seqs=4", "workload.running says how many run; leave scheduler.max_num_seqs out"),
+    ],
+)
+def test_keys_that_the_host_bench_does_not_read_are_refused(typed, said, capsys):
+    small = ["workload.running=[2]", "workload.waiting=5", "workload.steps=20"]
+    assert main(["bench", "workload=host", *small, typed]) == 2
+    assert said in capsys.readouterr().err
+    read = ["scheduler=prefill_first", "scheduler.max_num_batched_tokens=64", "sampler=default", "cache.block_size=32"]
+    assert main(["bench", "workload=host", *small, *read, "cache.enable_prefix_caching=false"]) == 0
 
 
 def test_check_turns_a_passed_limit_into_the_exit_code(monkeypatch):
