@@ -27,6 +27,7 @@ from minivllm.serve.generation import Aborted, Generation
 from minivllm.serve.handshake import ServerOptions
 from minivllm.serve.protocol import (
     MAX_SCORES,
+    MAX_TEXT,
     ChatBody,
     CompletionBody,
     Conversation,
@@ -224,6 +225,7 @@ class Server:
             if body.prompt is None:
                 tokens = await self._conversation(body)
             else:
+                _check_text("prompt", body.prompt)
                 special = body.add_special_tokens
                 tokens = await self._encode(self.tokenizer.encode, body.prompt, add_special_tokens=special)
         return {"count": len(tokens), "max_model_len": self.engine.limits.max_model_len, "tokens": tokens}
@@ -251,6 +253,8 @@ class Server:
             text = self.tokenizer.render_chat(messages, **options)
             if lengths is not None:
                 lengths.check([text])
+            else:
+                _check_text("messages", text)
             return self.tokenizer.encode(text, add_special_tokens=False)
 
         try:
@@ -316,6 +320,12 @@ def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -
             params = params.clone(**changed)
         check_grammar(params)
     return params
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_TEXT:
+        said = f"{name}: {len(text)} characters are more than {MAX_TEXT}; send several requests"
+        raise ClientError(said, param=name)
 
 
 def _check_scores(prompts: list[dict[str, Any]], params: SamplingParams) -> None:

@@ -76,6 +76,7 @@ MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 MAX_TOOLS = 128  # as OpenAI has them
 MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 0.1 s
+MAX_TEXT = 1 << 22  # characters that /tokenize reads, while other texts wait: a few seconds
 MAX_GRAMMAR = 1 << 18  # characters, as JSON, of what an answer has to fit, that others wait for: up to 0.3 s
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from running import Running
+from running import Running, told
 from streams import joined, streamed, whole
 
 from minivllm import LLM, RequestOutput, SamplingParams
@@ -19,6 +19,7 @@ from minivllm.core.outputs import CompletionOutput
 from minivllm.serve import engine_client, engine_loop
 from minivllm.serve.app import EventStream
 from minivllm.serve.http_process import RemoteEngine
+from minivllm.serve.protocol import MAX_TEXT
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 
@@ -392,3 +393,7 @@ def test_tokens_there_and_back(server: Running, alone: LLM) -> None:
     assert server.post("/tokenize", messages=HELLO).json()["tokens"] == tokenizer.apply_chat_template(HELLO)
     bare = server.post("/tokenize", messages=HELLO, add_generation_prompt=False).json()["tokens"]
     assert bare == tokenizer.apply_chat_template(HELLO, add_generation_prompt=False)
+    long = "a" * (MAX_TEXT + 1)
+    told(server.post("/tokenize", prompt=long), 400, f"prompt: {MAX_TEXT + 1} characters are more than", "prompt")
+    messages = [{"role": "user", "content": long}]
+    told(server.post("/tokenize", messages=messages), 400, f"characters are more than {MAX_TEXT}", "messages")
