@@ -79,18 +79,20 @@ class Admission:
             cache_salt = prompt.get("cache_salt", cache_salt)
         _check_salt(cache_salt)
         request = Request(request_id, text, ids, params)
-        stop_ids, max_len = self._stop_ids(params), self._max_len(len(ids), params)
+        max_len, stops = self._max_len(len(ids), params), self._stops(params)
+        held_ids = tuple(dict.fromkeys((*self._eos, *stops)))  # with ignore_eos, too, as in vLLM
+        stop_ids = stops if params.ignore_eos else held_ids
         guides = self.guides.of(params)  # a grammar may take long: behind what is refused at once
         seed = params.seed if params.seed is not None else self._seed_of(number)
         for index, guide in enumerate(guides):
             seq = Sequence(
                 request_id if params.n == 1 else f"{index}_{request_id}", tokens, params, max_len=max_len,
-                stop_ids=stop_ids, cache_salt=cache_salt, priority=priority,
+                stop_ids=stop_ids, held_ids=held_ids, cache_salt=cache_salt, priority=priority,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )  # fmt: skip
             seq.guide = guide
             self._encode(seq, seed + index)
-            request.completions.append(Completion(index, seq, self.tokenizer, self._eos, self._token_texts))
+            request.completions.append(Completion(index, seq, self.tokenizer, self._token_texts))
         return request
 
     def _encode(self, seq: Sequence, seed: int) -> None:
@@ -205,10 +207,9 @@ class Admission:
             )
         return longest
 
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+    def _stops(self, params: SamplingParams) -> tuple[int, ...]:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids or ())
-        own = () if params.ignore_eos else self._eos
-        return tuple(dict.fromkeys((*own, *(params.stop_token_ids or ()))))
+        return tuple(dict.fromkeys(params.stop_token_ids or ()))
 
     def _check_vocabulary(self, name: str, tokens: Iterable[int]) -> None:
         for token in tokens:

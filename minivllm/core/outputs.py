@@ -21,7 +21,7 @@ class CompletionOutput:
     """One completion. ``logprobs[i]`` maps token ids, the sampled one first, to log-probabilities at ``token_ids[i]``.
 
     ``finish_reason`` is stop or length (None while it runs); ``stop_reason`` is the stop string or stop token id
-    that ended it, None for the model's own end token.
+    that ended it, None for the tokenizer's own end token (a checkpoint may name more).
     """
 
     index: int
@@ -55,6 +55,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: ClassVar[None] = None
     lora_request: ClassVar[None] = None
+    multi_modal_placeholders: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None

@@ -44,9 +44,7 @@ class TokenTexts(dict[int, str]):
 class Completion:
     """One of a request's completions: its tokens as text, stop strings, log-probabilities."""
 
-    def __init__(
-        self, index: int, seq: Sequence, tokenizer: Any, eos_token_ids: tuple[int, ...], texts: TokenTexts
-    ) -> None:
+    def __init__(self, index: int, seq: Sequence, tokenizer: Any, texts: TokenTexts) -> None:
         params = seq.params
         self.index, self.seq = index, seq
         self.token_ids: list[int] = []
@@ -57,7 +55,8 @@ class Completion:
         self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
         self._tokenizer = tokenizer if params.detokenize else None
         self.texts = texts if params.detokenize else None
-        self._eos = () if params.ignore_eos else eos_token_ids  # whose end has no ``stop_reason``
+        own = None if params.ignore_eos or not tokenizer.eos_token_ids else tokenizer.eos_token_ids[0]
+        self._eos = own  # whose end has no ``stop_reason``
         self._pieces = (
             tokenizer.detokenizer(seq.known[-PROMPT_TOKENS:].tolist(), skip_special_tokens=params.skip_special_tokens)
             if params.detokenize
@@ -101,7 +100,7 @@ class Completion:
             self.text += self._pieces.finish()
             if self._stop and len(self.token_ids) > self.seq.params.min_tokens and self._cut(before):
                 return
-        self.stop_reason = None if stopped_by in self._eos else stopped_by
+        self.stop_reason = None if stopped_by == self._eos else stopped_by
 
     def _cut(self, before: int) -> bool:
         """Look for stop strings that end in the text after ``before``; cut the text at the one that ends first."""

@@ -112,13 +112,13 @@ class DefaultSampler(Sampler):
         row["prompt_len"] = seq.prompt_len
         row["suppress"] = -1
         if params.min_tokens:
-            if len(seq.stop_ids) > _MAX_SUPPRESSED:
+            if len(seq.held_ids) > _MAX_SUPPRESSED:
                 raise RequestError(
-                    f"min_tokens={params.min_tokens} with {len(seq.stop_ids)} stop and end tokens: at most "
+                    f"min_tokens={params.min_tokens} with {len(seq.held_ids)} stop and end tokens: at most "
                     f"{_MAX_SUPPRESSED} can be held back; give fewer stop_token_ids or leave min_tokens=0"
                 )
-            row["suppress"][: len(seq.stop_ids)] = seq.stop_ids
-            if params.allowed_token_ids and set(params.allowed_token_ids) <= set(seq.stop_ids):
+            row["suppress"][: len(seq.held_ids)] = seq.held_ids
+            if params.allowed_token_ids and set(params.allowed_token_ids) <= set(seq.held_ids):
                 raise RequestError(
                     f"allowed_token_ids={params.allowed_token_ids} are stop or end tokens, which "
                     f"min_tokens={params.min_tokens} holds back; allow another, or leave min_tokens=0"

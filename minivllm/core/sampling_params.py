@@ -16,11 +16,12 @@ from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, is_text, shown
 from minivllm.naming import did_you_mean
 
-# Fields of vLLM that minivllm knows by name and refuses when set, with the only value that is allowed.
-_NOT_YET: dict[str, Any] = {
-    "logits_processors": None,
-    "truncate_prompt_tokens": None,
-    "flat_logprobs": False,
+# Fields of vLLM that minivllm knows by name and refuses when set, with the values that are allowed.
+_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "logits_processors": (None, [], {}),
+    "truncate_prompt_tokens": (None,),
+    "flat_logprobs": (False,),
+    "spaces_between_special_tokens": (True,),
 }
 # Keywords of vLLM, now or earlier, that are no fields here, each with the values that ask for what happens anyway,
 # beside None, and what to do otherwise.
@@ -83,9 +84,11 @@ class SamplingParams:
     ``allowed_token_ids``, if given, are not drawn, nor those that would complete one of ``bad_words``, nor
     those with which the answer could not become what ``structured_outputs`` asks for, a ``StructuredOutputsParams`` or
     the same as a mapping. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
-    prompt use the seeds ``seed, seed + 1, …``. ``logprobs`` and ``prompt_logprobs`` are how many of the best tokens'
-    log-probabilities come with each token's own, of the answer and of the prompt; what of the prompt is cached is
-    computed again for these. ``extra_args`` are for samplers of plugins: ``Sampler.extra_args``.
+    prompt use the seeds ``seed, seed + 1, …``. An answer is cut at that one of ``stop`` which ends first in its text,
+    however the text is cut into tokens; no stop or end token is drawn before ``min_tokens``, ``ignore_eos`` or not.
+    ``logprobs`` and ``prompt_logprobs`` are how many of the best tokens' log-probabilities come with each token's own,
+    of the answer and of the prompt; what of the prompt is cached is computed again for these. ``extra_args`` are for
+    samplers of plugins: ``Sampler.extra_args``.
 
     Raises:
         RequestError: a value out of range, or a field that minivllm does not support yet.
@@ -146,8 +149,11 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """As vLLM's: None is the default, but of ``max_tokens``, where it means no limit."""
-        return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
+        """As vLLM's: None is the default, but of ``max_tokens``, where it means no limit; biases end at ±100."""
+        params = cls(**{k: v for k, v in given.items() if v is not None or k == "max_tokens" or k not in _FIELDS})
+        if params.logit_bias:
+            params.logit_bias = {token: min(max(bias, -100.0), 100.0) for token, bias in params.logit_bias.items()}
+        return params
 
     @property
     def greedy(self) -> bool:
@@ -182,6 +188,8 @@ class SamplingParams:
                     raise RequestError(f"{name}={count} is more than {MAX_LOGPROBS}, the most that is returned")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63))
+            if self.seed >= 2**64:
+                raise RequestError(f"seed={shown(self.seed)} is more than {2**64 - 1}, the largest seed")
         for token in self.stop_token_ids or ():
             _integer("stop_token_ids", token, 0)
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
@@ -191,7 +199,7 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
             _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
-        if self.stop and any(not isinstance(s, str) or not s for s in self.stop):
+        if self.stop and any(not is_text(s) for s in self.stop):
             raise RequestError(f"stop={self.stop!r}: each is text of at least one character")
         if self.bad_words and any(not is_text(word) or not word.strip() for word in self.bad_words):
             raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
@@ -211,12 +219,9 @@ class SamplingParams:
         extra = self.extra_args
         if extra is not None and (not isinstance(extra, dict) or any(not isinstance(key, str) for key in extra)):
             raise RequestError(f"extra_args={extra!r} is not a mapping of names")
-        if not self.spaces_between_special_tokens:
-            raise RequestError("spaces_between_special_tokens=False is not supported yet; leave it True")
-        for name, only in _NOT_YET.items():
-            value = getattr(self, name)
-            if value != only and value not in ([], {}):
-                raise RequestError(f"{name}={shown(value)} is not supported yet; leave it at {only!r}")
+        for name, allowed in _NOT_YET.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise RequestError(f"{name}={shown(value)} is not supported yet; leave it at {allowed[0]!r}")
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
@@ -228,7 +233,7 @@ _FIELDS = [f.name for f in fields(SamplingParams)]
 
 def _as_list(name: str, values: Any) -> list[Any]:
     try:
-        if isinstance(values, str):
+        if isinstance(values, str | Mapping):
             raise TypeError
         return [] if values is None else list(values)
     except TypeError:
@@ -241,10 +246,13 @@ def _as_biases(biases: Any) -> dict[int, float] | None:
         return None
     if not isinstance(biases, dict):
         raise RequestError(f"logit_bias={shown(biases)} is not a mapping from token ids to numbers, as {{42: -100.0}}")
-    return {
+    of_token = {
         int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _DIGITS else key: bias
         for key, bias in biases.items()
     }
+    if len(of_token) < len(biases):
+        raise RequestError(f"logit_bias={shown(biases)} names a token twice")
+    return of_token
 
 
 def _integer(name: str, value: Any, low: int, why: str = "") -> None:

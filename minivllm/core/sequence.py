@@ -41,6 +41,7 @@ class Sequence:
         "block_hashes",
         "cache_salt",
         "guide",
+        "held_ids",
         "known",
         "max_len",
         "num_cached_tokens",
@@ -68,6 +69,7 @@ class Sequence:
         *,
         max_len: int,
         stop_ids: tuple[int, ...] = (),
+        held_ids: tuple[int, ...] | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
         prompt_logprobs: int | None = None,
@@ -78,6 +80,7 @@ class Sequence:
         self.params = params
         self.max_len = max_len
         self.stop_ids = stop_ids  # token ids that end it: the model's end tokens and the request's stop_token_ids
+        self.held_ids = stop_ids if held_ids is None else held_ids  # that are not drawn before ``min_tokens``
         self.cache_salt = cache_salt
         self.priority = priority  # smaller is more urgent, for schedulers that heed it
         self.prompt_logprobs = prompt_logprobs  # of how many best tokens at each place of the prompt; None: none wanted

@@ -100,8 +100,18 @@ def logprobs_reference(
     values = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
     sampled = values.gather(1, tokens[:, None])
     rank = (values > sampled).sum(dim=-1, dtype=torch.int32) + 1
-    top, top_ids = values.topk(k, dim=-1)
-    return sampled[:, 0], rank * (asked[slots] >= 0), top, top_ids.int()
+    top_ids = _best(values, k)
+    return sampled[:, 0], rank * (asked[slots] >= 0), values.gather(1, top_ids), top_ids.int()
+
+
+def _best(values: torch.Tensor, k: int) -> torch.Tensor:
+    """The places of each row's ``k`` largest values, the largest first, of equal ones the first: ``topk`` may take any,
+    and others for another ``k``. values (n, m) float32; returns (n, k) int64."""
+    bits = values.view(torch.int32).long()
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats' order as that of whole numbers
+    last = values.shape[1] - 1
+    keys = (rising << 32) + (last - torch.arange(last + 1, device=values.device))
+    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, slots: torch.Tensor, asked: torch.Tensor) -> Found:

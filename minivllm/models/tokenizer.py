@@ -114,7 +114,7 @@ class CheckpointTokenizer(Tokenizer):
         self.vocab_size = len(self._inner)
         config_ids = model_config.eos_token_ids if model_config is not None else ()
         own = self._inner.eos_token_id
-        self.eos_token_ids = tuple(dict.fromkeys((*config_ids, *(() if own is None else (own,)))))
+        self.eos_token_ids = tuple(dict.fromkeys((*(() if own is None else (own,)), *config_ids)))
         fast = getattr(self._inner, "backend_tokenizer", None)
         bytewise = fast is not None and _is_byte_level(fast)
         # of which tokens are text: with special tokens, and without

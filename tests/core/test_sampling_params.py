@@ -73,6 +73,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"extra_args": {1: 2}}, ["extra_args={1: 2}", "mapping"]),
     ({"flat_logprobs": True}, ["flat_logprobs=True", "not supported yet"]),
     ({"seed": -(2**63) - 1}, ["seed=", "less than"]),
+    ({"seed": 2**64}, ["seed=18446744073709551616 is more than 18446744073709551615"]),
+    ({"stop": {"a": 1}}, ["stop={'a': 1} is not a list"]),
+    ({"stop": ["\ud800"]}, ["stop=", "at least one character"]),
+    ({"logit_bias": {"5": 1, 5: 2}}, ["logit_bias={'5': 1, 5: 2} names a token twice"]),
     ({"stop": ""}, ["stop=['']", "at least one character"]),
     ({"stop": ["a", 3]}, ["stop=['a', 3]", "at least one character"]),
     ({"stop": "a", "detokenize": False}, ["detokenize=True", "stop_token_ids"]),
@@ -95,7 +99,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"structured_outputs": object}, ["structured_outputs=", "type StructuredOutputsParams(json={...})"]),
     ({"logits_processors": [print]}, ["logits_processors=", "not supported yet"]),
     ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens=5", "not supported yet"]),
-    ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens=False", "leave it True"]),
+    ({"truncate_prompt_tokens": []}, ["truncate_prompt_tokens=[]", "leave it at None"]),
+    ({"flat_logprobs": []}, ["flat_logprobs=[]", "leave it at False"]),
+    ({"spaces_between_special_tokens": False}, ["spaces_between_special_tokens=False", "leave it at True"]),
+    ({"spaces_between_special_tokens": "no"}, ["spaces_between_special_tokens='no'", "leave it at True"]),
     ({"max_token": 3}, ["SamplingParams(max_token=3): there is no such keyword", "Did you mean max_tokens?"]),
     ({"max_new_tokens": 3}, ["max_new_tokens=3", "Did you mean max_tokens?"]),
     ({"num_return_sequences": 3}, ["Did you mean n?"]),
@@ -127,8 +134,10 @@ def test_none_is_the_default_for_from_optional() -> None:
     nones = dict.fromkeys([f.name for f in fields(SamplingParams)])
     assert SamplingParams.from_optional(**nones) == SamplingParams(max_tokens=None), "there it is a value"
     assert SamplingParams.from_optional(n=2, top_p=None, guided_decoding=None) == SamplingParams(n=2)
-    with pytest.raises(RequestError, match="Did you mean top_p"):
-        SamplingParams.from_optional(topp=0.5)
+    for value in (0.5, None):
+        with pytest.raises(RequestError, match="Did you mean top_p"):
+            SamplingParams.from_optional(topp=value)
+    assert SamplingParams.from_optional(logit_bias={"5": 1000, 6: -101, 7: 3}).logit_bias == {5: 100, 6: -100, 7: 3}
 
 
 def test_it_is_a_plain_dataclass() -> None:

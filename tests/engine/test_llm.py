@@ -382,12 +382,14 @@ def test_every_end_token_of_the_checkpoint_ends_an_answer(
         completion = output.outputs[0]
         assert completion.token_ids == (answer if at is None else answer[: at + 1])
         assert completion.finish_reason == ("length" if at is None else "stop")
-        assert completion.stop_reason is None
+        assert completion.stop_reason == (None if at is None else answer[at])  # none of these is the tokenizer's own
     assert sum(o.outputs[0].finish_reason == "stop" for o in outputs) >= 3
     ignoring = run(llm, prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
     assert tokens(ignoring) == whole
     held = run(llm, prompts[2], SamplingParams(temperature=0, max_tokens=16, min_tokens=6))
     assert not set(tokens(held)[0][:6]) & set(ends) and len(tokens(held)[0]) >= 6
+    both = run(llm, prompts[2], SamplingParams(temperature=0, max_tokens=16, min_tokens=6, ignore_eos=True))
+    assert tokens(both)[0][:6] == tokens(held)[0][:6] and len(tokens(both)[0]) == 16
 
 
 def test_an_end_token_that_cannot_be_sampled_ends_nothing(

@@ -52,6 +52,17 @@ def test_they_are_those_of_the_softmax(where, vocab, k, find):
 
 
 @pytest.mark.parametrize("find", [logprobs_triton, logprobs_reference])
+def test_of_equal_ones_the_first_however_many_are_asked_for(where, find):
+    device, dtype = where
+    logits = torch.randint(-9, 1, (3, 9001), generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    tokens = torch.tensor([0, 1, 9000], device=device)
+    want = logits.float().sort(dim=-1, descending=True, stable=True).indices
+    for k in (1, 7, MOST):
+        top_ids = find(logits, tokens, k, *everybody(tokens))[3]
+        assert top_ids.tolist() == want[:, :k].tolist()
+
+
+@pytest.mark.parametrize("find", [logprobs_triton, logprobs_reference])
 def test_all_equal_far_apart_and_impossible(where, find):
     device, dtype = where
     logits = torch.zeros(3, 5000, device=device, dtype=dtype)

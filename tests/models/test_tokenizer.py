@@ -159,7 +159,7 @@ def test_a_stop_tokens_own_text_is_left_out_with_its_space(
         prompt, ids = tokenizer.encode("Once"), tokenizer.encode("Once upon a")[len(tokenizer.encode("Once")) :]
         params = SamplingParams(stop=stop, stop_token_ids=ids[-1:], include_stop_str_in_output=kept)
         seq = Sequence("r", prompt, params, max_len=99, stop_ids=(ids[-1],))
-        completion = Completion(0, seq, tokenizer, (), TokenTexts(tokenizer))
+        completion = Completion(0, seq, tokenizer, TokenTexts(tokenizer))
         for token in ids:
             completion.add(token)
         completion.end(FinishReason.STOP)
@@ -315,8 +315,8 @@ def test_end_of_sequence_ids_are_the_configs_and_the_tokenizers(tiny_checkpoint:
     config = read_model_config(folder)
     tokenizer = load_tokenizer(ModelOptions(path=str(folder)), folder, config)
     own = tokenizer.encode(END)[0]
-    assert tokenizer.eos_token_ids == (3, 7, own)
-    assert tokenizer.eos_token_id == 3
+    assert tokenizer.eos_token_ids == (own, 3, 7)
+    assert tokenizer.eos_token_id == own
 
 
 def test_which_tokenizer(tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
