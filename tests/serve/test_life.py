@@ -284,7 +284,7 @@ def test_a_prompt_that_fills_a_step_has_waited_too(make_llm: Callable[..., LLM])
     engine, _ = run_session(make_llm("scheduler.max_num_batched_tokens=16"), session)
     timings = engine.engine_loop.timings
     queued, first, whole = (int(h.counts.sum()) for h in (timings.queue, timings.first_token, timings.whole_request))
-    assert first == whole == 2 <= queued and not timings._arrived
+    assert 2 == whole <= first <= queued and not timings._arrived  # "c" may have begun before "d" was read
 
 
 def test_an_application_of_ones_own_runs_the_engine_in_a_thread(make_llm: Callable[..., LLM]) -> None:
