@@ -43,7 +43,8 @@ class CompletionOutput:
 class RequestOutput:
     """One request, as far as it has come. ``num_cached_tokens`` counts prompt tokens found in the prefix cache.
     ``prompt_logprobs[i]`` is of ``prompt_token_ids[i]``, as ``CompletionOutput.logprobs`` are: the token itself comes
-    first; of the first token None. Of deltas the first has them. Fields that are always None are vLLM's, for what is
+    first; of the first token None. Of deltas the first has them, and each has all completions: of one that has ended
+    before nothing is new, and its ``finish_reason`` is said again. Fields that are always None are vLLM's, for what is
     not here."""
 
     request_id: str

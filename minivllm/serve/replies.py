@@ -242,9 +242,9 @@ class ChatReply(Reply):
             if index not in self._readers:
                 self._readers[index] = self._tools.reader()
             text, calls = self._readers[index].read(new.text, last=new.finished())
-            if self._tools.one_alone:
+            if self._tools.one_alone and self._tools.tag is None:
                 calls = calls[: 1 - self._num_calls[index]]
-            self._num_calls[index] += len(calls)
+            self._num_calls[index] += sum(call.id is not None for call in calls)
             if calls:
                 self._calls[index] = calls
             if calls or text or new.finished() or new.logprobs:
@@ -259,15 +259,18 @@ class ChatReply(Reply):
             message = Text(role="assistant", content=text if text or not calls else None)
         else:
             message = Text(content=text) if text or not calls else Text()
-            first = self._num_calls[index] - len(calls)
-            calls = [call.model_copy(update={"index": first + i}) for i, call in enumerate(calls)]
+            place = self._num_calls[index] - sum(call.id is not None for call in calls) - 1
+            for call in calls:
+                place += call.id is not None
+                call.index = place
         if calls:
             message.tool_calls = calls
         return {"message": message} if whole else {"delta": message}
 
     def _finish_reason(self, index: int, new: CompletionOutput) -> str | None:
         called = self._tools is not None and self._num_calls[index] and not self._tools.named
-        return "tool_calls" if called and new.finish_reason == "stop" else new.finish_reason
+        whole = called and new.finish_reason == "stop" and not self._readers[index].within
+        return "tool_calls" if whole else new.finish_reason
 
     def _add_prompt(self, answer: Answer, prompt: int, logprobs: PromptLogprobs) -> None:
         answer.prompt_logprobs = logprobs

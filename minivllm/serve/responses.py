@@ -53,16 +53,17 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]  # by token id, the promp
 
 
 class CalledFunction(BaseModel):
-    name: str
+    name: str | None = None
     arguments: str  # JSON
 
 
 class Call(BaseModel):
-    """Of a tool. ``index``: in a stream, its place among the calls of its choice."""
+    """Of a tool, or in a stream more arguments of one, without its id, type and name. ``index``: in a stream, its place
+    among the calls of its choice."""
 
     index: int = 0
-    id: str
-    type: str
+    id: str | None = None
+    type: str | None = None
     function: CalledFunction
 
 

@@ -22,18 +22,91 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class CallReader(ABC):
     """Of one answer, as it comes."""
 
+    within = False  # whether the arguments of a call that was told are to go on
+
     @abstractmethod
     def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """What of ``text``, and of what was held back, is no call, and the calls that are complete. ``last``: nothing
-        follows, and nothing is held back."""
+        """What of ``text``, and of what was held back, is no call, and the calls that it has; one without an id is more
+        of the call before. ``last``: nothing follows, and nothing is held back."""
 
 
-class TaggedCalls(CallReader):
-    """Text, and calls between ``<tool_call>`` and ``</tool_call>``. White space around calls is not text; between tags
-    what is no call is."""
+class TextBesideCalls(CallReader):
+    """White space around calls is not text."""
 
     def __init__(self) -> None:
         self._held, self._called = "", False  # whether what came last was a call
+
+    def _text(self, text: str, *, before_call: bool) -> str:
+        if before_call:
+            text = text.rstrip()
+        if self._called and not text.strip():
+            return ""
+        self._called = False
+        return text
+
+    def _rest(self, tags: Sequence[str], *, last: bool) -> str:
+        """What is held, without what may become one of ``tags``, and the white space before it."""
+        done = self._held if last else self._held[: len(self._held) - _tail(self._held, tags)]
+        self._held = self._held[len(done) :]
+        return self._text(done, before_call=False)
+
+
+class GuidedCalls(TextBesideCalls):
+    """Of an answer that a grammar holds to a dialect's calls: what begins one is one, and its arguments are told as
+    they come. Of one that is cut off as much is told as came."""
+
+    def __init__(self, dialect: Dialect, names: Sequence[str]) -> None:
+        super().__init__()
+        self._begins = {dialect.begin % json.dumps(name): name for name in names}
+        self._end, self._ending = dialect.end, False  # whether a call's arguments are behind it, and its end is not
+        self._depth, self._quoted, self._escaped = 0, False, False  # at the end of the arguments so far
+
+    def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        self._held += text
+        said = ""
+        calls: list[Call] = []
+        while True:
+            if self.within:
+                new = self._arguments()
+                if new and calls:
+                    calls[-1].function.arguments += new
+                elif new:
+                    calls.append(Call(function=CalledFunction(arguments=new)))
+            if self._ending and (last or len(self._held) >= len(self._end)):
+                self._held, self._ending = self._held[len(self._end) :], False
+            if self.within or self._ending:
+                return said, calls
+            found = [(at, begin) for begin in self._begins if (at := self._held.find(begin)) >= 0]
+            if not found:
+                return said + self._rest(list(self._begins), last=last), calls
+            at, begin = min(found)
+            said += self._text(self._held[:at], before_call=True)
+            self._held = self._held[at + len(begin) :]
+            calls.append(_new_call(self._begins[begin], ""))
+            self.within = self._called = True
+
+    def _arguments(self) -> str:
+        """What of them is held, taken out. They end before the first brace that closes none of theirs."""
+        for at, character in enumerate(self._held):
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = not self._escaped and character == "\\"
+            elif character == "}" and not self._depth:
+                new, self._held = self._held[:at], self._held[at:]
+                self.within, self._ending = False, True
+                return new
+            else:
+                self._quoted = character == '"'
+                self._depth += (character in "{[") - (character in "]}")
+        new, self._held = self._held, ""
+        return new
+
+
+class TaggedCalls(TextBesideCalls):
+    """Text, and calls between ``<tool_call>`` and ``</tool_call>``. Between tags what is no call is text."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._tried = 0  # of what is held: no closing tag before this place ends a call
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
@@ -42,7 +115,7 @@ class TaggedCalls(CallReader):
         calls: list[Call] = []
         while (begin := self._held.find(_OPEN)) >= 0:
             end, call = self._first_call(begin + len(_OPEN), last=last)
-            said += self._text(self._held[:begin], before_tag=True)
+            said += self._text(self._held[:begin], before_call=True)
             if end is None:
                 self._held, self._tried = self._held[begin:], self._tried - begin
                 return said, calls
@@ -52,9 +125,7 @@ class TaggedCalls(CallReader):
                 calls.append(call)
                 self._called = True
             self._held, self._tried = self._held[end:], 0
-        done = self._held if last else self._held[: len(self._held) - _tail(self._held)]
-        self._held = self._held[len(done) :]
-        return said + self._text(done, before_tag=False), calls
+        return said + self._rest([_OPEN], last=last), calls
 
     def _first_call(self, begin: int, *, last: bool) -> tuple[int | None, Call | None]:
         """Where what begins there ends, None if that is not known yet, and the call that it is, if it is one."""
@@ -73,14 +144,6 @@ class TaggedCalls(CallReader):
             return len(self._held), _call(json.loads(self._held[begin:]))
         except (ValueError, RecursionError):
             return len(self._held), None
-
-    def _text(self, text: str, *, before_tag: bool) -> str:
-        if before_tag:
-            text = text.rstrip()
-        if self._called and not text.strip():
-            return ""
-        self._called = False
-        return text
 
 
 class BareCalls(CallReader):
@@ -145,6 +208,7 @@ class ToolUse:
             )
         self.dialect = dialect or DIALECTS["llama3_json"]
         self.one_alone = not body.parallel_tool_calls
+        self._names = list(functions)
         self.named = isinstance(body.choice, tuple)
         self.tag: dict[str, Any] | None = None  # that answers have to fit, as ``structural_tag``
         if self.named:
@@ -173,15 +237,16 @@ class ToolUse:
         ]
 
     def reader(self) -> CallReader:
-        return self.dialect.reader()
+        return self.dialect.reader() if self.tag is None else GuidedCalls(self.dialect, self._names)
 
 
-def _tail(text: str) -> int:
+def _tail(text: str, tags: Sequence[str]) -> int:
     """Of how many characters at its end it is not known yet whether they are text: white space, and what may become a
     tag."""
-    begun = next((n for n in range(min(len(_OPEN), len(text)), 0, -1) if text.endswith(_OPEN[:n])), 0)
-    before = text[: len(text) - begun]
-    return begun + len(before) - len(before.rstrip())
+    firsts, longest = {tag[0] for tag in tags}, max(map(len, tags))
+    places = (at for at in range(max(len(text) - longest, 0), len(text)) if text[at] in firsts)
+    begun = next((at for at in places if any(tag.startswith(text[at:]) for tag in tags)), len(text))
+    return len(text) - len(text[:begun].rstrip())
 
 
 def _bare_calls(text: str) -> list[Call] | None:
@@ -211,6 +276,9 @@ def _call(said: Any) -> Call | None:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     if not is_text(text):  # halves of characters stay spelled out
         text = json.dumps(arguments)
-    return Call(
-        id=f"call_{uuid.uuid4().hex}", type="function", function=CalledFunction(name=said["name"], arguments=text)
-    )
+    return _new_call(said["name"], text)
+
+
+def _new_call(name: str, arguments: str) -> Call:
+    function = CalledFunction(name=name, arguments=arguments)
+    return Call(id=f"call_{uuid.uuid4().hex}", type="function", function=function)

@@ -18,7 +18,7 @@ from minivllm import LLM
 from minivllm.core.outputs import CompletionOutput, RequestOutput
 from minivllm.serve.protocol import ChatBody
 from minivllm.serve.replies import ChatReply
-from minivllm.serve.tool_calls import DIALECTS, BareCalls, CallReader, TaggedCalls, ToolUse, dialect_of
+from minivllm.serve.tool_calls import DIALECTS, BareCalls, CallReader, GuidedCalls, TaggedCalls, ToolUse, dialect_of
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
@@ -92,18 +92,55 @@ def test_what_is_found_does_not_depend_on_where_it_was_cut(
     assert len({call.id for call in found}) == len(found)
 
 
-def reply(written: str, *, pieces: int = 0, **asked: Any) -> list[dict[str, Any]]:
+NESTED = '{"city": "a } \\" \\\\", "b": [{"c": "{"}, []], "d": {}}'
+GUIDED = [  # with the dialect, and whether the last call was cut off
+    ("hermes", PARIS, "", [("weather", '{"city": "Paris"}')], False),
+    ("hermes", f"I look. <tool\n\n{PARIS}\n{tagged('clock', '{}')}", "I look. <tool", [
+        ("weather", '{"city": "Paris"}'), ("clock", "{}")], False),
+    ("hermes", f"{PARIS} It rains. ", " It rains. ", [("weather", '{"city": "Paris"}')], False),
+    ("hermes", tagged("weather", NESTED), "", [("weather", NESTED)], False),
+    ("hermes", tagged("clock", "[1, 2]") + tagged("clock", "3"), "", [("clock", "[1, 2]"), ("clock", "3")], False),
+    ("hermes", PARIS[:-9], "", [("weather", '{"city": "Paris"}')], False),
+    ("hermes", tagged("weather", NESTED[:11])[:-14], "", [("weather", NESTED[:11])], True),
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": ', "", [("weather", "")], True),
+    ("hermes", "text <tool_call>\n{", "text <tool_call>\n{", [], False),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "}"}}', "", [("weather", '{"city": "}"}')], False),
+    ("llama3_json", 'a {"name": ', 'a {"name": ', [], False),
+]  # fmt: skip
+
+
+@given(case=st.sampled_from(GUIDED), cuts=st.lists(st.integers(0, 160), max_size=12))
+def test_calls_that_have_to_fit_are_told_as_they_come(
+    case: tuple[str, str, str, list[tuple[str, str]], bool], cuts: list[int]
+) -> None:
+    dialect, written, text, calls, cut = case
+    reader, said = GuidedCalls(DIALECTS[dialect], ["weather", "clock"]), ""
+    found: list[list[Any]] = []
+    places = [0, *sorted(min(place, len(written)) for place in cuts), len(written), len(written)]
+    for begin, end in pairwise(places):
+        new, more = reader.read(written[begin:end], last=end == len(written) and begin == end)
+        said += new
+        for call in more:
+            if call.id is not None:
+                found.append([call.function.name, ""])
+            found[-1][1] += call.function.arguments
+        if reader.within:  # nothing of them is held back
+            assert written[:end].endswith(found[-1][1] or '"arguments": ') or dialect == "llama3_json"
+    assert said == text and [tuple(one) for one in found] == calls and reader.within == cut
+
+
+def reply(written: str, *, pieces: int = 0, reason: str = "stop", **asked: Any) -> list[dict[str, Any]]:
     """The choices of an answer, whole, or in so many pieces."""
     body = ChatBody.model_validate(ASK | {"tools": [WEATHER, CLOCK], "stream": bool(pieces)} | asked)
     made = ChatReply("id", "m", ["r"], 1, False, tools=ToolUse(body, DIALECTS["hermes"]))
     if not pieces:
-        output = RequestOutput("r", None, [1], [CompletionOutput(0, written, [5], finish_reason="stop")], True)
+        output = RequestOutput("r", None, [1], [CompletionOutput(0, written, [5], finish_reason=reason)], True)
         return [json.loads(made.whole([output]).json_bytes())["choices"][0]]
     chunks: list[bytes] = []
     size = -(-len(written) // pieces)
     for begin in range(0, len(written), size):
         last = begin + size >= len(written)
-        new = CompletionOutput(0, written[begin : begin + size], [5], finish_reason="stop" if last else None)
+        new = CompletionOutput(0, written[begin : begin + size], [5], finish_reason=reason if last else None)
         chunks += made.chunks(RequestOutput("r", None, [1], [new], last))
     return [json.loads(chunk)["choices"][0] for chunk in chunks]
 
@@ -148,6 +185,36 @@ def test_a_stream_with_calls(pieces: int) -> None:
     assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["tool_calls"]
 
 
+def told_calls(choices: list[dict[str, Any]]) -> list[list[Any]]:
+    """As OpenAI's client puts them together: index, name, arguments."""
+    found: list[list[Any]] = []
+    for call in (call for choice in choices for call in choice["delta"].get("tool_calls", [])):
+        if "id" in call:
+            assert call["type"] == "function" and call["index"] == len(found)
+            found.append([call["index"], call["function"]["name"], ""])
+        else:
+            assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
+        found[call["index"]][2] += call["function"]["arguments"]
+    return found
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 40, 200])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stream_of_calls_that_have_to_fit(pieces: int, reason: str) -> None:
+    """A call that was cut off is one, and not the end that the others would have."""
+    for written, last in ((f"{PARIS}\n{tagged('clock', '{}')}", "{}"), (f"{PARIS}\n{tagged('clock', '{')}"[:-14], "{")):
+        choices = reply(written, pieces=pieces, reason=reason, tool_choice="required")
+        assert told_calls(choices) == [[0, "weather", '{"city": "Paris"}'], [1, "clock", last]]
+        assert all(not choice["delta"].get("content") for choice in choices)
+        expected = "tool_calls" if reason == "stop" and last == "{}" else reason
+        assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [expected]
+        (whole,) = reply(written, reason=reason, tool_choice="required")
+        assert [[i, *call["function"].values()] for i, call in enumerate(whole["message"]["tool_calls"])] == told_calls(
+            choices
+        )
+        assert whole["finish_reason"] == expected and whole["message"]["content"] is None
+
+
 def test_how_a_model_writes_calls_is_read_from_its_template() -> None:
     qwen = 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <function-name>'
     llama = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
@@ -181,8 +248,8 @@ def test_what_has_to_be_called_is(client: openai.OpenAI) -> None:
             assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
         pieces = list(client.chat.completions.create(**ask, tool_choice=choice, parallel_tool_calls=False, stream=True))
         streamed = [one for piece in pieces for one in piece.choices[0].delta.tool_calls or []]
-        assert [(one.index, one.function) for one in streamed] == [(0, streamed[0].function)]
-        assert streamed[0].function.arguments == call.function.arguments
+        assert [(one.index, one.function.name) for one in streamed if one.id] == [(0, call.function.name)]
+        assert "".join(one.function.arguments for one in streamed) == call.function.arguments
         assert pieces[-1].choices[0].finish_reason == reason
 
 
