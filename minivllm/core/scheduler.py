@@ -13,8 +13,9 @@ A sequence decodes once computed >= known_len: then it has computed + 1 tokens, 
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect, insort
+from bisect import bisect, bisect_left, insort
 from collections import deque
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +45,8 @@ class SlotScheduler(Scheduler):
     - When a decode needs a block and none is free, the running sequence with the last place (here: the latest-arrived)
       is preempted: its blocks are freed and its known tokens are computed again later. The first is never preempted, so
       every step makes progress.
-    - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most.
+    - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most:
+      of the first ``_LOOK_AHEAD``, and of those behind them the shortest.
     """
 
     scores_prompts = True
@@ -77,6 +79,8 @@ class SlotScheduler(Scheduler):
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
+        # A heap of all that wait, and of some that waited: (known tokens, place, name).
+        self._lengths: list[tuple[int, tuple[int, ...], str]] = []
         self.running = NO_INTS  # slots, by place; batches hold views: it is not written to
         self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
         self._room_filled = 0  # entries of it in use
@@ -131,7 +135,7 @@ class SlotScheduler(Scheduler):
         seq.place = self.place(seq)
         self._arrivals += 1
         self._by_id[seq.request_id] = seq
-        if self._enqueue(seq) < _LOOK_AHEAD:
+        if self._enqueue(seq) < _LOOK_AHEAD or self._shortest() is seq:
             self._retry_at = 0
 
     def place(self, seq: Sequence) -> tuple[int, ...]:
@@ -146,7 +150,20 @@ class SlotScheduler(Scheduler):
         if at and self.waiting[-1].place > seq.place:
             at = bisect(self.waiting, seq.place, key=lambda other: other.place)
         self.waiting.insert(at, seq)
+        heappush(self._lengths, _length_of(seq))
+        if len(self._lengths) > 2 * self.num_waiting + _LOOK_AHEAD:
+            self._lengths = [_length_of(other) for other in self.waiting if other.status is Status.WAITING]
+            heapify(self._lengths)
         return at
+
+    def _shortest(self) -> Sequence | None:
+        """Of all that wait the one with the fewest tokens, the earliest of several."""
+        while self._lengths:
+            seq = self._by_id.get(self._lengths[0][2])
+            if seq is not None and seq.status is Status.WAITING and _length_of(seq) == self._lengths[0]:
+                return seq
+            heappop(self._lengths)
+        return None
 
     def abort(self, request_id: str) -> Sequence | None:
         seq = self._by_id.get(request_id)
@@ -165,6 +182,7 @@ class SlotScheduler(Scheduler):
         del self._by_id[seq.request_id]
         if self.waiting and not self.num_waiting:
             self.waiting.clear()  # only finished ones are left in it
+            self._lengths.clear()
 
     # ------------------------------------------------------------------ a step
 
@@ -225,9 +243,16 @@ class SlotScheduler(Scheduler):
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
         at, retry_at, no_room = 0, _NEVER, False  # ``at``: so many are passed over
-        while at < min(len(self.waiting), _LOOK_AHEAD) and budget > 0 and self._free_slots:
+        while at < len(self.waiting) and budget > 0 and self._free_slots:
             if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
                 break  # nobody goes before the head any more
+            if at > _LOOK_AHEAD:
+                break
+            if at == _LOOK_AHEAD:
+                shortest = self._shortest()
+                if shortest is None or shortest.place < self.waiting[at].place:
+                    break  # it was passed over, too
+                at = bisect_left(self.waiting, shortest.place, key=lambda other: other.place)
             seq = self.waiting[at]
             if seq.status is not Status.WAITING:
                 del self.waiting[at]
@@ -252,6 +277,7 @@ class SlotScheduler(Scheduler):
                 if at:
                     self.waiting[0].overtaken += 1
                 del self.waiting[at]
+                at = min(at, _LOOK_AHEAD)
                 continue
             if lacking > 0:
                 retry_at = min(retry_at, self.blocks.num_free + lacking)
@@ -526,3 +552,7 @@ class PrefillFirstScheduler(SlotScheduler):
         chunks = self.take_chunks(self.options.max_num_batched_tokens)
         decodes = NO_INTS if chunks else self.take_decodes(self.options.max_num_batched_tokens)
         return self.write_batch(decodes, chunks)
+
+
+def _length_of(seq: Sequence) -> tuple[int, tuple[int, ...], str]:
+    return len(seq.known), seq.place, seq.request_id

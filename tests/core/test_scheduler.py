@@ -76,6 +76,24 @@ def test_a_short_prompt_is_not_held_behind_one_that_cannot_be_admitted(name: str
 
 
 @BOTH
+@pytest.mark.parametrize("many", [31, 32, 90])
+def test_nor_is_it_behind_however_many_of_them(name: str, many: int) -> None:
+    w = world(name, block_size=4, num_blocks=15)
+    runs = w.add(Ask(prompt(4), max_tokens=30))
+    w.step()
+    big = [w.add(Ask(prompt(56, first=i % 11), max_tokens=1)) for i in range(many)]
+    w.step()
+    small = [w.add(Ask(prompt(3 + i, first=i), max_tokens=2)) for i in range(2)]
+    w.add(Ask(prompt(2), max_tokens=2), name="gone")
+    w.abort("gone")
+    for _ in range(6):
+        w.step()
+    assert [seq.status for seq in small] == [Status.FINISHED] * 2 and runs.status is Status.RUNNING
+    assert big[0].overtaken == 2 and all(seq.status is Status.WAITING for seq in big)
+    w.drain()
+
+
+@BOTH
 def test_the_head_of_the_queue_is_overtaken_a_bounded_number_of_times(name: str) -> None:
     w = world(name, block_size=4, num_blocks=16, max_num_seqs=8)
     for i in range(8):
@@ -510,18 +528,19 @@ def test_aborted_requests_leave_the_queue() -> None:
 
 
 def test_an_abort_lets_the_next_in_sight() -> None:
-    """A step looks at the first 32 that wait; if none of them can be admitted, they hide a small one behind them."""
+    """A step looks at the first 32 that wait; if none of them can be admitted, they hide one behind them that would
+    need less, as it has a prefix in the cache."""
     w = world(block_size=4, num_blocks=10, max_num_seqs=4)
     w.add(Ask(prompt(20), max_tokens=20))
     w.step()
     for i in range(32):
         w.add(Ask(prompt(30, first=2), max_tokens=2), name=f"big{i}")
-    small = w.add(Ask(prompt(2), max_tokens=2))
+    cached = w.add(Ask((*prompt(20), *prompt(10, first=5)), max_tokens=2))
     w.step()
-    assert small.status is Status.WAITING
+    assert cached.status is Status.WAITING
     w.abort("big7")
     w.step()
-    assert small.status is Status.RUNNING
+    assert cached.status is Status.RUNNING
     w.drain()
 
 
