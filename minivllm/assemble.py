@@ -9,6 +9,8 @@ from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import FrozenDict, ModelConfig
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Executor
     from minivllm.executors.processes import Child
-    from minivllm.plugins.registry import Registry
+    from minivllm.plugins.registry import Entry, Registry
 
 _DESCRIBED = ("device", "attention", "dtype")  # of ``Executor.describe``, what others read
 
@@ -61,6 +63,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         scheduler_class = registry.resolve("scheduler", config.scheduler.name)
         with registry.building("sampler", config.sampler.name):
             row = sampler_class.row
+        _check_row(registry.entry("sampler", config.sampler.name), row)
         with registry.building("executor", executor_name):
             executor = executor_class(config, model_config, max_model_len, registry)
         if children:
@@ -82,7 +85,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             scheduler = scheduler_class(config.scheduler, blocks, max_model_len, row)
         from minivllm.executors.first_calls import look_at_executor, look_at_scheduler
 
-        look_at_scheduler(registry.entry("scheduler", config.scheduler.name), scheduler)
+        look_at_scheduler(registry.entry("scheduler", config.scheduler.name), scheduler, row)
         look_at_executor(registry.entry("executor", executor_name), executor, model_config.vocab_size)
         return LLMEngine(
             config,
@@ -100,6 +103,13 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         except Exception as another:
             error.add_note(f"then, in {named('executor', executor_name, executor)}: {told(another)}")
         raise
+
+
+def _check_row(entry: Entry, row: Any) -> None:
+    """A sampler's. Raises PluginError."""
+    if not isinstance(row, np.dtype) or not row.itemsize or row.itemsize % 4:
+        said = f"{row}, {row.itemsize} bytes" if isinstance(row, np.dtype) else shown(row)
+        raise PluginError(f"{entry}: its row is {said}, not a numpy dtype of a multiple of 4 bytes")
 
 
 def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:

@@ -86,7 +86,7 @@ class Admission:
         seed = params.seed if params.seed is not None else self._seed_of(number)
         for index, guide in enumerate(guides):
             seq = Sequence(
-                request_id if params.n == 1 else f"{index}_{request_id}", tokens, params, max_len=max_len,
+                request_id if params.n == 1 else f"{request_id}\0{index}", tokens, params, max_len=max_len,
                 stop_ids=stop_ids, held_ids=held_ids, cache_salt=cache_salt, priority=priority,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )  # fmt: skip

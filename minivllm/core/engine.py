@@ -251,7 +251,7 @@ class LLMEngine:
         with self._uninterrupted:
             try:
                 return act()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._dead = error
                 if isinstance(error, MinivllmError):
                     raise
@@ -404,10 +404,18 @@ class LLMEngine:
         for slot, token, row in zip(*(column.tolist() for column in columns), strict=True):
             seq = ended.get(slot) or self.scheduler.sequences[slot]
             if seq is None:
-                continue
+                raise MinivllmError(
+                    f"scheduler={self.config.scheduler.name} committed a token in slot {slot}, where no sequence is: "
+                    "one that runs is in sequences, and one that has just ended keeps its slot"
+                )
             request, completion = self._by_sequence[seq.request_id]
             self._touched[request.request_id] = request
-            if completion.logprobs is not None and (values := of_row.get(row)) is not None:
+            if completion.logprobs is not None:
+                if (values := of_row.get(row)) is None:
+                    raise MinivllmError(
+                        f"sampler={self.config.sampler.name} with executor={self.config.executor.name} returned a step "
+                        f"without the logprobs that {request.request_id!r} asked for"
+                    )
                 completion.add_logprobs(token, *values)
             stopped_here = completion.add(token)
             if seq.request_id in finished:

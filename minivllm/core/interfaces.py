@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one step brought: ``slots[i]`` received ``token_ids[i]``; ``finished`` names the sequences that ended.
+    """What one step brought: ``slots[i]`` received ``token_ids[i]``; ``finished`` names the sequences that ended, each
+    with its ``slot`` as it was.
 
     ``rows`` are the rows of the batch that the tokens came from (stale rows are left out), for logprobs.
     """
@@ -385,7 +386,7 @@ def undoes_sample(cls: type[Sampler]) -> str | None:
     changes, inherited = [c for c in mro if "sample" in vars(c)][:2]
     others = ("refine", "refine_captured", "resample", "needs_refine")
     left = all(mro.index(_definer(cls, other)) >= mro.index(inherited) for other in others)
-    if inherited is Sampler or not left:
+    if inherited is Sampler or _definer(cls, "refine") is Sampler or not left:
         return None
     return (
         f"{changes.__name__} overrides sample and leaves the refine of {_definer(cls, 'refine').__name__}, which "

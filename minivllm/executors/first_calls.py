@@ -86,10 +86,14 @@ def look_at_sampler(entry: Entry, sampler: Sampler, vocab_size: int) -> None:
 # --------------------------------------------------------------------------- schedulers and executors
 
 
-def look_at_scheduler(entry: Entry, scheduler: Scheduler) -> None:
+def look_at_scheduler(entry: Entry, scheduler: Scheduler, row: np.dtype) -> None:
+    """``row``: the sampler's."""
+
     def schedule(found: Any) -> Any:
         if found is not None and not isinstance(found, Batch):
             raise TypeError(f"{_what(found)}, not a Batch or None")
+        if found is not None:
+            _check_batch(found, row)
         return found
 
     def commit(found: Any, *_: Any) -> Any:
@@ -105,6 +109,32 @@ def look_at_scheduler(entry: Entry, scheduler: Scheduler) -> None:
     look_at_first(entry, scheduler, schedule=schedule, commit=commit)
     if isinstance(scheduler, SlotScheduler):
         look_at_first(entry, scheduler, place=place)
+
+
+def _check_batch(batch: Batch, row: np.dtype) -> None:
+    """Its arrays become bytes on their way to other processes, where others would be read as something else."""
+
+    def check(names: str, dtype: Any, length: int) -> None:
+        for name in names.split():
+            found, expected = getattr(batch, name), f"{np.dtype(dtype)} ({length},)"
+            if not isinstance(found, np.ndarray) or found.dtype != dtype or found.shape != (length,):
+                raise TypeError(f"a Batch with {name} {_what(found)}, not {expected}")
+
+    def count(name: str) -> int:
+        found = getattr(batch, name)
+        if not isinstance(found, np.ndarray):
+            raise TypeError(f"a Batch with {name} {_what(found)}, not an array")
+        return found.size
+
+    check("slots num_computed num_new", np.int32, n := count("slots"))
+    check("generations", np.int64, n)
+    check("samples", np.bool_, n)
+    check("token_ids", np.int32, int(batch.num_new[batch.num_decodes :].sum()))
+    check("block_slots block_indices block_ids", np.int32, count("block_slots"))
+    check("admitted_slots", np.int32, a := count("admitted_slots"))
+    check("admitted_params", row, a)
+    check("known_lens", np.int32, a if count("known_lens") else 0)
+    check("known_ids", np.int32, int(batch.known_lens.sum()))
 
 
 def look_at_executor(entry: Entry, executor: Executor, vocab_size: int) -> None:

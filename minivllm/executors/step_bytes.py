@@ -24,6 +24,7 @@ _PROFILE, _MASKS = b"\xff" * 8, b"\xfe" + b"\xff" * 7  # -1 and -2, which are no
 
 def pack_batch(batch: Batch) -> bytes:
     scored = batch.scored or _UNSCORED
+    known_lens = batch.known_lens if len(batch.known_ids) else NO_INTS
     counts = np.array(
         [
             batch.step, len(batch.slots), len(batch.token_ids), len(batch.block_slots), len(batch.admitted_slots),
@@ -35,7 +36,7 @@ def pack_batch(batch: Batch) -> bytes:
     return _joined(
         (
             counts, batch.generations, batch.slots, batch.num_computed, batch.num_new, batch.token_ids,
-            batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, batch.known_lens,
+            batch.block_slots, batch.block_indices, batch.block_ids, batch.admitted_slots, known_lens,
             batch.known_ids, scored.rows, scored.lens, scored.ids, batch.admitted_params, batch.samples,
         )
     )  # fmt: skip

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from minivllm.core.batch import Batch, Scored, TokenMasks
+from minivllm.core.batch import NO_INTS, Batch, Scored, TokenMasks
 from minivllm.core.interfaces import Logprobs, StepResult
 from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.sampler import DefaultSampler
@@ -84,6 +84,15 @@ def test_a_batch_comes_back_as_it_was(shape: tuple[int, ...]) -> None:
     assert (batch.scored is None) == (back.scored is None) and (back.scored is None or same(batch.scored, back.scored))
     assert unpack_masks(bytearray(pack_batch(batch))) is None
     assert back.slots.flags.writeable
+
+
+def test_sequences_of_whose_tokens_nobody_asks() -> None:
+    batch = dataclasses.replace(
+        random_batch(np.random.default_rng(0), 3, 1, 9, 2, 2), known_lens=np.zeros(2, np.int32), known_ids=NO_INTS
+    )
+    back = unpack_batch(bytearray(pack_batch(batch)), DefaultSampler.row)
+    assert not len(back.known_lens) and back.samples.tolist() == batch.samples.tolist()
+    assert back.admitted_params.tobytes() == batch.admitted_params.tobytes()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 6), (256, 4748)], ids=str)

@@ -102,6 +102,15 @@ def as_mine(folder: Path, copy: Path) -> Path:
     return copy
 
 
+def with_arrays(changes: str) -> str:
+    """A scheduler whose batches have some arrays changed."""
+    return f"""
+def schedule(self):
+    batch = super().schedule()
+    return None if batch is None else replace(batch, {changes})
+"""
+
+
 def altered(change: str) -> str:
     return f"def launch(self, batch): return Altered(super().launch(batch), lambda ids: {change})"
 
@@ -125,6 +134,8 @@ OWN = "@classmethod\ndef "
     ("executor", f"told = 0\ndef check_health(self):\n    self.told += 1\n    if self.told > 1: {RAISES}",
      "check_health raised ValueError: no luck (minivllm_mine, line 24"),
     ("scheduler", f"def add(self, seq): {RAISES}", "add raised ValueError: no luck (minivllm_mine, line 21, in add)"),
+    ("sampler", "row = np.dtype([('a', 'i2')])", "its row is [('a', '<i2')], 2 bytes, not a numpy dtype of a mul"),
+    ("sampler", "row = None", "its row is None, not a numpy dtype of a multiple of 4 bytes"),
     ("sampler", f"{OWN}encode(cls, seq, seed): {RAISES}", "encode raised ValueError: no luck (minivllm_mine, line 22"),
     ("sampler", f"{OWN}words(cls, seq): {RAISES}", "words raised ValueError: no luck (minivllm_mine"),
     ("sampler", f"{OWN}encode(cls, seq, seed): return None", "encode returned None, not one item of its row"),
@@ -150,6 +161,14 @@ REFINE = "def needs_refine(self, slots): return True\ndef refine(self, *args): r
     ("sampler", "def sample(self, *args): return None", "sample returned None, not int64 (2,)"),
     ("sampler", REFINE, "refine returned int64 (2,), not two: tokens, and their log-probabilities or None"),
     ("scheduler", "def schedule(self): return 'abc'", "schedule returned 'abc', not a Batch or None"),
+    ("scheduler", with_arrays("slots=batch.slots.astype(np.int64)"), "schedule returned a Batch with slots int64 (2,)"),
+    ("scheduler", with_arrays("samples=batch.samples[:1]"), "schedule returned a Batch with samples bool (1,), no"),
+    ("scheduler", with_arrays("token_ids=batch.token_ids[1:]"), "schedule returned a Batch with token_ids int32 (4,)"),
+    ("scheduler", with_arrays("block_ids=batch.slots[:0]"), "schedule returned a Batch with block_ids int32 (0,), not"),
+    ("scheduler", with_arrays("admitted_params=batch.slots"), "schedule returned a Batch with admitted_params int32"),
+    ("scheduler", with_arrays("known_lens=batch.slots + 1"), "schedule returned a Batch with known_ids int32 (0,), "),
+    ("scheduler", with_arrays("generations=None"), "schedule returned a Batch with generations None, not int64 (2,)"),
+    ("scheduler", with_arrays("slots=[0, 1]"), "schedule returned a Batch with slots [0, 1], not an array"),
     ("scheduler", "def commit(self, *args): super().commit(*args)", "commit returned None, not a Committed"),
     ("scheduler", "def place(self, seq): return 5", "place returned 5, not a tuple"),
     ("executor", "def launch(self, batch): super().launch(batch)", "launch returned None, not a StepHandle"),
@@ -205,6 +224,38 @@ def test_the_same_on_ranks(said: Callable[..., str], kind: str, body: str, told:
 ])  # fmt: skip
 def test_a_step_that_fails_names_the_package(said: Callable[..., str], kind: str, body: str, told: str) -> None:
     assert (line := said(kind, body)).startswith("a step failed: ") and line.endswith(told)
+
+
+def test_a_plugin_that_would_end_the_process_in_a_step_ends_the_engine(said: Callable[..., str]) -> None:
+    line = said("scheduler", "def schedule(self): raise SystemExit(0)")
+    assert line.startswith("a step failed: SystemExit: 0 (") and line.endswith("in schedule, of minivllm-mine 1.0)")
+
+
+def test_logprobs_that_were_asked_for_and_do_not_come(said: Callable[..., str]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=1)
+    launch = """
+def launch(self, batch):
+    step = super().launch(batch)
+    class Bare:
+        def result(self): return replace(step.result(), logprobs=None)
+    return Bare()
+"""
+    refine = "def refine(self, *args): return super().refine(*args)[0], None"
+    for kind, body in (("executor", launch), ("sampler", refine)):
+        told = said(kind, body, params)
+        assert told.startswith("sampler=") and "returned a step without the logprobs that" in told, kind
+
+
+def test_one_that_has_just_ended_keeps_its_slot(said: Callable[..., str]) -> None:
+    body = """
+def commit(self, *args):
+    found = super().commit(*args)
+    for seq, _ in found.finished:
+        seq.slot = -1
+    return found
+"""
+    told = said("scheduler", body, SamplingParams(temperature=0, max_tokens=2, stop=["zzz"]))
+    assert told.startswith("scheduler=mine committed a token in slot ") and "has just ended keeps its slot" in told
 
 
 def test_a_stacked_layer_that_packed_does_not_name_is_told_with_what_to_write(said: Callable[..., str]) -> None:
@@ -279,6 +330,7 @@ def test_which_samplers_undo_what_they_sample() -> None:
         assert undoes_sample(sampler(changes, **{also: 1})) is None
     assert undoes_sample(DefaultSampler) is None and undoes_sample(sampler(DefaultSampler, encode=1)) is None
     assert undoes_sample(sampler(Sampler, sample=1)) is None
+    assert undoes_sample(sampler(sampler(Sampler, sample=1), sample=1)) is None  # there is no refine
 
 
 # --------------------------------------------------------------------------- the helpers
