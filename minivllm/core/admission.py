@@ -11,7 +11,7 @@ import numpy as np
 
 from minivllm.core.grammars import text_of
 from minivllm.core.guides import Guides
-from minivllm.core.requests import Completion, Prompt, Request, TokenTexts
+from minivllm.core.requests import COMPLETION, Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.errors import ContextLengthError, PluginError, RequestError, blamed, is_text, named, shown
@@ -86,7 +86,7 @@ class Admission:
         seed = params.seed if params.seed is not None else self._seed_of(number)
         for index, guide in enumerate(guides):
             seq = Sequence(
-                request_id if params.n == 1 else f"{request_id}\0{index}", tokens, params, max_len=max_len,
+                request_id if params.n == 1 else f"{request_id}{COMPLETION}{index}", tokens, params, max_len=max_len,
                 stop_ids=stop_ids, held_ids=held_ids, cache_salt=cache_salt, priority=priority,
                 prompt_logprobs=params.prompt_logprobs if index == 0 else None,
             )  # fmt: skip

@@ -8,6 +8,7 @@ from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 
+COMPLETION = "\0"  # in a sequence's name between its request's and the index of its completion, if there are several
 PROMPT_TOKENS = 16  # that a detokenizer is shown: the first token's text may depend on what stands before it
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minivllm.core.requests import COMPLETION
+
 if TYPE_CHECKING:
     from minivllm.core.batch import Batch
     from minivllm.core.engine import LLMEngine
@@ -24,8 +26,8 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 7.5, 10, 15
 
 
 def request_of(seq: Sequence) -> str:
-    """The id of the request that a sequence belongs to: its own, or what stands behind INDEX_."""
-    return seq.request_id.rpartition("_")[2]
+    """The id of the request that a sequence belongs to."""
+    return seq.request_id.partition(COMPLETION)[0]
 
 
 class Histogram:
