@@ -85,8 +85,9 @@ def _one(
         component = registry.get("attention", name)
         if reasons := _why_not(component.name, spec, registry, broken):
             others = [c.name for c in registry.by_priority("attention") if not _why_not(c.name, spec, registry, broken)]
+            install = registry.how_to_install(component)
             raise ConfigError(
-                f"{key}={name} cannot run this: {'; '.join(reasons)}. "
+                f"{key}={name} cannot run this: {'; '.join(reasons)}.{install}{'.' if install else ''} "
                 f"Here these can: {', '.join(others) or 'none'} (or {key}=auto)"
             )
         return component.name, registry.resolve("attention", name), f"{key}={component.name} as asked"

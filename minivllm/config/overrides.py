@@ -22,6 +22,10 @@ from minivllm.plugins.types import CONFIG_GROUPS
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+# What is within the mapping of ``structured_outputs`` text as it was typed, and what may be JSON.
+_TEXTS = tuple(f"structured_outputs.{name}" for name in ("regex", "grammar", "whitespace_pattern"))
+_JSON = ("structured_outputs.json", "structured_outputs.structural_tag")
+
 
 @dataclass(frozen=True, slots=True)
 class Override:
@@ -80,6 +84,8 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
             raise ConfigError(_unknown_key(override, keys, mode, engine_only))
         # The shape of a model has keys that must not be mistyped; a backend's options are checked by their own list.
         prefix = "++" if override.adds or above.name != "model.hf_config" else ""
+        if (name in _TEXTS and override.value[0] not in "\"'") or (name in _JSON and _is_json(override.value)):
+            return f"{prefix}{name}={quote(override.value)}"
     elif key.mapping:
         prefix = "++"
     if key is not None and key.text and override.value != "null" and not override.value.startswith(("[", '"', "'")):
@@ -119,6 +125,14 @@ def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_
     return f"{override.text}: there is no key {name}. Allowed: {sorted_listing(here)} (`minivllm --help` explains them)"
 
 
+def _is_json(text: str) -> bool:
+    """Whether it is an object, as JSON has it."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _parse_value(override: Override) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -148,6 +162,8 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
     try:
         if isinstance(value, bool) and key.type.startswith(("a number", "a whole number")):
             raise OmegaConfBaseException  # OmegaConf reads true as 1
+        if type(value) in (int, float) and key.type.startswith("true or false"):
+            raise OmegaConfBaseException  # … and 2 as true
         OmegaConf.update(node, f"{group}.{leaf}" if group else leaf, value, merge=False)
     except OmegaConfBaseException as e:
         raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}") from e

@@ -169,11 +169,11 @@ class EngineSchema:
 class SamplingSchema(EngineSchema):
     """Keys of one request, with the names and meanings of ``SamplingParams``."""
 
-    max_tokens: int | None = key(None, "tokens to generate at most; null: as many as fit")
-    temperature: float = key(0.0, "0 is greedy")
-    top_p: float = key(1.0, "keep the likeliest tokens that make up this probability")
-    top_k: int = key(0, "keep this many of the likeliest tokens; 0: all")
-    min_p: float = key(0.0, "keep tokens at least this likely relative to the likeliest")
+    max_tokens: int | None = key(None, "tokens to generate at most, 1 or more; null: as many as fit")
+    temperature: float = key(0.0, "0 or more; 0 is greedy")
+    top_p: float = key(1.0, "keep the likeliest tokens that make up this probability; more than 0, 1: all")
+    top_k: int = key(0, "keep this many of the likeliest tokens; 0 or -1: all")
+    min_p: float = key(0.0, "keep tokens at least this likely relative to the likeliest; 0 to 1, 0: all")
     presence_penalty: float = key(0.0, "taken off the logits of tokens that the answer has; -2 to 2, 0: none")
     frequency_penalty: float = key(0.0, "taken off a token's logit for each time the answer has it; -2 to 2, 0: none")
     repetition_penalty: float = key(
@@ -205,15 +205,15 @@ class GenerateSchema(SamplingSchema):
     output: str | None = key(
         None, "write one JSON object a request to this file instead of printing; -: to standard output", text=True
     )
-    max_tokens: int | None = key(100, "tokens to generate at most; null: as many as fit")
-    logprobs: int | None = key(None, "log-probabilities of this many tokens a position; needs output=")
+    max_tokens: int | None = key(100, "tokens to generate at most, 1 or more; null: as many as fit")
+    logprobs: int | None = key(None, "log-probabilities of this many tokens a position, 0 to 20; needs output=")
 
 
 @dataclass
 class ChatSchema(SamplingSchema):
     system: str | None = key(None, "the system message", text=True)
-    temperature: float = key(0.7, "0 is greedy")
-    top_p: float = key(0.95, "keep the likeliest tokens that make up this probability")
+    temperature: float = key(0.7, "0 or more; 0 is greedy")
+    top_p: float = key(0.95, "keep the likeliest tokens that make up this probability; more than 0, 1: all")
 
 
 @dataclass

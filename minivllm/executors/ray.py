@@ -59,7 +59,12 @@ class RayExecutor(Executor):
 
     def start(self) -> int:
         if not ray.is_initialized():
-            ray.init(address=self.config.executor.options.get("address"), log_to_driver=False)
+            address = self.config.executor.options.get("address")
+            try:
+                ray.init(address=address, log_to_driver=False)
+            except (ValueError, ConnectionError) as error:
+                said = " ".join(str(error).split())
+                raise ConfigError(f"executor.options.address={address}: Ray cannot join it: {said}") from error
             self._owns_ray = True
         size = self.config.tp
         on_gpu = self.config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0

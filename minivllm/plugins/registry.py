@@ -177,12 +177,12 @@ class Registry:
         missing = _missing(component)
         if missing and kind != "attention":  # whose class says without them why it cannot run
             reasons = "; ".join(map(_not_installed, missing))
-            raise PluginError(f"{who} cannot be imported: {reasons}.{self._how_to_install(component)}")
+            raise PluginError(f"{who} cannot be imported: {reasons}.{self.how_to_install(component)}")
         try:
             module = importlib.import_module(module_name)
         except ImportError as e:
             reasons = "; ".join(map(_one_line, self.why_not(component) or [str(e)]))
-            raise PluginError(f"{who} cannot be imported: {reasons}.{self._how_to_install(component)}") from e
+            raise PluginError(f"{who} cannot be imported: {reasons}.{self.how_to_install(component)}") from e
         except KeyboardInterrupt:
             raise
         except BaseException as e:
@@ -251,7 +251,8 @@ class Registry:
         no_gpu = component.gpu and not any(os.path.exists(device) for device in _GPU_DEVICES)
         return self.why_not(component) + (["it needs an NVIDIA GPU, and none is here"] if no_gpu else [])
 
-    def _how_to_install(self, component: Component) -> str:
+    def how_to_install(self, component: Component) -> str:
+        """A sentence to add to why a component cannot be used, "" if nothing lacks."""
         missing = [need.split("|")[0].split(".")[0] for need in _missing(component)]
         if not missing:
             return ""

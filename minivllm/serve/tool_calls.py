@@ -44,19 +44,21 @@ class TextBesideCalls(CallReader):
         self._called = False
         return text
 
-    def _rest(self, tags: Sequence[str], *, last: bool) -> str:
+    def _rest(self, tags: Sequence[str] = ()) -> str:
         """What is held, without what may become one of ``tags``, and the white space before it."""
-        done = self._held if last else self._held[: len(self._held) - _tail(self._held, tags)]
+        done = self._held[: len(self._held) - _tail(self._held, tags)] if tags else self._held
         self._held = self._held[len(done) :]
         return self._text(done, before_call=False)
 
 
 class GuidedCalls(TextBesideCalls):
     """Of an answer that a grammar holds to a dialect's calls: what begins one is one, and its arguments are told as
-    they come. Of one that is cut off as much is told as came."""
+    they come. Of one that is cut off as much is told as came, and nothing before its arguments have begun. ``alone``:
+    the answer has no text."""
 
-    def __init__(self, dialect: Dialect, names: Sequence[str]) -> None:
+    def __init__(self, dialect: Dialect, names: Sequence[str], *, alone: bool) -> None:
         super().__init__()
+        self._alone, self._trigger = alone, dialect.trigger
         self._begins = {dialect.begin % json.dumps(name): name for name in names}
         self._end, self._ending = dialect.end, False  # whether a call's arguments are behind it, and its end is not
         self._depth, self._quoted, self._escaped = 0, False, False  # at the end of the arguments so far
@@ -78,12 +80,18 @@ class GuidedCalls(TextBesideCalls):
                 return said, calls
             found = [(at, begin) for begin in self._begins if (at := self._held.find(begin)) >= 0]
             if not found:
-                return said + self._rest(list(self._begins), last=last), calls
+                said += self._rest(list(self._begins))
+                if last and not self._held.lstrip().startswith(self._trigger):
+                    said += self._rest()
+                return said, calls
             at, begin = min(found)
             said += self._text(self._held[:at], before_call=True)
             self._held = self._held[at + len(begin) :]
             calls.append(_new_call(self._begins[begin], ""))
             self.within = self._called = True
+
+    def _text(self, text: str, *, before_call: bool) -> str:
+        return "" if self._alone else super()._text(text, before_call=before_call)
 
     def _arguments(self) -> str:
         """What of them is held, taken out. They end before the first brace that closes none of theirs."""
@@ -125,7 +133,7 @@ class TaggedCalls(TextBesideCalls):
                 calls.append(call)
                 self._called = True
             self._held, self._tried = self._held[end:], 0
-        return said + self._rest([_OPEN], last=last), calls
+        return said + self._rest([] if last else [_OPEN]), calls
 
     def _first_call(self, begin: int, *, last: bool) -> tuple[int | None, Call | None]:
         """Where what begins there ends, None if that is not known yet, and the call that it is, if it is one."""
@@ -208,8 +216,8 @@ class ToolUse:
             )
         self.dialect = dialect or DIALECTS["llama3_json"]
         self.one_alone = not body.parallel_tool_calls
-        self._names = list(functions)
         self.named = isinstance(body.choice, tuple)
+        self._names, self._alone = list(functions), self.named or body.choice == "required"
         self.tag: dict[str, Any] | None = None  # that answers have to fit, as ``structural_tag``
         if self.named:
             self.tag = self._tags_alone([functions[body.choice[0]]], one=True)
@@ -237,7 +245,9 @@ class ToolUse:
         ]
 
     def reader(self) -> CallReader:
-        return self.dialect.reader() if self.tag is None else GuidedCalls(self.dialect, self._names)
+        if self.tag is None:
+            return self.dialect.reader()
+        return GuidedCalls(self.dialect, self._names, alone=self._alone)
 
 
 def _tail(text: str, tags: Sequence[str]) -> int:

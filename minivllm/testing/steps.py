@@ -69,7 +69,7 @@ def plan_eager(backend: AttentionBackend, batch: AttentionBatch) -> None:
     """Tell a bound backend of an eager step, as the runner does."""
     d = batch.num_decodes
     words = backend.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
-    batch.prompt_words = torch.from_numpy(words).to(batch.seq_lens.device)
+    batch.prompt_words = torch.from_numpy(words.copy()).to(batch.seq_lens.device)  # some may not be written to
     backend.plan(batch)
 
 

@@ -343,6 +343,12 @@ def test_sampling_options_become_sampling_params(registry: Registry) -> None:
         (["structured_outputs.choice=[yes,no]"], StructuredOutputsParams(choice=("yes", "no"))),
         ([shape], StructuredOutputsParams(
             json={"type": "object", "properties": {"a": {"enum": ("x", 1)}}}, disable_any_whitespace=True)),
+        (["structured_outputs.regex=[A-Z]{2,3}"], StructuredOutputsParams(regex="[A-Z]{2,3}")),
+        (["structured_outputs.regex=\\d+ (a|b), ${c}"], StructuredOutputsParams(regex="\\d+ (a|b), ${c}")),
+        (["structured_outputs.regex='[A-Z]{2,3}'"], StructuredOutputsParams(regex="[A-Z]{2,3}")),
+        (['structured_outputs.grammar=root ::= "a" | "b"'], StructuredOutputsParams(grammar='root ::= "a" | "b"')),
+        (['structured_outputs.json={"type": "integer"}'], StructuredOutputsParams(json='{"type": "integer"}')),
+        (["structured_outputs.json={type: integer}"], StructuredOutputsParams(json={"type": "integer"})),
         ([], None),
     ):  # fmt: skip
         assert compose(typed, registry).options.sampling_params().structured_outputs == asked

@@ -103,9 +103,11 @@ GUIDED = [  # with the dialect, and whether the last call was cut off
     ("hermes", PARIS[:-9], "", [("weather", '{"city": "Paris"}')], False),
     ("hermes", tagged("weather", NESTED[:11])[:-14], "", [("weather", NESTED[:11])], True),
     ("hermes", '<tool_call>\n{"name": "weather", "arguments": ', "", [("weather", "")], True),
-    ("hermes", "text <tool_call>\n{", "text <tool_call>\n{", [], False),
+    ("hermes", "text <tool_call>\n{", "text", [], False),
+    ("hermes", "text <tool_cal", "text <tool_cal", [], False),
     ("llama3_json", '{"name": "weather", "parameters": {"city": "}"}}', "", [("weather", '{"city": "}"}')], False),
-    ("llama3_json", 'a {"name": ', 'a {"name": ', [], False),
+    ("llama3_json", 'a {"name": "we', "a", [], False),
+    ("llama3_json", 'a {"name"', 'a {"name"', [], False),
 ]  # fmt: skip
 
 
@@ -114,7 +116,7 @@ def test_calls_that_have_to_fit_are_told_as_they_come(
     case: tuple[str, str, str, list[tuple[str, str]], bool], cuts: list[int]
 ) -> None:
     dialect, written, text, calls, cut = case
-    reader, said = GuidedCalls(DIALECTS[dialect], ["weather", "clock"]), ""
+    reader, said = GuidedCalls(DIALECTS[dialect], ["weather", "clock"], alone=False), ""
     found: list[list[Any]] = []
     places = [0, *sorted(min(place, len(written)) for place in cuts), len(written), len(written)]
     for begin, end in pairwise(places):
@@ -213,6 +215,11 @@ def test_a_stream_of_calls_that_have_to_fit(pieces: int, reason: str) -> None:
             choices
         )
         assert whole["finish_reason"] == expected and whole["message"]["content"] is None
+    for cut in range(PARIS.index('{"city')):  # before its arguments have begun
+        (whole,) = reply(PARIS[:cut], reason="length", tool_choice="required")
+        assert not whole["message"]["content"]
+        choices = reply(PARIS[: max(cut, 1)], pieces=pieces, reason="length", tool_choice="required")
+        assert not any(choice["delta"].get("content") for choice in choices)
 
 
 def test_how_a_model_writes_calls_is_read_from_its_template() -> None:
