@@ -63,12 +63,13 @@ def help_text(word: str | None, registry: Registry) -> str:
     extra = [k for name, k in own.items() if name not in engine and not name.endswith(".name")]
     shared = [k for name, k in engine.items() if name != "mode" and not name.endswith(".name")]
     groups = [g for g in MODES[mode].schema.__dataclass_fields__ if registry.config_options(g)]
+    others = " (other modes have others: minivllm serve --help)" if mode == "generate" else ""
     parts = [
         "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
         "A small, pluggable inference engine for large language models.",
         _block("Modes", map(_mode, MODES.items()), [("plugins", "list what is installed; new begins a package")]),
         _block("Groups (group=option)", ((g, ", ".join(group_options(g, registry))) for g in groups)),
-        _block(f"Keys of {mode}", map(_line, extra)) if extra else "",
+        _block(f"Keys of {mode}{others}", map(_line, extra)) if extra else "",
         _block("Keys of every mode", map(_line, shared)),
         _block("Flags", _FLAGS),
         _EXAMPLES + "\n" + _ENVIRONMENT,

@@ -49,7 +49,7 @@ class LLM:
 
     Args:
         model: an option of conf/model (demo, qwen3, llama …), a checkpoint's folder, or a Hub repository.
-        attention: auto, torch, triton, flash, flashinfer, or what a plugin brings.
+        attention: auto, torch, triton, hopper, flash, flashinfer, or what a plugin brings.
         tp: tensor-parallel ranks.
         device: auto, cuda or cpu.
         dtype: auto, float32, bfloat16 or float16.

@@ -16,6 +16,7 @@ from minivllm.config.conf_dir import conf_dir
 from minivllm.config.modes import MODES
 from minivllm.config.overrides import group_options
 from minivllm.config.schema import EngineSchema, Key, keys_of, type_in_words
+from minivllm.config.vllm_names import VLLM_NAMES
 from minivllm.plugins import load_plugins
 from minivllm.plugins.registry import KINDS, Registry
 from minivllm.plugins.types import CONFIG_GROUPS
@@ -34,8 +35,23 @@ one component are under `options`: `executor=multiproc executor.options.devices=
 last one counts; `overrides` come behind `LLM`'s other arguments.
 
 An unknown key, a wrong type or a value out of bounds is an error that says what is allowed.
-`python -m minivllm --help` lists the same keys, and names that plugins added; `--cfg job` prints what a command line
-comes to."""
+`python -m minivllm --help` lists generate's keys, and names that plugins added; `chat --help`, `serve --help` and
+`bench --help` those of their modes. `--cfg job` prints what a command line comes to. `+` before a key adds one that the
+group's option does not have: `+model.hf_config.attention_bias=true`.
+
+`LLM(...)` takes [vLLM's names](#vllms-names), too."""
+
+
+_OF_MODES = {
+    "generate": """
+Without `prompts=` and `prompts_file=` prompts are read from standard input, one a line, if that is a pipe or a file.
+Where it is a terminal, or a pipe on which nothing comes for 10 seconds, samples are completed. A line of a `.json` or
+`.jsonl` file is a string, or an object with `prompt` or `prompt_token_ids`, and perhaps `priority`; its other keys are
+passed over, but for those of sampling, which are refused. `output=FILE` overwrites the file; a line has `request_id`,
+`prompt`, `prompt_token_ids`, `text`, `token_ids`, `finish_reason`, `num_cached_tokens`, and `logprobs` if asked for.""",
+    "chat": """
+`/clear` forgets the conversation, `/exit` or Ctrl-D leaves, Ctrl-C stops a reply.""",
+}
 
 
 def page() -> str:
@@ -50,7 +66,10 @@ def page() -> str:
     for name, mode in MODES.items():
         own = [key for name, key in _settable(mode.schema).items() if name not in engine]
         parts += [f"## Mode {name}", f"{mode.help[:1].upper()}{mode.help[1:]}.", _keys(own) if own else "No more keys."]
+        parts += [_OF_MODES[name].strip()] if name in _OF_MODES else []
     parts += ["## Options of model", _models(), "## Options of workload", _workloads()]
+    names = (f"| `{theirs}` | `{ours}` |" for theirs, ours in VLLM_NAMES.items())
+    parts += ["## vLLM's names", "\n".join(["| of `vllm.LLM` | here |", "| --- | --- |", *names])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -154,8 +154,8 @@ class EngineSchema:
     load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
     packed_weights: PackedWeights = key(
         PackedWeights.auto,
-        "keep the weights of LM heads and of dense layers that are not small a second time, in 12 bits without loss, "
-        "for decode steps of few sequences, which wait for them; on Hopper GPUs, in bfloat16. auto: where that works "
+        "keep a second copy of the LM head and of large dense layers, packed without loss in 12 bits a weight: decode "
+        "steps of few sequences, which wait for weights, read that. On Hopper GPUs, in bfloat16. auto: where it works "
         "and leaves three quarters of the memory for the cache; true: or refuse to start",
         text=True,
     )
@@ -198,8 +198,8 @@ class GenerateSchema(SamplingSchema):
     prompts: Any = key(None, "a string, or a list of strings or token-id lists", text=True)
     prompts_file: str | None = key(
         None,
-        "a file of prompts, one a line, or .jsonl: objects with prompt or prompt_token_ids, and perhaps priority; "
-        "- is standard input",
+        "a file of prompts, one a line; .jsonl: strings, or objects with prompt or prompt_token_ids, and perhaps "
+        "priority; - is standard input",
         text=True,
     )
     output: str | None = key(

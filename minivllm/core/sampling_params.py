@@ -38,7 +38,7 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), "there is no beam search; n draws several answers"),
 }
 _ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "num_return_sequences": "n"}
-NO_LIMIT = "None, outside Python null, goes on to max_model_len"  # as ``max_tokens``
+NO_LIMIT = "for no limit: None in Python, null elsewhere"  # as ``max_tokens``
 MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 _LOGPROBS = "logprobs", "prompt_logprobs"

@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"min_p": 1.1}, ["min_p=1.1", "at most 1"]),
     ({"top_k": -2}, ["top_k=-2", "less than -1", "0 or -1 keeps every token"]),
     ({"top_k": 0.5}, ["top_k=0.5", "whole number"]),
-    ({"max_tokens": 0}, ["max_tokens=0", "less than 1", "None, outside Python null, goes on to max_model_len"]),
+    ({"max_tokens": 0}, ["max_tokens=0", "less than 1", "for no limit: None in Python, null elsewhere"]),
     ({"max_tokens": -3}, ["max_tokens=-3", "less than 1"]),
     ({"min_tokens": -1}, ["min_tokens=-1", "less than 0"]),
     ({"min_tokens": 17}, ["min_tokens=17", "max_tokens=16"]),
