@@ -48,7 +48,7 @@ Without `prompts=` and `prompts_file=` prompts are read from standard input, one
 Where it is a terminal, or a pipe on which nothing comes for 10 seconds, samples are completed. A line of a `.json` or
 `.jsonl` file is a string, or an object with `prompt` or `prompt_token_ids`, and perhaps `priority`; its other keys are
 passed over, but for those of sampling, which are refused. `output=FILE` overwrites the file; a line has `request_id`,
-`prompt`, `prompt_token_ids`, `text`, `token_ids`, `finish_reason`, `num_cached_tokens`, and `logprobs` if asked for.""",
+`prompt`, `prompt_token_ids`, `text`, `token_ids`, `finish_reason`, `num_cached_tokens`; `logprobs` if asked.""",
     "chat": """
 `/clear` forgets the conversation, `/exit` or Ctrl-D leaves, Ctrl-C stops a reply.""",
 }
