@@ -45,6 +45,14 @@ def shown(value: object) -> str:
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 
+def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
+    """``prompt``: which one it is, and how many tokens it has."""
+    return ContextLengthError(
+        f"{prompt}, and max_model_len={max_model_len} leaves no room for an answer: this model's maximum context "
+        f"length is {max_model_len} tokens; shorten the prompt or raise max_model_len"
+    )
+
+
 def is_text(value: object) -> bool:
     """Whether it is text that can be written down: JSON may have halves of characters."""
     try:

@@ -14,7 +14,7 @@ from minivllm.core.guides import Guides
 from minivllm.core.requests import COMPLETION, Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import ContextLengthError, PluginError, RequestError, blamed, is_text, named, shown
+from minivllm.errors import PluginError, RequestError, blamed, is_text, named, no_room, shown
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -191,11 +191,7 @@ class Admission:
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         if prompt_len >= self.max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {prompt_len} tokens, and max_model_len={self.max_model_len} leaves no room for an "
-                f"answer: this model's maximum context length is {self.max_model_len} tokens; shorten the prompt or "
-                "raise max_model_len"
-            )
+            raise no_room(f"the prompt has {prompt_len} tokens", self.max_model_len)
         if params.max_tokens is not None:
             return prompt_len + params.max_tokens
         whole_cache = self.num_blocks * self.config.cache.block_size + 1
@@ -259,7 +255,7 @@ def _check_salt(salt: Any) -> None:
     if salt is None:
         return
     if salt == "":
-        raise RequestError("cache_salt is empty; leave it out to share cached prefixes with those that have none")
+        raise RequestError("cache_salt='' is empty; leave it out to share cached prefixes with those that have none")
     if not is_text(salt):
         raise RequestError(f"cache_salt={salt!r} is not Unicode text")
 

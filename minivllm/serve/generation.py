@@ -82,11 +82,13 @@ class Generation:
 
 
 def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two deltas of one request as one."""
-    then.prompt_logprobs = first.prompt_logprobs  # which later ones have not
+    """Two deltas of one request as one, ``first`` with what ``then`` brings: what is not read yet may be long."""
     for one, more in zip(first.outputs, then.outputs, strict=True):
-        more.text = one.text + more.text
-        more.token_ids = one.token_ids + more.token_ids
+        one.text += more.text
+        one.token_ids += more.token_ids
         if one.logprobs is not None and more.logprobs is not None:
-            more.logprobs = one.logprobs + more.logprobs
-    return then
+            one.logprobs += more.logprobs
+        one.cumulative_logprob = more.cumulative_logprob
+        one.finish_reason, one.stop_reason = more.finish_reason, more.stop_reason
+    first.finished, first.num_cached_tokens = then.finished, then.num_cached_tokens
+    return first

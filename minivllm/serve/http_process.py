@@ -183,11 +183,21 @@ def serve(wire: Wire, listener: socket.socket) -> int:
         log_level="info" if go.log_requests else "warning",
         access_log=go.log_requests,
         server_header=False,
+        http=http_protocol(),
     )
     server = HttpServer(config, engine, go.shutdown_timeout, started)
     with frozen():
         server.run(sockets=[listener])
     return INTERRUPTED if server.interrupted else 0
+
+
+def http_protocol() -> Any:
+    """h11, which uvicorn takes where httptools is not installed, has a limit of its own."""
+    try:
+        from minivllm.serve.http_protocol import HeadLimit
+    except ModuleNotFoundError:
+        return "h11"
+    return HeadLimit
 
 
 def log_requests(wanted: bool) -> None:

@@ -76,6 +76,8 @@ MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some
 MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
 MAX_TOOLS = 128  # as OpenAI has them
 MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 0.1 s
+MAX_MESSAGES = 1 << 14  # of a chat: each is looked at while all others wait, 5 µs
+MAX_IDS = 1 << 20  # that /detokenize reads
 MAX_TEXT = 1 << 22  # characters that /tokenize reads, while other texts wait: a few seconds
 MAX_GRAMMAR = 1 << 18  # characters, as JSON, of what an answer has to fit, that others wait for: up to 0.3 s
 
@@ -389,6 +391,11 @@ class Conversation(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _so_many(cls, messages: Any) -> Any:
+        return _at_most(MAX_MESSAGES, "messages", messages)
+
     @field_validator("tools")
     @classmethod
     def _within_their_limits(cls, tools: list[Tool] | None) -> list[Tool] | None:
@@ -512,6 +519,11 @@ class Detokenize(Body):
     model: str | None = None
     tokens: TokenIds
 
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _so_many(cls, tokens: Any) -> Any:
+        return _at_most(MAX_IDS, "tokens", tokens)
+
 
 def check_grammar(params: SamplingParams) -> None:
     """Raise RequestError for what takes too long to be made a grammar of."""
@@ -547,6 +559,13 @@ def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
 def known_id(given: str) -> str | None:
     """A request's own name for itself, if it can be one."""
     return given if re.fullmatch(_ID, given) else None
+
+
+def _at_most(most: int, name: str, values: Any) -> Any:
+    """``values``, before each is looked at."""
+    if isinstance(values, list) and len(values) > most:
+        raise ClientError(f"{name}: {len(values)} are more than {most}; send several requests", param=name)
+    return values
 
 
 def _is_token_ids(value: Any) -> bool:

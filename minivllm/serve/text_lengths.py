@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import ContextLengthError
+from minivllm.errors import no_room
 from minivllm.models.tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -35,11 +35,7 @@ class TextLengths:
             most = (self._max_model_len - 1) * self.longest  # bytes
             if len(text.encode()) > most and (size := len(unicodedata.normalize("NFC", text).encode())) > most:
                 which = f"prompt {i}: " if len(prompts) > 1 else ""
-                raise ContextLengthError(
-                    f"{which}the prompt has {-(-size // self.longest)} tokens or more, and max_model_len="
-                    f"{self._max_model_len} leaves no room for an answer: this model's maximum context length is "
-                    f"{self._max_model_len} tokens; shorten the prompt or raise max_model_len"
-                )
+                raise no_room(f"{which}the prompt has {-(-size // self.longest)} tokens or more", self._max_model_len)
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:

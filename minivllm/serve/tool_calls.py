@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -44,9 +45,9 @@ class TextBesideCalls(CallReader):
         self._called = False
         return text
 
-    def _rest(self, tags: Sequence[str] = ()) -> str:
-        """What is held, without what may become one of ``tags``, and the white space before it."""
-        done = self._held[: len(self._held) - _tail(self._held, tags)] if tags else self._held
+    def _rest(self, tag: str = "") -> str:
+        """What is held, without what may become the ``tag``, if any, and the white space before it."""
+        done = self._held[: len(self._held) - _tail(self._held, tag)] if tag else self._held
         self._held = self._held[len(done) :]
         return self._text(done, before_call=False)
 
@@ -56,10 +57,11 @@ class GuidedCalls(TextBesideCalls):
     they come. Of one that is cut off as much is told as came, and nothing before its arguments have begun. ``alone``:
     the answer has no text."""
 
-    def __init__(self, dialect: Dialect, names: Sequence[str], *, alone: bool) -> None:
+    def __init__(self, dialect: Dialect, *, alone: bool) -> None:
         super().__init__()
         self._alone, self._trigger = alone, dialect.trigger
-        self._begins = {dialect.begin % json.dumps(name): name for name in names}
+        self._before, behind = dialect.begin.split("%s")  # a function's name as JSON
+        self._begin = re.compile(f'{re.escape(self._before)}"([^"]*)"{re.escape(behind)}')
         self._end, self._ending = dialect.end, False  # whether a call's arguments are behind it, and its end is not
         self._depth, self._quoted, self._escaped = 0, False, False  # at the end of the arguments so far
 
@@ -78,16 +80,18 @@ class GuidedCalls(TextBesideCalls):
                 self._held, self._ending = self._held[len(self._end) :], False
             if self.within or self._ending:
                 return said, calls
-            found = [(at, begin) for begin in self._begins if (at := self._held.find(begin)) >= 0]
-            if not found:
-                said += self._rest(list(self._begins))
+            begun = self._held.find(self._before)
+            if begun < 0:
+                said += self._rest(self._before)
                 if last and not self._held.lstrip().startswith(self._trigger):
                     said += self._rest()
                 return said, calls
-            at, begin = min(found)
-            said += self._text(self._held[:at], before_call=True)
-            self._held = self._held[at + len(begin) :]
-            calls.append(_new_call(self._begins[begin], ""))
+            said += self._text(self._held[:begun], before_call=True)
+            self._held = self._held[begun:]
+            if (begin := self._begin.match(self._held)) is None:
+                return said, calls
+            self._held = self._held[begin.end() :]
+            calls.append(_new_call(begin[1], ""))
             self.within = self._called = True
 
     def _text(self, text: str, *, before_call: bool) -> str:
@@ -133,7 +137,7 @@ class TaggedCalls(TextBesideCalls):
                 calls.append(call)
                 self._called = True
             self._held, self._tried = self._held[end:], 0
-        return said + self._rest([] if last else [_OPEN]), calls
+        return said + self._rest("" if last else _OPEN), calls
 
     def _first_call(self, begin: int, *, last: bool) -> tuple[int | None, Call | None]:
         """Where what begins there ends, None if that is not known yet, and the call that it is, if it is one."""
@@ -217,7 +221,7 @@ class ToolUse:
         self.dialect = dialect or DIALECTS["llama3_json"]
         self.one_alone = not body.parallel_tool_calls
         self.named = isinstance(body.choice, tuple)
-        self._names, self._alone = list(functions), self.named or body.choice == "required"
+        self._alone = self.named or body.choice == "required"  # calls, and no text
         self.tag: dict[str, Any] | None = None  # that answers have to fit, as ``structural_tag``
         if self.named:
             self.tag = self._tags_alone([functions[body.choice[0]]], one=True)
@@ -247,16 +251,15 @@ class ToolUse:
     def reader(self) -> CallReader:
         if self.tag is None:
             return self.dialect.reader()
-        return GuidedCalls(self.dialect, self._names, alone=self._alone)
+        return GuidedCalls(self.dialect, alone=self._alone)
 
 
-def _tail(text: str, tags: Sequence[str]) -> int:
-    """Of how many characters at its end it is not known yet whether they are text: white space, and what may become a
-    tag."""
-    firsts, longest = {tag[0] for tag in tags}, max(map(len, tags))
-    places = (at for at in range(max(len(text) - longest, 0), len(text)) if text[at] in firsts)
-    begun = next((at for at in places if any(tag.startswith(text[at:]) for tag in tags)), len(text))
-    return len(text) - len(text[:begun].rstrip())
+def _tail(text: str, tag: str) -> int:
+    """Of how many characters at its end it is not known yet whether they are text: white space, and what may become the
+    ``tag``."""
+    begun = next((n for n in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    before = text[: len(text) - begun]
+    return begun + len(before) - len(before.rstrip())
 
 
 def _bare_calls(text: str) -> list[Call] | None:

@@ -21,7 +21,7 @@ from minivllm.serve.app import create_app
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
 from minivllm.serve.handshake import ServerOptions
-from minivllm.serve.http_process import RemoteEngine
+from minivllm.serve.http_process import RemoteEngine, http_protocol
 from minivllm.serve.wire import EngineEnd, Wire
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "attention": "torch"}
@@ -76,7 +76,9 @@ def serving(llm: LLM, name: str = "tiny", **options: Any) -> Iterator[Running]:
     engine_loop = EngineLoop(llm.engine, end, end.tell)
     engine_client = RemoteEngine(Wire(theirs), llm.engine.tokenizer, Limits.of(llm.engine))
     app = create_app(engine_client, ServerOptions(name, "somewhere", **options))
-    config = uvicorn.Config(app, port=0, log_config=None, log_level="critical", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, port=0, log_config=None, log_level="critical", timeout_graceful_shutdown=1, http=http_protocol()
+    )
     server = uvicorn.Server(config)
     threads = threading.Thread(target=server.run), threading.Thread(target=engine_loop.run)
     for thread in threads:

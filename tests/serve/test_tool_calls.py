@@ -116,7 +116,7 @@ def test_calls_that_have_to_fit_are_told_as_they_come(
     case: tuple[str, str, str, list[tuple[str, str]], bool], cuts: list[int]
 ) -> None:
     dialect, written, text, calls, cut = case
-    reader, said = GuidedCalls(DIALECTS[dialect], ["weather", "clock"], alone=False), ""
+    reader, said = GuidedCalls(DIALECTS[dialect], alone=False), ""
     found: list[list[Any]] = []
     places = [0, *sorted(min(place, len(written)) for place in cuts), len(written), len(written)]
     for begin, end in pairwise(places):
@@ -175,6 +175,14 @@ def test_tags_within_a_string_are_tried_once() -> None:
     began = time.perf_counter()
     found = [call for i in range(0, len(written), 4) for call in reader.read(written[i : i + 4], last=False)[1]]
     assert len(found) == 1 and time.perf_counter() - began < 10  # 0.5 s; each again at each piece, 80
+
+
+def test_many_calls_are_found_in_linear_time() -> None:
+    reader = GuidedCalls(DIALECTS["hermes"], alone=True)
+    began = time.perf_counter()
+    said, calls = reader.read("\n".join([PARIS] * 4000), last=True)
+    assert said == "" and len(calls) == 4000 and {call.function.arguments for call in calls} == {'{"city": "Paris"}'}
+    assert time.perf_counter() - began < 5  # 0.2 s
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 40, 200])
