@@ -61,15 +61,20 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="minivllm", version=__version__, lifespan=lifespan)
     app.post("/v1/completions")(server.completions)
     app.post("/v1/chat/completions")(server.chat)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name:path}")(server.one_model)
     app.post("/tokenize")(server.tokenize)
     app.post("/detokenize")(server.detokenize)
-    app.get("/health")(server.health)
-    app.get("/ping")(server.health)
     app.post("/ping")(server.health)
-    app.get("/version")(server.version)
-    app.get("/metrics")(server.metrics)
+    got: dict[str, Callable[..., Any]] = {
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.one_model,
+        "/health": server.health,
+        "/ping": server.health,
+        "/version": server.version,
+        "/metrics": server.metrics,
+    }
+    for path, answer in got.items():
+        app.get(path)(answer)
+        app.head(path, include_in_schema=False)(answer)
     install_error_handlers(app, tuple(ChatBody.model_fields | CompletionBody.model_fields))
     app.add_middleware(BodyLimit, most=MAX_BODY)
     if options.api_key is not None:

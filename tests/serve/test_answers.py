@@ -381,6 +381,10 @@ def test_models_health_and_version(server: Running) -> None:
     assert model["vocab_size"] == server.engine.model_config.vocab_size
     assert server.get("/v1/models/tiny").json() == model
     assert server.get("/health").status_code == 200
+    for path in ("/health", "/ping", "/version", "/metrics", "/v1/models", "/v1/models/tiny"):
+        answer = server.client.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+    assert server.client.head("/v1/models/other").status_code == 404
     assert server.get("/version").json() == {"version": __version__}
 
 
