@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from simulation import World
 
+from minivllm.core import scheduler
 from minivllm.testing import SchedulerConformance
 
 
@@ -17,3 +20,13 @@ class TestMixed(SchedulerConformance):
 
 class TestPrefillFirst(TestMixed):
     scheduler = "prefill_first"
+
+
+class TestShortSight(TestMixed):
+    """Most that wait are behind those that a step looks at; of them only the shortest may be admitted."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    def short_sight(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(scheduler, "_LOOK_AHEAD", 1)
+            yield
