@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 from simulation import World
@@ -25,8 +24,13 @@ class TestPrefillFirst(TestMixed):
 class TestShortSight(TestMixed):
     """Most that wait are behind those that a step looks at; of them only the shortest may be admitted."""
 
-    @pytest.fixture(autouse=True, scope="class")
-    def short_sight(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(scheduler, "_LOOK_AHEAD", 1)
-            yield
+    patched: pytest.MonkeyPatch
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls.patched = pytest.MonkeyPatch()
+        cls.patched.setattr(scheduler, "_LOOK_AHEAD", 1)
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        cls.patched.undo()
