@@ -566,7 +566,7 @@ def test_several_completions_count_what_was_cached_before_them(engine: Engine) -
 
 
 def test_an_empty_salt_is_refused(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="cache_salt is empty; leave it out"):
+    with pytest.raises(RequestError, match="cache_salt='' is empty; leave it out"):
         run(engine(**SMALL), {"prompt_token_ids": [1], "cache_salt": ""})
 
 

@@ -202,6 +202,7 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     half = '{"messages": [{"role": "user", "content": "\\ud800"}]}'
     told(send(half, path=CHAT), 400, "this is not Unicode text", "messages")
     told(send('{"prompt": "a", "temperature": NaN}'), 400, "temperature=nan", "temperature")
+    told(send('{"prompt": "a", "cache_salt": ""}'), 400, "cache_salt='' is empty", "cache_salt")
     told(send('{"prompt": "a", "cache_salt": "\\ud800"}'), 400, "this is not Unicode text", "cache_salt")
     told(send('{"prompt": "a", "\\ud800": 1}'), 400, "there is no field", "\\ud800")
     told(send('{"prompt": "a", "vllm_xargs": {"\\ud800": 1}}'), 400, "vllm_xargs has \\ud800", "vllm_xargs")
