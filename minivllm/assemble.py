@@ -62,8 +62,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         sampler_class = registry.resolve("sampler", config.sampler.name)
         scheduler_class = registry.resolve("scheduler", config.scheduler.name)
         with registry.building("sampler", config.sampler.name):
-            row = sampler_class.row
-        _check_row(registry.entry("sampler", config.sampler.name), row)
+            row = _row_of(registry.entry("sampler", config.sampler.name), sampler_class.row)
         with registry.building("executor", executor_name):
             executor = executor_class(config, model_config, max_model_len, registry)
         if children:
@@ -105,11 +104,16 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         raise
 
 
-def _check_row(entry: Entry, row: Any) -> None:
+def _row_of(entry: Entry, row: Any) -> np.dtype:
     """A sampler's. Raises PluginError."""
-    if not isinstance(row, np.dtype) or not row.itemsize or row.itemsize % 4:
-        said = f"{row}, {row.itemsize} bytes" if isinstance(row, np.dtype) else shown(row)
+    try:
+        found = None if row is None else np.dtype(row)
+    except TypeError:
+        found = None
+    if found is None or not found.itemsize or found.itemsize % 4:
+        said = shown(row) if found is None else f"{found}, {found.itemsize} bytes"
         raise PluginError(f"{entry}: its row is {said}, not a numpy dtype of a multiple of 4 bytes")
+    return found
 
 
 def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:

@@ -84,7 +84,8 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
             raise ConfigError(_unknown_key(override, keys, mode, engine_only))
         # The shape of a model has keys that must not be mistyped; a backend's options are checked by their own list.
         prefix = "++" if override.adds or above.name != "model.hf_config" else ""
-        if (name in _TEXTS and override.value[0] not in "\"'") or (name in _JSON and _is_json(override.value)):
+        as_typed = name in _TEXTS and override.value not in ("", "null") and override.value[0] not in "\"'"
+        if as_typed or (name in _JSON and _is_json(override.value)):
             return f"{prefix}{name}={quote(override.value)}"
     elif key.mapping:
         prefix = "++"
@@ -162,7 +163,7 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
     try:
         if isinstance(value, bool) and key.type.startswith(("a number", "a whole number")):
             raise OmegaConfBaseException  # OmegaConf reads true as 1
-        if type(value) in (int, float) and key.type.startswith("true or false"):
+        if type(value) in (int, float) and value not in (0, 1) and key.type.startswith("true or false"):
             raise OmegaConfBaseException  # … and 2 as true
         OmegaConf.update(node, f"{group}.{leaf}" if group else leaf, value, merge=False)
     except OmegaConfBaseException as e:

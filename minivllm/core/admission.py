@@ -11,6 +11,7 @@ import numpy as np
 
 from minivllm.core.grammars import text_of
 from minivllm.core.guides import Guides
+from minivllm.core.interfaces import finds_logprobs
 from minivllm.core.requests import COMPLETION, Completion, Prompt, Request, TokenTexts
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
@@ -177,6 +178,8 @@ class Admission:
             if tokens and not self.sampler_class.takes_biases:
                 raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
             self._check_vocabulary(name, tokens or ())
+        if params.logprobs is not None and not finds_logprobs(self.sampler_class):
+            raise RequestError(f"sampler={self.config.sampler.name} returns no logprobs; leave it out")
         name = "bad_words" if params.structured_outputs is None else "structured_outputs"
         if params.guided and not self.sampler_class.takes_masks:
             raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")

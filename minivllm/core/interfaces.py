@@ -395,6 +395,11 @@ def undoes_sample(cls: type[Sampler]) -> str | None:
     )
 
 
+def finds_logprobs(cls: type[Sampler]) -> bool:
+    """Whether it has any of those methods that return log-probabilities."""
+    return cls.refine is not Sampler.refine or cls.refine_captured is not Sampler.refine_captured
+
+
 def _definer(cls: type, name: str) -> type:
     return next(c for c in cls.__mro__ if name in vars(c))
 

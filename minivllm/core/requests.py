@@ -56,8 +56,8 @@ class Completion:
         self.cumulative_logprob: float | None = 0.0 if params.logprobs is not None else None
         self._tokenizer = tokenizer if params.detokenize else None
         self.texts = texts if params.detokenize else None
-        own = None if params.ignore_eos or not tokenizer.eos_token_ids else tokenizer.eos_token_ids[0]
-        self._eos = own  # whose end has no ``stop_reason``
+        ends = () if params.ignore_eos else tokenizer.eos_token_ids or ()
+        self._eos = next(iter(ends), None)  # the tokenizer's own, whose end has no ``stop_reason``
         self._pieces = (
             tokenizer.detokenizer(seq.known[-PROMPT_TOKENS:].tolist(), skip_special_tokens=params.skip_special_tokens)
             if params.detokenize

@@ -253,6 +253,8 @@ class SlotScheduler(Scheduler):
                 if shortest is None or shortest.place < self.waiting[at].place:
                     break  # it was passed over, too
                 at = bisect_left(self.waiting, shortest.place, key=lambda other: other.place)
+                if at == len(self.waiting):
+                    break  # a subclass took it away
             seq = self.waiting[at]
             if seq.status is not Status.WAITING:
                 del self.waiting[at]

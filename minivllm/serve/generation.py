@@ -84,7 +84,9 @@ class Generation:
 def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
     """Two deltas of one request as one, ``first`` with what ``then`` brings: what is not read yet may be long."""
     for one, more in zip(first.outputs, then.outputs, strict=True):
-        one.text += more.text
+        text, one.text = one.text, ""  # what nobody else has grows in place
+        text += more.text
+        one.text = text
         one.token_ids += more.token_ids
         if one.logprobs is not None and more.logprobs is not None:
             one.logprobs += more.logprobs

@@ -9,13 +9,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minivllm.serve.errors import error_body
 
-MAX_HEAD = 64 << 10  # bytes of a request's line and headers, and of what came together with them
+MAX_HEAD = 64 << 10  # bytes of a request's line and headers, without those that came with its first
 
 
 class HeadLimit(HttpToolsProtocol):
     """431 for a head that goes on after ``MAX_HEAD``: httptools has no limit, and joins each piece with all before."""
 
-    _within, _come = True, 0  # whether a head goes on, and how much of it has come
+    # Whether a head goes on, whether it began in what came last, and how much came since then.
+    _within, _began, _come = True, False, 0
 
     def data_received(self, data: bytes) -> None:
         if self._within and self._come > MAX_HEAD:
@@ -26,12 +27,13 @@ class HeadLimit(HttpToolsProtocol):
             self.transport.write(head + length + b"connection: close\r\n\r\n" + body)
             self.transport.close()
             return
+        self._began = False
         super().data_received(data)
-        if self._within:
+        if self._within and not self._began:
             self._come += len(data)
 
     def on_message_begin(self) -> None:
-        self._within, self._come = True, 0
+        self._within, self._began, self._come = True, True, 0
         super().on_message_begin()
 
     def on_headers_complete(self) -> Any:

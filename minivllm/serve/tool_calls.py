@@ -63,6 +63,7 @@ class GuidedCalls(TextBesideCalls):
         self._before, behind = dialect.begin.split("%s")  # a function's name as JSON
         self._begin = re.compile(f'{re.escape(self._before)}"([^"]*)"{re.escape(behind)}')
         self._end, self._ending = dialect.end, False  # whether a call's arguments are behind it, and its end is not
+        self._named = ""  # of a call that has no arguments yet
         self._depth, self._quoted, self._escaped = 0, False, False  # at the end of the arguments so far
 
     def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
@@ -72,8 +73,9 @@ class GuidedCalls(TextBesideCalls):
         while True:
             if self.within:
                 new = self._arguments()
-                if new and calls:
-                    calls[-1].function.arguments += new
+                if new and self._named:
+                    calls.append(_new_call(self._named, new))
+                    self._named = ""
                 elif new:
                     calls.append(Call(function=CalledFunction(arguments=new)))
             if self._ending and (last or len(self._held) >= len(self._end)):
@@ -91,7 +93,7 @@ class GuidedCalls(TextBesideCalls):
             if (begin := self._begin.match(self._held)) is None:
                 return said, calls
             self._held = self._held[begin.end() :]
-            calls.append(_new_call(begin[1], ""))
+            self._named = begin[1]
             self.within = self._called = True
 
     def _text(self, text: str, *, before_call: bool) -> str:

@@ -345,6 +345,7 @@ def test_sampling_options_become_sampling_params(registry: Registry) -> None:
             json={"type": "object", "properties": {"a": {"enum": ("x", 1)}}}, disable_any_whitespace=True)),
         (["structured_outputs.regex=[A-Z]{2,3}"], StructuredOutputsParams(regex="[A-Z]{2,3}")),
         (["structured_outputs.regex=\\d+ (a|b), ${c}"], StructuredOutputsParams(regex="\\d+ (a|b), ${c}")),
+        (["structured_outputs.regex=a", "structured_outputs.grammar=null"], StructuredOutputsParams(regex="a")),
         (["structured_outputs.regex='[A-Z]{2,3}'"], StructuredOutputsParams(regex="[A-Z]{2,3}")),
         (['structured_outputs.grammar=root ::= "a" | "b"'], StructuredOutputsParams(grammar='root ::= "a" | "b"')),
         (['structured_outputs.json={"type": "integer"}'], StructuredOutputsParams(json='{"type": "integer"}')),
@@ -353,6 +354,8 @@ def test_sampling_options_become_sampling_params(registry: Registry) -> None:
     ):  # fmt: skip
         assert compose(typed, registry).options.sampling_params().structured_outputs == asked
     assert compose(["bad_words=a"], registry).options.sampling_params().bad_words == ["a"]
+    with pytest.raises(ConfigError, match="structured_outputs: regex=''"):
+        compose(["structured_outputs.regex= "], registry).options.sampling_params()
     with pytest.raises(ConfigError, match="structured_outputs: there is no 'regx'"):
         compose(["structured_outputs.regx=a"], registry).options.sampling_params()
     options = compose(["temperature=0.5", "stop=x", "top_k=4", "stop_token_ids=[1,2]"], registry).options

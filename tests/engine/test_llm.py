@@ -27,6 +27,7 @@ from minivllm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPromp
 from minivllm.core.batch import Batch
 from minivllm.core.landing import ScoredStep
 from minivllm.core.longest_first import longest_first
+from minivllm.core.requests import COMPLETION
 from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.core.sequence import Sequence
@@ -1023,11 +1024,11 @@ def test_a_name_of_a_completion_that_has_ended_is_anybodys(engine: Engine) -> No
     index = next(i for i, one in enumerate(first) if one.token_ids[0] != first[1 - i].token_ids[0])
     ends = GREEDY.clone(n=2, temperature=1.0, seed=0, max_tokens=40, stop_token_ids=[first[index].token_ids[0]])
     llm.engine.add_request("x", [1, 2, 3], ends)
-    while f"{index}_x" in llm.engine._by_sequence:
+    while f"x{COMPLETION}{index}" in llm.engine._by_sequence:
         llm.engine.step()
-    llm.engine.add_request(f"{index}_x", [4, 5, 6], GREEDY)
+    llm.engine.add_request(f"x{COMPLETION}{index}", [4, 5, 6], GREEDY)
     llm.engine.abort("x")
-    assert [(o.request_id, len(o.outputs[0].token_ids)) for o in drain(llm)] == [(f"{index}_x", 8)]
+    assert [(o.request_id, len(o.outputs[0].token_ids)) for o in drain(llm)] == [(f"x{COMPLETION}{index}", 8)]
     usable(llm)
 
 

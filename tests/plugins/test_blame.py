@@ -135,6 +135,7 @@ OWN = "@classmethod\ndef "
      "check_health raised ValueError: no luck (minivllm_mine, line 24"),
     ("scheduler", f"def add(self, seq): {RAISES}", "add raised ValueError: no luck (minivllm_mine, line 21, in add)"),
     ("sampler", "row = np.dtype([('a', 'i2')])", "its row is [('a', '<i2')], 2 bytes, not a numpy dtype of a mul"),
+    ("sampler", "row = 'i2'", "its row is int16, 2 bytes, not a numpy dtype"),
     ("sampler", "row = None", "its row is None, not a numpy dtype of a multiple of 4 bytes"),
     ("sampler", f"{OWN}encode(cls, seq, seed): {RAISES}", "encode raised ValueError: no luck (minivllm_mine, line 22"),
     ("sampler", f"{OWN}words(cls, seq): {RAISES}", "words raised ValueError: no luck (minivllm_mine"),
@@ -231,19 +232,13 @@ def test_a_plugin_that_would_end_the_process_in_a_step_ends_the_engine(said: Cal
     assert line.startswith("a step failed: SystemExit: 0 (") and line.endswith("in schedule, of minivllm-mine 1.0)")
 
 
-def test_logprobs_that_were_asked_for_and_do_not_come(said: Callable[..., str]) -> None:
+def test_a_sampler_that_finds_no_logprobs_is_asked_for_none(said: Callable[..., str]) -> None:
+    """They are a client's wish, which is refused; the engine lives."""
+    inherits = "refine = Sampler.refine\nrefine_captured = Sampler.refine_captured"
+    body = f"from minivllm.core.interfaces import Sampler\n{inherits}"
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1)
-    launch = """
-def launch(self, batch):
-    step = super().launch(batch)
-    class Bare:
-        def result(self): return replace(step.result(), logprobs=None)
-    return Bare()
-"""
-    refine = "def refine(self, *args): return super().refine(*args)[0], None"
-    for kind, body in (("executor", launch), ("sampler", refine)):
-        told = said(kind, body, params)
-        assert told.startswith("sampler=") and "returned a step without the logprobs that" in told, kind
+    assert said("sampler", body, params).endswith("sampler=mine returns no logprobs; leave it out")
+    assert said("sampler", body).startswith("[[")
 
 
 def test_one_that_has_just_ended_keeps_its_slot(said: Callable[..., str]) -> None:

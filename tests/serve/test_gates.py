@@ -80,6 +80,23 @@ def test_a_head_without_end_is_refused(server: Running, begins: bytes) -> None:
     server.settled()
 
 
+def test_a_head_that_begins_where_a_long_body_ends_is_short(server: Running) -> None:
+    url, body = server.client.base_url, b'{"prompt": "' + b"a" * 150_000 + b'"}'
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection((url.host, url.port), timeout=10) as client:
+        client.sendall(head.encode() + body + b"GET /hea")
+        time.sleep(0.2)
+        client.sendall(b"lth HTTP/1.1\r\nHost: a\r\n")
+        time.sleep(0.1)
+        client.sendall(b"Connection: close\r\n\r\n")
+        said = b""
+        while piece := client.recv(1 << 16):
+            said += piece
+    assert said.count(b"HTTP/1.1 200") == 2 and b"HTTP/1.1 4" not in said
+
+
 def test_long_lists_are_refused_before_each_of_them_is_looked_at(server: Running) -> None:
     ids = server.post(COMPLETIONS, prompt=[5] * 300_000)
     assert told(ids, 400, "the prompt has 300000 tokens, and max_model", "prompt")["code"] == "context_length_exceeded"
