@@ -49,7 +49,7 @@ def _value(override: Override) -> Any:
     key, text = _KEYS.get(override.key), override.value
     if override.key in _GROUPS:
         return _name(override)
-    if key is not None and key.text and text != "null" and not text.startswith(("[", '"', "'")):
+    if key is not None and override.is_text_of(key):
         return override.raw
     try:
         parsed = OverridesParser.create().parse_override(f"{override.key}={text}")

@@ -40,6 +40,10 @@ class Override:
     def value(self) -> str:
         return self.raw.strip()
 
+    def is_text_of(self, key: Key) -> bool:
+        """Whether the value is taken as it was typed: null, a list, and what has quotes are not."""
+        return key.text and self.value != "null" and not self.value.startswith(("[", '"', "'"))
+
     @classmethod
     def parse(cls, text: str) -> Override:
         """Raises ConfigError: it is no such thing, has no value, or removes a key."""
@@ -89,7 +93,7 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
             return f"{prefix}{name}={quote(override.value)}"
     elif key.mapping:
         prefix = "++"
-    if key is not None and key.text and override.value != "null" and not override.value.startswith(("[", '"', "'")):
+    if key is not None and override.is_text_of(key):
         _check_type(override, key, override.raw)
         return f"{name}={quote(override.raw)}"
     value = _parse_value(override)

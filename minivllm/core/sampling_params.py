@@ -237,7 +237,8 @@ def _as_list(name: str, values: Any) -> list[Any]:
             raise TypeError
         return [] if values is None else list(values)
     except TypeError:
-        raise RequestError(f"{name}={values!r} is not a list; type [{values!r}]") from None
+        meant = list(values) if isinstance(values, Mapping) else [values]
+        raise RequestError(f"{name}={values!r} is not a list; type {meant!r}") from None
 
 
 def _as_biases(biases: Any) -> dict[int, float] | None:
