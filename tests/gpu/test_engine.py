@@ -20,7 +20,7 @@ from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core import mixed_graphs, prompt_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.cascade import CascadePlanner
-from minivllm.core.interfaces import AttentionSpec, StepHandle
+from minivllm.core.interfaces import AttentionSpec, Capabilities, CudaGraphs, StepHandle
 from minivllm.core.landing import PendingStep, StepApart
 from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
@@ -61,6 +61,12 @@ def usable(dtype: str = "bfloat16") -> list[str]:
 BACKENDS = usable() if torch.cuda.is_available() else ["triton"]
 
 
+def graphs_of(attention: str) -> str:
+    """Which steps the backend of that name, a plugin's perhaps, lets be captured."""
+    capabilities: Capabilities = load_plugins().resolve("attention", attention).capabilities
+    return capabilities.cuda_graphs
+
+
 def assert_close(ours: RequestOutput, reference: RequestOutput, *, told: bool = True) -> None:
     """The same tokens; or where they first differ, each has the other's among its best, nearly as likely: within two
     steps of a bfloat16 logit near 16. ``told``: whether ours has log-probabilities; the reference does.
@@ -87,7 +93,7 @@ def test_every_backend_says_what_the_cpu_says(attention: str, eager: bool, on_cp
     with LLM("demo", attention=attention, enforce_eager=eager or None, max_num_seqs=16) as llm:
         about = llm.engine.describe()
         assert about["attention"] == attention
-        assert about["cuda_graphs"] == (not eager and attention != "torch")
+        assert about["cuda_graphs"] == (not eager and graphs_of(attention) != CudaGraphs.NEVER)
         for ours, reference in zip(llm.generate(PROMPTS, GREEDY, use_tqdm=False), on_cpu, strict=True):
             assert_close(ours, reference)
 
@@ -274,7 +280,8 @@ def test_heads_of_128_say_the_same_with_graphs_and_without(
                 said.append(llm.generate(prompts, steps_of, use_tqdm=False))
             runner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
             captured = (runner.prompt_graphs is not None, runner.mixed_graphs is not None)
-            assert captured == ((False, False) if eager or attention == "torch" else (True, True))
+            captures = not eager and graphs_of(attention) == CudaGraphs.ALWAYS
+            assert captured == (captures, captures)
             assert runner.mixed_graphs is None or len(runner.mixed_graphs._graphs) > 1
     for ours, reference in zip(said[2], said[0], strict=True):
         assert_close(ours, reference)
