@@ -122,8 +122,7 @@ def _meant(flag: str, value: str) -> str:
 
 def _model(word: str) -> str:
     """What to type for a model whose name stands alone, as other programs have it; nothing if it is none."""
-    from minivllm.config.compose import model_keys
-    from minivllm.config.overrides import group_options
+    from minivllm.config.overrides import group_options, model_keys
     from minivllm.plugins import load_plugins
 
     registry = load_plugins()

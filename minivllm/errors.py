@@ -2,7 +2,7 @@
 
 import builtins
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _QUOTED = 200  # characters
 _LIBRARIES = frozenset(("numpy", "torch", "triton"))  # what they raise is about what they were given
@@ -43,6 +43,11 @@ def shown(value: object) -> str:
     except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
         return f"<{type(value).__name__}>"
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
+
+
+def which_of(prompts: Sequence[object], index: int) -> str:
+    """What an error about one of several prompts begins with."""
+    return f"prompt {index}: " if len(prompts) > 1 else ""
 
 
 def no_room(prompt: str, max_model_len: int) -> ContextLengthError:

@@ -15,9 +15,9 @@ from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from minivllm.bench.record import check_writable
 from minivllm.config.modes import GenerateOptions, SamplingOptions
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
+from minivllm.files import check_writable, read_stream, read_text
 
 if TYPE_CHECKING:
     from minivllm.config.compose import Composed
@@ -81,14 +81,10 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
     if options.prompts_file == "-":
         if stdin is None or stdin.closed:
             raise ConfigError("prompts_file=-: standard input is closed")
-        return _found(parse_prompts(stdin.read(), "standard input"), "standard input")
+        return _found(parse_prompts(read_stream(stdin), "standard input"), "standard input")
     if options.prompts_file is not None:
         path = Path(expanduser(options.prompts_file))
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as e:
-            why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-            raise ConfigError(f"prompts_file={options.prompts_file} cannot be read: {why}") from e
+        text = read_text(options.prompts_file, "prompts_file")
         return _found(parse_prompts(text, str(path), jsonl=path.suffix in (".jsonl", ".json")), str(path))
     return parse_prompts(_piped(stdin), "standard input") or [Asked(text) for text in SAMPLES]
 
@@ -126,7 +122,9 @@ def _json_prompt(line: str, where: str) -> Asked:
         return Asked(value, priority)
     if key == "prompt_token_ids" and isinstance(value, list) and all(type(t) is int for t in value):
         return Asked(value, priority)
-    raise ConfigError(f"{where}: {key}={value!r} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
+    raise ConfigError(
+        f"{where}: {key}={shown(value)} is not {'a string' if key == 'prompt' else 'a list of token ids'}"
+    )
 
 
 def _parameters_like(key: str) -> list[str]:
@@ -153,7 +151,7 @@ def _piped(stdin: TextIO | None) -> str:
         return ""
     if not stat.S_ISREG(mode) and not _speaks(fd):
         return ""
-    return stdin.read()
+    return read_stream(stdin)
 
 
 def _speaks(fd: int) -> bool:

@@ -16,7 +16,7 @@ from minivllm.core.longest_first import longest_first
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, shown, which_of
 from minivllm.missing import missing_method, refuse
 from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
@@ -125,17 +125,6 @@ class LLM:
         *,
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        with self._turn:
-            return self._in_turn(prompts, sampling_params, use_tqdm, priority, add_special_tokens)
-
-    def _in_turn(
-        self,
-        prompts: list[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
-        priority: Sequence[int] | None,
-        add_special_tokens: bool,
-    ) -> list[RequestOutput]:
         many = len(prompts)
         params = self._params(sampling_params, many)
         given: Any = priority
@@ -145,23 +134,25 @@ class LLM:
         if priority is not None and len(priority) != many:
             raise RequestError(f"{many} prompts with {len(priority)} priorities; give one a prompt")
         priorities = [0] * many if priority is None else priority
-        order = longest_first(self.engine, [_size(prompt) for prompt in prompts], params)
-        first, add = self.engine.num_requests_added, partial(self._add, prompts, params, priorities, add_special_tokens)
-        ids: list[str] = []
-        try:
-            ids += (self._free_id() for _ in prompts)
+        with self._turn:
+            order = longest_first(self.engine, [_size(prompt) for prompt in prompts], params)
+            first = self.engine.num_requests_added
+            add = partial(self._add, prompts, params, priorities, add_special_tokens)
+            ids: list[str] = []
             try:
-                add(ids, order)
-            except RequestError:
-                if order == list(range(many)):
-                    raise
+                ids += (self._free_id() for _ in prompts)
+                try:
+                    add(ids, order)
+                except RequestError:
+                    if order == list(range(many)):
+                        raise
+                    self.engine.abort(ids)
+                    self.engine.num_requests_added = first
+                    add(ids, range(many))  # the first that is refused is named
+                return self._run(ids, use_tqdm)
+            except BaseException:
                 self.engine.abort(ids)
-                self.engine.num_requests_added = first
-                add(ids, range(many))  # the first that is refused is named
-            return self._run(ids, use_tqdm)
-        except BaseException:
-            self.engine.abort(ids)
-            raise
+                raise
 
     def _add(
         self, prompts: list[Prompt], params: list[SamplingParams], priorities: Sequence[int], add_special_tokens: bool,
@@ -173,7 +164,7 @@ class LLM:
             try:
                 self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
             except RequestError as error:
-                raise RequestError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
+                raise type(error)(f"{which_of(prompts, i)}{error}") from None
 
     def chat(
         self,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.record import (
     append,
-    check_writable,
     environment,
     mark,
     peak_memory,
@@ -23,7 +22,9 @@ from minivllm.bench.record import (
 from minivllm.bench.table import show
 from minivllm.bytecode import without_bytecode
 from minivllm.config.modes import BenchOptions
+from minivllm.config.overrides import Override
 from minivllm.errors import ConfigError, MinivllmError
+from minivllm.files import check_writable
 
 if TYPE_CHECKING:
     from minivllm.bench.measure import Bench
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 
+# What of a config ``workload=host`` reads, and profile=gpu, which sweeps add.
+_HOST = ("scheduler", "sampler", "cache.block_size", "cache.enable_prefix_caching", "check", "profile")
 TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=true and timeline=true write
 
 
@@ -59,9 +62,9 @@ class _Files:
             _file("timeline", options.timeline, {"true": TIMELINE, "png": TIMELINE}),
         )
 
-    def nowhere(self) -> _Files:
-        """The same are written, and nothing is kept."""
-        return _Files(*(None if path is None else Path(os.devnull) for path in astuple(self)))
+    def within(self, folder: str) -> _Files:
+        """The same are written, into a folder that nobody keeps."""
+        return _Files(*(None if path is None else Path(folder, path.name) for path in astuple(self)))
 
 
 def _file(key: str, value: str, words: dict[str, str | None]) -> Path | None:
@@ -84,8 +87,13 @@ def run(composed: Composed) -> int:
         if getattr(options.sweep, key) is not None:
             raise ConfigError(f"sweep.{key} belongs to a sweep: type `minivllm bench -m ...`, or leave it out")
     files = _Files.of(options)
-    if not composed.speaks:
-        files = files.nowhere()
+    if composed.speaks:
+        return _measured(composed, options, files, started)
+    with tempfile.TemporaryDirectory(prefix="minivllm-") as folder:
+        return _measured(composed, options, files.within(folder), started)
+
+
+def _measured(composed: Composed, options: BenchOptions, files: _Files, started: float | None) -> int:
     record: dict[str, Any] = {**environment(), "overrides": list(composed.overrides)}
     if options.url is not None:
         held = _served(options, composed.engine.model.tokenizer, record, composed.overrides)
@@ -98,6 +106,14 @@ def run(composed: Composed) -> int:
         append(files.output, record)
         print(f"written to {files.output}")
     return 0 if held or not (options.check or options.url) else 1
+
+
+def _check_read(overrides: Sequence[str], read: tuple[str, ...], why: str) -> None:
+    """Raise ConfigError for a typed key that would change nothing: neither it nor its group is in ``read``."""
+    for typed in overrides:
+        key = Override.parse(typed).key
+        if not {key, key.partition(".")[0]} & {"mode", "workload", "output", "repeat", *read}:
+            raise ConfigError(f"{typed}: {why}; leave {key} out")
 
 
 # --------------------------------------------------------------------------- with a model
@@ -302,13 +318,20 @@ def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any]
         from uvloop import run  # which reads 12% more of 256 streams
     except ImportError:
         from asyncio import run  # type: ignore[assignment]
+    chat = options.endpoint == "chat"
+    if tokenizer is not None and not chat:
+        raise ConfigError(
+            f"model.tokenizer={tokenizer}: only requests of endpoint=chat are text; type endpoint=chat, or leave "
+            "model.tokenizer out"
+        )
+    read = ("url", "endpoint", "max_concurrency", *(("model.tokenizer",) if chat else ()))
+    _check_read(overrides, read, "with url= the server has settings of its own")
     try:
-        from minivllm.bench.served import check_alone, measure
+        from minivllm.bench.served import measure
     except ModuleNotFoundError as e:
         raise MinivllmError(
             f"url= needs the package {e.name!r}, which is not installed; install it with: pip install 'minivllm[bench]'"
         ) from e
-    check_alone(overrides, options.endpoint)
     server, requests, runs, why = run(measure(options, tokenizer, _say))
     record |= summarize(runs)
     record |= {
@@ -343,12 +366,17 @@ def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any]
 
 def _host(config: EngineConfig, options: BenchOptions, record: dict[str, Any], overrides: Sequence[str]) -> bool:
     """The host alone; returns whether every limit holds."""
-    from minivllm.bench.host import check_alone, limits, measure_host
+    from minivllm.bench.host import limits, measure_host
     from minivllm.plugins import default_registry
 
     if options.repeat != 1:
         raise ConfigError(f"repeat={options.repeat} with workload=host: raise workload.steps instead")
-    check_alone(overrides)
+    for typed in overrides:
+        if Override.parse(typed).key == "scheduler.max_num_seqs":
+            raise ConfigError(
+                f"{typed}: with workload=host workload.running says how many run; leave scheduler.max_num_seqs out"
+            )
+    _check_read(overrides, _HOST, "with workload=host no model runs")
     rows = measure_host(config, options.workload, default_registry())
     found = limits(rows)
     record |= {

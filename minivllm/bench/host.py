@@ -9,15 +9,12 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from minivllm.bench.workloads import make_prompt
-from minivllm.config.modes import BenchOptions
-from minivllm.config.overrides import Override
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
 _TURN = 20  # steps of one engine before the next has its turn
 _WARM_UP = 20
 _VOCAB = 32768
-_GROUPS = ("scheduler", "sampler", *(field.name for field in fields(BenchOptions)))  # whose keys are read here
-_KEYS = ("cache.block_size", "cache.enable_prefix_caching")
 _QUEUED_PROMPT = 16  # tokens of each waiting prompt
 
 LIMIT_US = 200.0  # the median of a step with 256 running
@@ -87,17 +82,6 @@ class HostRow:
     waiting: int
     us_p50: float
     us_p99: float
-
-
-def check_alone(overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a typed key that changes nothing where no model runs."""
-    for typed in overrides:
-        key = Override.parse(typed).key
-        group = key.partition(".")[0]
-        if key == "scheduler.max_num_seqs":
-            raise ConfigError(f"{typed}: with workload=host workload.running says how many run; leave {key} out")
-        if group != "mode" and group not in _GROUPS and key not in _KEYS:
-            raise ConfigError(f"{typed}: with workload=host no model runs; leave {key} out")
 
 
 def measure_host(config: EngineConfig, options: WorkloadOptions, registry: Registry) -> list[HostRow]:

@@ -10,12 +10,10 @@ import sys
 import time
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 from minivllm.cores import usable_cores
-from minivllm.errors import ConfigError
 from minivllm.version import __version__
 
 
@@ -94,19 +92,6 @@ def peak_memory(device: str) -> dict[str, int | None]:
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     gpu = torch.cuda.max_memory_allocated() if device != "cpu" and torch.cuda.is_initialized() else 0
     return {"peak_gpu_bytes": gpu or None, "peak_host_bytes": host}
-
-
-def check_writable(name: str, key: str) -> Path:
-    """The path of a file that can be appended to; one that was not there is not there after. Raises ConfigError."""
-    path = Path(expanduser(name))
-    there = os.path.lexists(path)
-    try:
-        path.open("a").close()
-        if not there:
-            path.unlink(missing_ok=True)  # of torchrun's processes another may have been first
-    except OSError as e:
-        raise ConfigError(f"{key}={name} cannot be written: {e.strerror}") from e
-    return path
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

@@ -136,9 +136,6 @@ class Sweep:
             tree = json.loads(file.read_text(encoding="utf-8"))
             if tree.pop("format") != FORMAT:
                 raise ConfigError(f"{file} was written by another version of minivllm and cannot be gone on with")
-            for row in tree["rows"]:
-                if "seconds" in row:  # its former name
-                    row["job_seconds"] = row.pop("seconds")
             return cls(**(tree | {"rows": [Row(**row) for row in tree["rows"]]}))
         except (FileNotFoundError, NotADirectoryError) as e:
             raise ConfigError(

@@ -22,8 +22,7 @@ from tqdm import tqdm
 from minivllm.bench.client import CONNECT_TIMEOUT, LOWER, PATHS, Answer, Server
 from minivllm.bench.texts import Coder, Texts, local_coder
 from minivllm.bench.workloads import BenchRequest, check_fits, make_requests
-from minivllm.config.overrides import Override
-from minivllm.errors import ConfigError, MinivllmError
+from minivllm.errors import MinivllmError
 
 if TYPE_CHECKING:
     from minivllm.config.modes import BenchOptions
@@ -195,17 +194,3 @@ def _figures(done: Sequence[tuple[BenchRequest, Answer]], failed: int, seconds: 
         requests_per_s=len(done) / seconds, output_tokens_per_s=tokens_out / seconds,
         total_tokens_per_s=(tokens_in + tokens_out) / seconds, **figures,
     )  # fmt: skip
-
-
-def check_alone(overrides: Sequence[str], endpoint: str) -> None:
-    """Raises ConfigError for a typed key that is not the client's: the server was started with its own."""
-    ours = ("mode", "output", "repeat", "url", "endpoint", "max_concurrency", "workload")
-    for typed in overrides:
-        key = Override.parse(typed).key
-        if key == "model.tokenizer":
-            if endpoint != "chat":
-                raise ConfigError(
-                    f"{typed}: only requests of endpoint=chat are text; type endpoint=chat, or leave {key} out"
-                )
-        elif key.partition(".")[0] not in ours:
-            raise ConfigError(f"{typed}: with url= the server has settings of its own; leave {key} out")

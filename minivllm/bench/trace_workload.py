@@ -16,12 +16,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from os.path import expanduser
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.bench.workloads import BenchRequest
 from minivllm.errors import ConfigError, shown
+from minivllm.files import read_text
 from minivllm.naming import did_you_mean
 
 if TYPE_CHECKING:
@@ -48,11 +47,7 @@ def read_requests(
         ConfigError: the file, or a line of it, cannot be used; the message has the line's number.
     """
     assert options.path is not None
-    try:
-        lines = Path(expanduser(options.path)).read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"workload.path={options.path} cannot be read: {why}") from e
+    lines = read_text(options.path, "workload.path").split("\n")
     requests: list[BenchRequest] = []
     blocks: dict[int, list[int]] = {}
     scale = 1.0 if options.time_scale is None else options.time_scale

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,8 @@ from minivllm.config.overrides import (
     Override,
     check_group,
     check_key,
-    group_options,
     groups_of,
-    option_repos,
+    model_keys,
     quote,
     sorted_listing,
 )
@@ -205,19 +203,3 @@ def _literal(value: Any, key: str) -> str:
     if isinstance(value, int | float) or key in CONFIG_GROUPS:
         return str(value)
     return quote(str(value)) if str(value) else ""
-
-
-def model_keys(model: str, registry: Registry) -> dict[str, Any]:
-    """The key that takes it: an option's name, a folder or a Hub repository. Raises ConfigError: none of them."""
-    if model in group_options("model", registry):
-        return {"model": model}
-    if os.path.isdir(os.path.expanduser(model)):
-        return {"model.path": model}
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
-        for name, repo in option_repos(registry).items():
-            if repo.lower() == model.lower():
-                return {"model": name}
-        return {"model.repo": model}
-    if "/" in model or os.sep in model:
-        raise ConfigError(f"model={model}: there is no such folder, and it is not a repository's ORG/NAME")
-    return {"model": model}  # refused by compose, with the nearest names

@@ -153,6 +153,8 @@ class WorkloadOptions:
             )
         if not self.host:
             self.sampling_params()
+        elif not self.ignore_eos:
+            raise ConfigError("workload.ignore_eos is not a key of workload=host; leave it out")
         elif not self.running or min(self.running) < 1:
             raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
 

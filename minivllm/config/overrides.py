@@ -67,13 +67,14 @@ def check_group(override: Override, registry: Registry) -> str:
         raise ConfigError(f"{override.text}: one {group} at a time; several values make a sweep: `minivllm bench -m`")
     hint = ""
     if group == "model":
-        repos = {repo: name for name, repo in option_repos(registry).items()}
-        if value in repos:
-            hint = f" {value} is model={repos[value]}."
-        elif os.path.isdir(value):
-            hint = f" It is a folder: type model.path={value}."
-        else:
+        try:
+            [(key, name)] = model_keys(value, registry).items()
+        except ConfigError:  # it looks like a folder, and there is none
+            key, name = "model", value
+        if key == "model" and name not in allowed:
             hint = " For a checkpoint folder type model.path=DIR, for a repository model.repo=ORG/NAME."
+        else:
+            hint = f" Type {key}={name}."
     what, near = KINDS.get(group, group), did_you_mean(value, allowed)
     raise ConfigError(f"{override.text}: there is no such {what}.{near} Allowed: {sorted_listing(allowed)}.{hint}")
 
@@ -207,6 +208,22 @@ def group_options(group: str, registry: Registry) -> list[str]:
         return list(MODES)
     components = [*registry.names(group), *registry.aliases(group)] if group in KINDS else []
     return list(dict.fromkeys([*registry.config_options(group), *components]))
+
+
+def model_keys(model: str, registry: Registry) -> dict[str, Any]:
+    """The key that takes it: an option's name, a folder or a Hub repository. Raises ConfigError: none of them."""
+    if model in group_options("model", registry):
+        return {"model": model}
+    if os.path.isdir(os.path.expanduser(model)):
+        return {"model.path": model}
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith("."):
+        for name, repo in option_repos(registry).items():
+            if repo.lower() == model.lower():
+                return {"model": name}
+        return {"model.repo": model}
+    if "/" in model or os.sep in model:
+        raise ConfigError(f"model={model}: there is no such folder, and it is not a repository's ORG/NAME")
+    return {"model": model}  # refused by compose, with the nearest names
 
 
 def option_repos(registry: Registry) -> dict[str, str]:

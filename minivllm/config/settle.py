@@ -45,6 +45,13 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
     Raises ConfigError: a shape was typed that nothing would read, or there is neither a shape nor a checkpoint.
     """
     model, shape = tree.model, next((k for k in final if k.startswith("model.hf_config")), None)
+    if model.path is not None and "model.repo" in final:
+        raise ConfigError(f"model.path={model.path} and model.repo={model.repo} name two checkpoints; leave one out")
+    if model.revision not in (None, "main") and (model.path is not None or not model.repo):
+        raise ConfigError(
+            f"model.revision={model.revision} is of a repository, which this model is not read from; add "
+            "model.repo=ORG/NAME, or leave it out"
+        )
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))
     if model.path is not None or "model.repo" in final:

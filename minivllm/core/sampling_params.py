@@ -198,9 +198,9 @@ class SamplingParams:
             _integer("allowed_token_ids", token, 0, "token ids begin there")
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
-            _number(f"logit_bias of {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
+            _number(f"logit_bias: {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
         if self.stop and any(not is_text(s) for s in self.stop):
-            raise RequestError(f"stop={self.stop!r}: each is text of at least one character")
+            raise RequestError(f"stop={shown(self.stop)}: each is text of at least one character")
         if self.bad_words and any(not is_text(word) or not word.strip() for word in self.bad_words):
             raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
         guide = "bad_words" if self.structured_outputs is None else "structured_outputs"
@@ -213,12 +213,12 @@ class SamplingParams:
             raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
         for name in _SWITCHES:
             if getattr(self, name) not in (True, False):
-                raise RequestError(f"{name}={getattr(self, name)!r} is neither True nor False")
+                raise RequestError(f"{name}={shown(getattr(self, name))} is neither True nor False")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind={self.output_kind!r} is no RequestOutputKind")
+            raise RequestError(f"output_kind={shown(self.output_kind)} is no RequestOutputKind")
         extra = self.extra_args
         if extra is not None and (not isinstance(extra, dict) or any(not isinstance(key, str) for key in extra)):
-            raise RequestError(f"extra_args={extra!r} is not a mapping of names")
+            raise RequestError(f"extra_args={shown(extra)} is not a mapping of names")
         for name, allowed in _NOT_YET.items():
             if (value := getattr(self, name)) not in allowed:
                 raise RequestError(f"{name}={shown(value)} is not supported yet; leave it at {allowed[0]!r}")
@@ -238,7 +238,7 @@ def _as_list(name: str, values: Any) -> list[Any]:
         return [] if values is None else list(values)
     except TypeError:
         meant = list(values) if isinstance(values, Mapping) else [values]
-        raise RequestError(f"{name}={values!r} is not a list; type {meant!r}") from None
+        raise RequestError(f"{name}={shown(values)} is not a list; type {shown(meant)}") from None
 
 
 def _as_biases(biases: Any) -> dict[int, float] | None:

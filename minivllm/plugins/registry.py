@@ -103,11 +103,10 @@ class Registry:
         disabled: Iterable[str] = (),
         *,
         strict: bool = False,
-        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.strict = strict
         self._told: set[str] = set()
-        self.tell = tell or logging.getLogger("minivllm.plugins").warning
+        self.tell: Callable[[str], None] = logging.getLogger("minivllm.plugins").warning
         self.reports = tuple(reports)
         self.disabled = tuple(disabled)
         self._tables: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.errors import EngineDeadError, RequestError, no_room, shown
+from minivllm.errors import EngineDeadError, RequestError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
@@ -115,8 +115,7 @@ class Server:
         self.engine.check()
         params = _params_of(body)
         with body.in_its_words():
-            _check_ids(body.prompt, self.engine.limits.max_model_len)
-        given = body.prompts()
+            given = body.prompts(self.engine.limits.max_model_len)
         self._check_room(len(given) * params.n)
         with body.in_its_words():
             ids = await self._ids_of(given, add_special_tokens=body.add_special_tokens)
@@ -327,15 +326,6 @@ def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -
             params = params.clone(**changed)
         check_grammar(params)
     return params
-
-
-def _check_ids(prompt: Any, max_model_len: int) -> None:
-    """Of a prompt, or several, as they came: that none has too many token ids, before each id is looked at."""
-    many = prompt if isinstance(prompt, list) and isinstance(next(iter(prompt), None), list) else [prompt]
-    for i, ids in enumerate(many):
-        if isinstance(ids, list) and len(ids) >= max_model_len and type(ids[0]) is int:
-            which = f"prompt {i}: " if len(many) > 1 else ""
-            raise no_room(f"{which}the prompt has {len(ids)} tokens", max_model_len)
 
 
 def _check_text(name: str, text: str) -> None:

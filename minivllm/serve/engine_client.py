@@ -98,7 +98,7 @@ class EngineClient(ABC):
     ) -> Generation:
         """Queue prompts, all or none, and return once the engine has them.
 
-        ``request_ids`` are new ones, one a prompt, without an underscore (a sequence of several is INDEX_ID).
+        ``request_ids`` are new ones, one per prompt.
 
         Raises:
             RequestError: one of them can never run. EngineDeadError.

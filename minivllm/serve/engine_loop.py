@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from minivllm.core.sampling_params import RequestOutputKind
-from minivllm.errors import EngineDeadError, RequestError
+from minivllm.errors import EngineDeadError, RequestError, which_of
 from minivllm.serve.generation import joined
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
 from minivllm.serve.metrics import text_of
@@ -162,7 +162,8 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._abort(message.request_ids)
         elif isinstance(message, Told):
-            self._untold.popleft()
+            if self._untold:  # none: of news before this engine was started again
+                self._untold.popleft()
             self._hold_if_many()
         elif isinstance(message, AskMetrics):
             self._tell(Metrics(self.metrics(message.model_name)))
@@ -208,8 +209,6 @@ class EngineLoop:
             self.engine.abort(list(add.request_ids[:i]))
             self.engine.stats.prompt_tokens -= adding.prompt_tokens
             self.timings.forget(add.request_ids)
-            if isinstance(error, RequestError) and len(add.prompts) > 1:
-                return RequestError(f"prompt {i}: {error}")
-            return error
+            return type(error)(f"{which_of(add.prompts, i)}{error}") if isinstance(error, RequestError) else error
         adding.prompt_tokens += self.engine.stats.prompt_tokens - before
         return None

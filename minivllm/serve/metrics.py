@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -22,9 +22,7 @@ def text_of(
 ) -> bytes:
     """Prometheus' text; ``running`` and ``waiting`` count requests, ``not_accepted`` prompt tokens of some that run and
     may be refused yet."""
-    registry = CollectorRegistry()  # of its own, so that two servers can live in one process
-    registry.register(EngineCollector(engine, timings, running, waiting, model, not_accepted))
-    return generate_latest(registry)
+    return generate_latest(EngineCollector(engine, timings, running, waiting, model, not_accepted))
 
 
 class EngineCollector(Collector):

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from minivllm.core.grammars import text_of
 from minivllm.core.sampling_params import MAX_LOGPROBS, NO_LIMIT, RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, no_room, shown, which_of
 from minivllm.models.conversation import check_tool_calls
 from minivllm.naming import did_you_mean
 from minivllm.serve.errors import ClientError, asked_wrongly
@@ -276,11 +276,14 @@ class CompletionBody(GenerationBody):
             given |= {"max_tokens": 1, "min_tokens": 0}
         return SamplingParams(**given)
 
-    def prompts(self) -> list[str | TokenIds]:
-        """One or more."""
+    def prompts(self, max_model_len: int) -> list[str | TokenIds]:
+        """One or more. Raises ContextLengthError for too many token ids, before each of them is looked at."""
         given = self.prompt
-        many = [given] if isinstance(given, str) or _is_token_ids(given) else given
-        if not (isinstance(many, list) and many and all(isinstance(p, str) or _is_token_ids(p) for p in many)):
+        many = given if isinstance(given, list) and not (given and type(given[0]) is int) else [given]
+        for i, ids in enumerate(many):
+            if isinstance(ids, list) and len(ids) >= max_model_len and type(ids[0]) is int:
+                raise no_room(f"{which_of(many, i)}the prompt has {len(ids)} tokens", max_model_len)
+        if not (many and all(isinstance(p, str) or _is_token_ids(p) for p in many)):
             raise ClientError(
                 "prompt is a string, a list of token ids, or a list of strings or of lists of token ids; none is empty",
                 param="prompt",

@@ -244,7 +244,6 @@ class ChatReply(Reply):
             text, calls = self._readers[index].read(new.text, last=new.finished())
             if self._tools.one_alone and self._tools.tag is None:
                 calls = calls[: 1 - self._num_calls[index]]
-            self._num_calls[index] += sum(call.id is not None for call in calls)
             if calls:
                 self._calls[index] = calls
             if calls or text or new.finished() or new.logprobs:
@@ -255,14 +254,14 @@ class ChatReply(Reply):
 
     def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
         calls = self._calls.pop(index, [])
+        for call in calls:
+            self._num_calls[index] += call.id is not None
+            if not whole:
+                call.index = self._num_calls[index] - 1
         if whole:
             message = Text(role="assistant", content=text if text or not calls else None)
         else:
             message = Text(content=text) if text or not calls else Text()
-            place = self._num_calls[index] - sum(call.id is not None for call in calls) - 1
-            for call in calls:
-                place += call.id is not None
-                call.index = place
         if calls:
             message.tool_calls = calls
         return {"message": message} if whole else {"delta": message}

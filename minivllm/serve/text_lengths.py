@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import no_room
+from minivllm.errors import no_room, which_of
 from minivllm.models.tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TextLengths:
                 return
             most = (self._max_model_len - 1) * self.longest  # bytes
             if len(text.encode()) > most and (size := len(unicodedata.normalize("NFC", text).encode())) > most:
-                which = f"prompt {i}: " if len(prompts) > 1 else ""
+                which = which_of(prompts, i)
                 raise no_room(f"{which}the prompt has {-(-size // self.longest)} tokens or more", self._max_model_len)
 
 

@@ -92,6 +92,8 @@ def test_the_host_bench_from_the_command_line(tmp_path, capsys):
         ("model=qwen3", "no model runs"),
         ("attention.decode=torch", "no model runs"),
         ("cache.num_blocks=64", "no model runs"),
+        ("profile_steps=7", "no model runs"),
+        ("workload.ignore_eos=false", "workload.ignore_eos is not a key of workload=host"),
         ("scheduler.max_num_seqs=4", "workload.running says how many run; leave scheduler.max_num_seqs out"),
     ],
 )

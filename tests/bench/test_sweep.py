@@ -249,13 +249,6 @@ def test_the_line_of_a_job_keeps_what_its_reason_ends_with(reason, said, capsys)
     assert capsys.readouterr().err == f"[1/1] seed=1: failed: {said}\n"
 
 
-def test_the_time_of_a_job_is_read_by_its_name_of_old(tmp_path):
-    Sweep(["seed=1"], ["seed"], "/", "then", [Row(0, {"seed": "1"}, "ok", job_seconds=2.0)]).save(tmp_path)
-    file = tmp_path / "results.json"
-    file.write_text(file.read_text().replace('"job_seconds"', '"seconds"'))
-    assert rows_of(tmp_path)[0].job_seconds == 2.0
-
-
 def test_time_left_goes_by_what_is_most_like_it():
     def row(job: int, seconds: float | None, **settings: str) -> Row:
         return Row(job, settings, "waiting" if seconds is None else "ok", job_seconds=seconds)

@@ -110,6 +110,18 @@ def test_typed_prompts_come_before_a_pipe(tmp_path: Path) -> None:
     assert read_prompts(GenerateOptions(prompts_file=str(file)), None) == asked("from a file")
 
 
+def test_standard_input_may_have_a_byte_order_mark_and_must_be_utf_8(tmp_path: Path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    for options in (GenerateOptions(), GenerateOptions(prompts_file="-")):
+        with file.open(encoding="utf-8") as piped:
+            assert read_prompts(options, piped) == asked("a")
+    file.write_bytes(b"caf\xe9\n")
+    for options in (GenerateOptions(), GenerateOptions(prompts_file="-")):
+        with file.open(encoding="utf-8") as piped, pytest.raises(ConfigError, match="standard input is not UTF-8 text"):
+            read_prompts(options, piped)
+
+
 def test_no_input_gives_the_samples(tmp_path: Path) -> None:
     closed = io.StringIO("x")
     closed.close()

@@ -172,6 +172,16 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         compose(["model=qwen3", "model.path=/x", "model.hf_config.num_hidden_layers=1"], registry)
 
 
+def test_a_checkpoint_is_named_once(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match=r"model.path=/x and model.repo=a/b name two checkpoints; leave one out"):
+        compose(["model.path=/x", "model.repo=a/b"], registry)
+    for typed in (["model.path=/x"], ["model=demo"], []):
+        with pytest.raises(ConfigError, match=r"model.revision=v2 is of a repository, .*; add model.repo=ORG/NAME"):
+            compose([*typed, "model.revision=v2"], registry)
+        compose([*typed, "model.revision=main"], registry)
+    assert compose(["model=qwen3", "model.revision=v2"], registry).engine.model.revision == "v2"
+
+
 # --------------------------------------------------------------------------- refusals
 
 
@@ -194,8 +204,11 @@ def test_a_path_or_repo_of_ones_own_drops_the_shape_of_the_option(registry: Regi
         ("block_size=2", ["here it is called cache.block_size"]),
         ("system=hi", ["system is a key of mode chat, not of mode generate"]),
         ("model=qwen33", ["model=qwen33", "Did you mean qwen3", "Allowed: checkpoint, demo, llama"]),
-        ("model=Qwen/Qwen3-4B", ["Qwen/Qwen3-4B is model=qwen3-4b"]),
-        ("model=/", ["It is a folder: type model.path=/"]),
+        ("model=Qwen/Qwen3-4B", ["Type model=qwen3-4b."]),
+        ("model=/", ["Type model.path=/."]),
+        ("model=qwen/qwen3-4b", ["Type model=qwen3-4b."]),
+        ("model=me/mine", ["Type model.repo=me/mine."]),
+        ("model=./none", ["For a checkpoint folder type model.path=DIR"]),
         ("model=checkpoint", ["add model.path=DIR"]),
         ("attention=flsh", ["attention=flsh", "Did you mean flash?", "Allowed: auto, flash"]),
         ("attention.name=flsh", ["Did you mean flash?"]),

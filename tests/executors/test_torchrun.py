@@ -81,3 +81,24 @@ def test_ranks_form_replicas_of_tp() -> None:
     assert read_environment(ENVIRONMENT, 2) == (1, 4)
     with pytest.raises(ConfigError, match="tp=3 does not divide torchrun's 4 ranks"):
         read_environment(ENVIRONMENT, 3)
+
+
+BENCH = """
+    import os, sys
+    from minivllm.cli import main
+    files = {key: os.path.join(sys.argv[2], f"{key}.json") for key in ("profile", "trace")}
+    code = main(["bench", f"model.path={sys.argv[1]}", "load_format=dummy", "device=cpu", "tp=2", "executor=torchrun",
+        "workload=mixed", "workload.num_requests=3", "workload.input_len=[4,8]", "workload.output_len=[9,9]",
+        "profile_steps=2", f"output={sys.argv[2]}/out.jsonl", *(f"{key}={file}" for key, file in files.items())])
+    open(os.path.join(sys.argv[2], os.environ["RANK"]), "w").write(str(code))
+"""
+
+
+def test_what_a_bench_writes_is_rank_0s_and_no_device_is_replaced(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    null = os.stat(os.devnull)
+    assert torchrun(tiny_checkpoint("qwen3"), tmp_path, BENCH) == [0, 0]
+    assert os.stat(os.devnull).st_rdev == null.st_rdev != 0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+    for key in ("profile", "trace"):
+        assert json.loads((tmp_path / f"{key}.json").read_text())["traceEvents"]
+    assert not list(tmp_path.glob("*.part"))

@@ -172,7 +172,11 @@ def test_what_is_nested_or_long_is_quoted_in_part(server: Running) -> None:
 
 def test_what_is_too_long_has_a_code(server: Running) -> None:
     """By which clients know that a shorter conversation may do."""
-    for body in ({"prompt": [1] * 1020, "max_tokens": 9}, {"prompt": [1] * 1024}):
+    for body in (
+        {"prompt": [1] * 1020, "max_tokens": 9},
+        {"prompt": [[1], [1] * 1020], "max_tokens": 9},
+        {"prompt": [1] * 1024},
+    ):
         error = told(server.post(COMPLETIONS, **body), 400, "this model's maximum context length is 1024 tokens", ANY)
         assert error["code"] == "context_length_exceeded"
     assert told(server.post(COMPLETIONS, prompt="a", max_tokens=0), 400, "max_tokens=0", "max_tokens")["code"] is None

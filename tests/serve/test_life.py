@@ -359,6 +359,25 @@ def test_who_is_left_when_an_engine_stops_is_gone_when_it_starts_again(make_llm:
     assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_blocks
 
 
+def test_an_engine_that_starts_again_at_once_hears_of_no_earlier_readers(make_llm: Callable[..., LLM]) -> None:
+    """What it is told of news before it stopped comes when nobody waits for that."""
+
+    async def session(engine: AsyncEngine) -> list[int]:
+        engine.start()
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        generation = await engine.generate([f"a{engine.engine.num_requests_added}"], [[1, 2]], params)
+        return [len(output.outputs[0].token_ids) async for output in generation if output.finished]
+
+    async def sessions(engine: AsyncEngine) -> None:
+        for _ in range(3):
+            assert await session(engine) == [9]
+            engine.stop()
+
+    engine = AsyncEngine(make_llm().engine)
+    asyncio.run(sessions(engine))
+    assert engine.died is None
+
+
 def test_a_step_that_does_not_end_keeps_its_thread(
     make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:

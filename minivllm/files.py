@@ -1,0 +1,40 @@
+"""Files and standard input that a user names: what cannot be read or written is told before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from os.path import expanduser
+from pathlib import Path
+from typing import TextIO
+
+from minivllm.errors import ConfigError
+
+
+def check_writable(name: str, key: str) -> Path:
+    """The path of a file that can be appended to; one that was not there is not there after. Raises ConfigError."""
+    path = Path(expanduser(name))
+    there = os.path.lexists(path)
+    try:
+        path.open("a").close()
+        if not there:
+            path.unlink(missing_ok=True)  # of torchrun's processes another may have been first
+    except OSError as e:
+        raise ConfigError(f"{key}={name} cannot be written: {e.strerror}") from e
+    return path
+
+
+def read_text(name: str, key: str) -> str:
+    """A file's text, without a byte order mark. Raises ConfigError."""
+    try:
+        return Path(expanduser(name)).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{key}={name} cannot be read: {why}") from e
+
+
+def read_stream(stream: TextIO) -> str:
+    """What standard input holds, without a byte order mark. Raises ConfigError."""
+    try:
+        return stream.read().removeprefix("\ufeff")
+    except UnicodeDecodeError as e:
+        raise ConfigError("standard input is not UTF-8 text") from e
