@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.llm import LLM
 
-_HELP = "/clear forgets the conversation, /exit (or Ctrl-D) leaves; Ctrl-C stops a reply."
+_HELP = "/clear forgets the conversation, /exit (or Ctrl-D) quits, Ctrl-C stops a reply."
 Message = dict[str, str]
 
 
@@ -46,7 +46,7 @@ def run(composed: Composed) -> int:
                 try:
                     reply = _reply(llm, [*messages, asked], params, f"chat-{turn}")
                 except RequestError as e:
-                    print(f"minivllm: {e} (/clear starts anew)", file=sys.stderr)
+                    print(f"minivllm: {e} (/clear starts over)", file=sys.stderr)
                 else:
                     messages += [asked, {"role": "assistant", "content": reply}]
     return 0

@@ -50,6 +50,14 @@ def which_of(prompts: Sequence[object], index: int) -> str:
     return f"prompt {index}: " if len(prompts) > 1 else ""
 
 
+def of_prompt(error: RequestError, prompts: Sequence[object], index: int) -> RequestError:
+    """The error of one of several prompts, which says of which."""
+    if len(prompts) == 1:
+        return error
+    kind = ContextLengthError if isinstance(error, ContextLengthError) else RequestError
+    return kind(f"{which_of(prompts, index)}{error}")
+
+
 def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
     """``prompt``: which one it is, and how many tokens it has."""
     return ContextLengthError(

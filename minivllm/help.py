@@ -18,32 +18,32 @@ Examples
   minivllm prompts_file=in.jsonl output=out.jsonl      also: cat in.txt | minivllm
   minivllm model.path=DIR attention=torch              a checkpoint folder in Hugging Face's layout
   minivllm model=qwen3-8b load_format=dummy            random weights from the published shape; no download
-  minivllm chat                                        talk with the demo model
+  minivllm chat                                        chat with the demo model
   minivllm serve model=qwen3 port=8000                 OpenAI's API on http://127.0.0.1:8000/v1
   minivllm bench workload=mixed model=qwen3 load_format=dummy
   minivllm bench -m attention=torch,triton tp=1,2      every combination: a table, files and report.html
-  minivllm bench -m sweep.resume=DIR                   what an interrupted one lacks
-  minivllm bench compare A.json B.json threshold=5     what became faster or slower
-  minivllm plugins list                                what is installed, usable here or why not
-  minivllm plugins new mine --kind scheduler           a package of your own in ./minivllm-mine
+  minivllm bench -m sweep.resume=DIR                   finish an interrupted sweep
+  minivllm bench compare A.json B.json threshold=5     what got faster or slower
+  minivllm plugins list                                what is installed, and whether it can run here
+  minivllm plugins new mine --kind scheduler           write a plugin package to ./minivllm-mine
 """
 _PLUGINS = f"""\
 usage: minivllm plugins [list] [--json]
        minivllm plugins new NAME --kind {"|".join(KINDS)}
 
 list: every model, attention backend, scheduler, sampler and executor, the package it comes from, and
-whether it is usable here or why not. Then every problem with a plugin.
+whether it can run here, or why not. Then every problem with a plugin.
 
-new: writes a package to ./minivllm-NAME that installs (pip install -e), passes its tests and runs, to be
-changed from there.
+new: writes a package to ./minivllm-NAME that installs (pip install -e), passes its tests and runs: a
+skeleton to start from.
 """
 _ENVIRONMENT = """\
 Environment
-  MINIVLLM_API_KEY=KEY         serve: what clients must send, unless api_key= says
-  MINIVLLM_COMMIT=NAME         bench: the commit that its records name, of a copy without its git folder
+  MINIVLLM_API_KEY=KEY         serve: what clients must send, unless api_key= is given
+  MINIVLLM_COMMIT=NAME         bench: commit to record for a source tree without .git
   MINIVLLM_DEBUG=1             a traceback with each error
-  MINIVLLM_DISABLE_PLUGINS=a,b leave out these plugins (or packages); all: every one but the built-in
-  MINIVLLM_STRICT_PLUGINS=1    a plugin with a problem is an error
+  MINIVLLM_DISABLE_PLUGINS=a,b skip these plugins (or packages); all: all but the built-in ones
+  MINIVLLM_STRICT_PLUGINS=1    treat a problem with a plugin as an error
 """
 _FLAGS = (
     ("-m", "bench: run each combination of key=a,b (Hydra's syntax: also choice(), range(), glob())"),
@@ -67,7 +67,7 @@ def help_text(word: str | None, registry: Registry) -> str:
     parts = [
         "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
         "A small, pluggable inference engine for large language models.",
-        _block("Modes", map(_mode, MODES.items()), [("plugins", "list what is installed; new begins a package")]),
+        _block("Modes", map(_mode, MODES.items()), [("plugins", "list plugins; `plugins new` writes a skeleton")]),
         _block("Groups (group=option)", ((g, ", ".join(group_options(g, registry))) for g in groups)),
         _block(f"Keys of {mode}{others}", map(_line, extra)) if extra else "",
         _block("Keys of every mode", map(_line, shared)),

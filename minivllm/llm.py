@@ -16,7 +16,7 @@ from minivllm.core.longest_first import longest_first
 from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Prompt
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
-from minivllm.errors import RequestError, shown, which_of
+from minivllm.errors import RequestError, of_prompt, shown
 from minivllm.missing import missing_method, refuse
 from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
@@ -164,7 +164,7 @@ class LLM:
             try:
                 self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
             except RequestError as error:
-                raise type(error)(f"{which_of(prompts, i)}{error}") from None
+                raise of_prompt(error, prompts, i) from None
 
     def chat(
         self,

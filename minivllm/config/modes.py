@@ -260,9 +260,14 @@ class Mode:
 
 MODES: dict[str, Mode] = {
     "generate": Mode(
-        schema.GenerateSchema, GenerateOptions, "minivllm.generate:run", "complete prompts (what runs without a mode)"
+        schema.GenerateSchema, GenerateOptions, "minivllm.generate:run", "complete prompts (the default mode)"
     ),
-    "chat": Mode(schema.ChatSchema, ChatOptions, "minivllm.chat:run", "talk with the model, in the terminal"),
+    "chat": Mode(schema.ChatSchema, ChatOptions, "minivllm.chat:run", "chat with the model in the terminal"),
     "serve": Mode(schema.ServeSchema, ServeOptions, "minivllm.serve.engine_process:run", "an OpenAI-compatible server"),
-    "bench": Mode(schema.BenchSchema, BenchOptions, "minivllm.bench.cli:run", "measure"),
+    "bench": Mode(
+        schema.BenchSchema,
+        BenchOptions,
+        "minivllm.bench.cli:run",
+        "measure speed: one configuration, a sweep, or a running server",
+    ),
 }

@@ -86,7 +86,7 @@ class AttentionSchema:
     prefill: str | None = key(None, "another backend for prompt chunks")
     decode: str | None = key(None, "another backend for decode rows")
     cascade: bool = key(
-        True, "read prefixes that decodes share once, where the backend can (triton, hopper) and it is faster"
+        True, "read prefixes shared by decodes only once, where the backend can (triton, hopper) and it is faster"
     )
     options: dict[str, Any] = key(dict, "the backend's own settings")
 
@@ -94,15 +94,15 @@ class AttentionSchema:
 @dataclass
 class SchedulerSchema:
     name: str = key("mixed", "the scheduler")
-    max_num_seqs: int = key(512, "sequences that run at once", ge=1, le=65536)
-    max_num_batched_tokens: int = key(8192, "tokens in one step", ge=1)
-    async_scheduling: bool = key(True, "launch a step before the tokens of the one before are read")
-    max_num_partial_prefills: int = key(1, "prompts that may be partly computed at once", ge=1)
-    max_long_partial_prefills: int = key(1, "of these, how many may be long", ge=1)
+    max_num_seqs: int = key(512, "most sequences running at once", ge=1, le=65536)
+    max_num_batched_tokens: int = key(8192, "most tokens in one step", ge=1)
+    async_scheduling: bool = key(True, "launch each step before the tokens of the previous one are read")
+    max_num_partial_prefills: int = key(1, "most prompts partially computed at the same time", ge=1)
+    max_long_partial_prefills: int = key(1, "how many of these may be long", ge=1)
     long_prefill_token_threshold: int = key(
         0,
-        "tokens from which on a prompt is long, and the most of one prompt in a step; 0: no limit, or 4% of "
-        "max_model_len where max_num_partial_prefills is more than 1",
+        "a prompt with more tokens is long, and gets at most this many per step; 0: no limit, or 4% of max_model_len "
+        "if max_num_partial_prefills is more than 1",
         ge=0,
     )
     options: dict[str, Any] = key(dict, "the scheduler's own settings")
@@ -111,8 +111,8 @@ class SchedulerSchema:
 @dataclass
 class CacheSchema:
     block_size: int = key(16, "tokens in a cache block", ge=1)
-    num_blocks: int | None = key(None, "cache blocks; null measures what memory allows", ge=1)
-    gpu_memory_utilization: float = key(0.9, "part of the GPU's memory to use", gt=0, le=1)
+    num_blocks: int | None = key(None, "cache blocks; null: as many as fit in memory", ge=1)
+    gpu_memory_utilization: float = key(0.9, "fraction of the GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = key(True, "share the blocks of equal prefixes")
 
 
@@ -139,24 +139,28 @@ class EngineSchema:
     executor: ExecutorSchema = key(ExecutorSchema, "what runs the ranks")
     cache: CacheSchema = key(CacheSchema, "the paged key-value cache")
     tp: int = key(1, "tensor-parallel ranks", ge=1)
-    device: Device = key(Device.auto, "auto takes a GPU where there is one")
+    device: Device = key(Device.auto, "auto: a GPU if there is one")
     dtype: Dtype = key(Dtype.auto, "auto: the checkpoint's own on a GPU, bfloat16 if that is float32; float32 on a CPU")
-    seed: int = key(0, "of random weights and of sampling", ge=0)
-    max_model_len: int | None = key(None, "tokens of prompt and completion together; null: the model's limit", ge=1)
+    seed: int = key(0, "seed of dummy weights and of sampling", ge=0)
+    max_model_len: int | None = key(
+        None, "most tokens of prompt and completion together; null: the model's limit", ge=1
+    )
     enforce_eager: bool | None = key(
-        None, "no CUDA graphs; false: on a GPU, refuse attention that allows none; null: graphs where it allows them"
+        None,
+        "true: no CUDA graphs; false: on a GPU, refuse attention without support for them; null: use them if attention "
+        "supports them",
     )
     max_cudagraph_capture_size: int | None = key(
         None,
-        "sequences of the largest decode step that is a CUDA graph, rounded up to a multiple of 8; null: max_num_seqs",
+        "sequences in the largest decode step with a CUDA graph, rounded up to a multiple of 8; null: max_num_seqs",
         ge=1,
     )
-    load_format: LoadFormat = key(LoadFormat.auto, "dummy makes seeded random weights from the shape alone")
+    load_format: LoadFormat = key(LoadFormat.auto, "dummy: seeded random weights, made from the shape alone")
     packed_weights: PackedWeights = key(
         PackedWeights.auto,
-        "keep a second copy of the LM head and of large dense layers, packed without loss in 12 bits a weight: decode "
-        "steps of few sequences, which wait for weights, read that. On Hopper GPUs, in bfloat16. auto: where it works "
-        "and leaves three quarters of the memory for the cache; true: or refuse to start",
+        "keep a second copy of the LM head and of large dense layers, losslessly packed in 12 bits per weight, for "
+        "decode steps of few sequences, which are bound by reading weights. Hopper GPUs, bfloat16. auto: where it "
+        "works and leaves three quarters of the memory for the cache; true: always, or refuse to start",
         text=True,
     )
     mode: str = key("generate", "what to do")
@@ -169,27 +173,29 @@ class EngineSchema:
 class SamplingSchema(EngineSchema):
     """Keys of one request, with the names and meanings of ``SamplingParams``."""
 
-    max_tokens: int | None = key(None, "tokens to generate at most, 1 or more; null: as many as fit")
+    max_tokens: int | None = key(None, "most tokens to generate, 1 or more; null: as many as fit")
     temperature: float = key(0.0, "0 or more; 0 is greedy")
-    top_p: float = key(1.0, "keep the likeliest tokens that make up this probability; more than 0, 1: all")
-    top_k: int = key(0, "keep this many of the likeliest tokens; 0 or -1: all")
-    min_p: float = key(0.0, "keep tokens at least this likely relative to the likeliest; 0 to 1, 0: all")
-    presence_penalty: float = key(0.0, "taken off the logits of tokens that the answer has; -2 to 2, 0: none")
-    frequency_penalty: float = key(0.0, "taken off a token's logit for each time the answer has it; -2 to 2, 0: none")
+    top_p: float = key(1.0, "keep the most likely tokens whose probabilities add up to this; more than 0, 1: all")
+    top_k: int = key(0, "keep this many most likely tokens; 0 or -1: all")
+    min_p: float = key(0.0, "keep tokens at least this likely relative to the most likely one; 0 to 1, 0: all")
+    presence_penalty: float = key(0.0, "subtracted from the logits of tokens already generated; -2 to 2, 0: none")
+    frequency_penalty: float = key(
+        0.0, "subtracted from a token's logit for each time it was generated; -2 to 2, 0: none"
+    )
     repetition_penalty: float = key(
-        1.0, "makes tokens of prompt and answer less likely above 1, likelier below; more than 0, 1: none"
+        1.0, "above 1 makes tokens of the prompt and the answer less likely, below 1 more likely; more than 0, 1: none"
     )
     stop: Any = key(
-        None, "a string, or a list of them, that ends a completion; for a line end type stop=$'\\n' in bash or zsh",
+        None, "a string, or a list of them, that ends a completion; for a newline type stop=$'\\n' in bash or zsh",
         text=True,
     )  # fmt: skip
-    stop_token_ids: list[int] | None = key(None, "tokens that end a completion")
-    ignore_eos: bool = key(False, "go on after the end-of-sequence token")
-    min_tokens: int = key(0, "tokens before anything but max_tokens may end a completion")
-    bad_words: Any = key(None, "a string, or a list of them, that a completion does not say", text=True)
+    stop_token_ids: list[int] | None = key(None, "token ids that end a completion")
+    ignore_eos: bool = key(False, "continue after the end-of-sequence token")
+    min_tokens: int = key(0, "tokens to generate before anything but max_tokens may end a completion")
+    bad_words: Any = key(None, "a string, or a list of them, that must not appear in a completion", text=True)
     structured_outputs: dict[str, Any] = key(
         dict,
-        "what a completion has to be: structured_outputs.choice=[big,small], or .json, .json_object, .regex, .grammar",
+        "what a completion must match: structured_outputs.choice=[big,small], or .json, .json_object, .regex, .grammar",
     )
 
 
@@ -198,47 +204,49 @@ class GenerateSchema(SamplingSchema):
     prompts: Any = key(None, "a string, or a list of strings or token-id lists", text=True)
     prompts_file: str | None = key(
         None,
-        "a file of prompts, one a line; .jsonl: strings, or objects with prompt or prompt_token_ids, and perhaps "
-        "priority; - is standard input",
+        "a file of prompts, one per line; .jsonl: strings, or objects with prompt or prompt_token_ids, and optionally "
+        "priority; -: standard input",
         text=True,
     )
     output: str | None = key(
-        None, "write one JSON object a request to this file instead of printing; -: to standard output", text=True
+        None, "write one JSON object per request to this file instead of printing; -: standard output", text=True
     )
-    max_tokens: int | None = key(100, "tokens to generate at most, 1 or more; null: as many as fit")
-    logprobs: int | None = key(None, "log-probabilities of this many tokens a position, 0 to 20; needs output=")
+    max_tokens: int | None = key(100, "most tokens to generate, 1 or more; null: as many as fit")
+    logprobs: int | None = key(None, "log-probabilities of this many tokens per position, 0 to 20; needs output=")
 
 
 @dataclass
 class ChatSchema(SamplingSchema):
     system: str | None = key(None, "the system message", text=True)
     temperature: float = key(0.7, "0 or more; 0 is greedy")
-    top_p: float = key(0.95, "keep the likeliest tokens that make up this probability; more than 0, 1: all")
+    top_p: float = key(0.95, "keep the most likely tokens whose probabilities add up to this; more than 0, 1: all")
 
 
 @dataclass
 class ServeSchema(EngineSchema):
-    host: str = key("127.0.0.1", "the address to listen on; 0.0.0.0: all of this machine's", text=True)
-    port: int = key(8000, "its port; 0: any free one", ge=0, le=65535)
+    host: str = key("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's", text=True)
+    port: int = key(8000, "port to listen on; 0: any free one", ge=0, le=65535)
     api_key: str | None = key(
-        None, "what clients must send as a bearer token; null: $MINIVLLM_API_KEY, or nothing if that is not set",
+        None, "bearer token that clients must send; null: $MINIVLLM_API_KEY, or none if that is not set",
         text=True,
     )  # fmt: skip
     served_model_name: str | None = key(
-        None, "what clients call the model; null: its option, repository or folder", text=True
+        None, "model name in the API; null: its option, repository or folder", text=True
     )
     max_waiting: int | None = key(
-        None, "completions that may wait beyond scheduler.max_num_seqs; more are refused (503). null: no limit", ge=0
+        None, "completions that may wait beyond scheduler.max_num_seqs; more are rejected (503). null: no limit", ge=0
     )
     tool_call_parser: ToolCallParser = key(
-        ToolCallParser.auto, "how the model writes calls of tools; auto: as its chat template shows it"
+        ToolCallParser.auto, "format of the model's tool calls; auto: the one in its chat template"
     )
     allowed_origins: Any = key(
-        None, "a web site, as https://example.com, or a list of them, whose scripts may ask; '*': all. null: none",
+        None,
+        "origins that may call the server from a browser (CORS): https://example.com, or a list of them; '*': all. "
+        "null: none",
         text=True,
-    )  # fmt: skip
-    shutdown_timeout: float = key(30.0, "seconds that running requests get to end after Ctrl-C or SIGTERM", ge=0)
-    log_requests: bool = key(False, "one line a request on standard error")
+    )
+    shutdown_timeout: float = key(30.0, "seconds for running requests to finish after Ctrl-C or SIGTERM", ge=0)
+    log_requests: bool = key(False, "log one line per request to standard error")
 
 
 @dataclass
@@ -246,28 +254,32 @@ class WorkloadSchema:
     """``[least, most]`` draws each request's own number, both ends included."""
 
     name: str = key("quick", "the option that was chosen")
-    path: str | None = key(None, "workload=trace: a file of requests, one JSON object a line", text=True)
-    num_requests: int | None = key(None, "requests; of a trace: the first so many", ge=1)
-    request_rate: float | None = key(None, "requests a second, at random times; null: all at once", gt=0, le=1e6)
-    time_scale: float | None = key(None, "workload=trace: arrival times are multiplied by it; null: 1", gt=0, le=1e6)
-    input_len: Any = key(None, "prompt tokens of a request: a number, or [least,most]")
-    prefix_len: int | None = key(None, "tokens that prompts begin with, before input_len of their own", ge=1)
-    num_prefixes: int | None = key(None, "with prefix_len: so many different prefixes, in turn; null: 1", ge=1)
-    output_len: Any = key(None, "tokens to generate for a request: a number, or [least,most]")
-    max_token_id: int = key(10000, "prompts are drawn from ids 0 to this, taken modulo the vocabulary", ge=0)
-    seed: int = key(0, "of the prompts and the lengths", ge=0)
+    path: str | None = key(None, "workload=trace: a file of requests, one JSON object per line", text=True)
+    num_requests: int | None = key(None, "number of requests; workload=trace: the first ones of the file", ge=1)
+    request_rate: float | None = key(None, "requests per second, at random times; null: all at once", gt=0, le=1e6)
+    time_scale: float | None = key(None, "workload=trace: factor on arrival times; null: 1", gt=0, le=1e6)
+    input_len: Any = key(None, "prompt tokens per request: a number, or [least,most]")
+    prefix_len: int | None = key(None, "tokens of a shared prefix before each prompt's own input_len", ge=1)
+    num_prefixes: int | None = key(None, "with prefix_len: number of different prefixes, used in turn; null: 1", ge=1)
+    output_len: Any = key(None, "tokens to generate per request: a number, or [least,most]")
+    max_token_id: int = key(10000, "prompts are drawn from token ids 0 to this, modulo the vocabulary size", ge=0)
+    seed: int = key(0, "seed of prompts, lengths and arrival times", ge=0)
     temperature: float | None = key(None, "0 is greedy", ge=0)
-    top_k: int | None = key(None, "of all requests, as in mode=generate; null: off, as of the next ones")
-    top_p: float | None = key(None, "the same")
-    min_p: float | None = key(None, "the same")
-    presence_penalty: float | None = key(None, "the same")
-    frequency_penalty: float | None = key(None, "the same")
-    repetition_penalty: float | None = key(None, "the same")
-    logprobs: int | None = key(None, "log-probabilities of this many tokens a position", ge=0)
-    ignore_eos: bool = key(True, "generate all of output_len")
-    running: list[int] | None = key(None, "workload=host: how many sequences run, one measurement each")
-    waiting: int | None = key(None, "workload=host: the length of the queue, beside an empty one", ge=1)
-    steps: int | None = key(None, "workload=host: steps of each measurement", ge=1)
+    top_k: int | None = key(None, "keep this many most likely tokens; null: all")
+    top_p: float | None = key(None, "keep the most likely tokens whose probabilities add up to this; null: all")
+    min_p: float | None = key(None, "keep tokens at least this likely relative to the most likely one; null: all")
+    presence_penalty: float | None = key(None, "subtracted from the logits of tokens already generated; null: none")
+    frequency_penalty: float | None = key(
+        None, "subtracted from a token's logit for each time it was generated; null: none"
+    )
+    repetition_penalty: float | None = key(
+        None, "above 1 makes tokens of the prompt and the answer less likely, below 1 more likely; null: none"
+    )
+    logprobs: int | None = key(None, "log-probabilities of this many tokens per position", ge=0)
+    ignore_eos: bool = key(True, "always generate all of output_len")
+    running: list[int] | None = key(None, "workload=host: numbers of running sequences, one measurement each")
+    waiting: int | None = key(None, "workload=host: length of the queue, compared with an empty one", ge=1)
+    steps: int | None = key(None, "workload=host: steps per measurement", ge=1)
 
 
 @dataclass
@@ -275,37 +287,35 @@ class SweepSchema:
     """Of ``bench -m`` only."""
 
     dir: str | None = key(None, "with -m: a new folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True)
-    resume: str | None = key(None, "the folder of a sweep that was interrupted: run what it lacks", text=True)
-    timeout: float | None = key(None, "with -m: seconds after which a job is ended; null: none", ge=1)
+    resume: str | None = key(None, "folder of an interrupted sweep: run what is missing", text=True)
+    timeout: float | None = key(None, "with -m: seconds after which a job is stopped; null: no limit", ge=1)
 
 
 @dataclass
 class BenchSchema(EngineSchema):
     workload: WorkloadSchema = key(WorkloadSchema, "what to measure")
-    repeat: int = key(1, "measure so many times and show the spread", ge=1)
-    output: str | None = key(None, "append one JSON object to this file", text=True)
+    repeat: int = key(1, "number of measured runs; their spread is shown", ge=1)
+    output: str | None = key(None, "append the record to this file, as one JSON object", text=True)
     url: str | None = key(
-        None,
-        "measure the server with OpenAI's interface that is there, over HTTP, and no engine of one's own",
-        text=True,
+        None, "measure the OpenAI-compatible server at this address instead of starting an engine", text=True
     )
     endpoint: Endpoint = key(
         Endpoint.completions,
-        "with url: what is asked. completions: /v1/completions, with tokens; chat: /v1/chat/completions, with text, "
-        "made by the server's /tokenize and /detokenize or by the tokenizer that model.tokenizer names",
+        "with url: completions: /v1/completions, with token ids; chat: /v1/chat/completions, with text made by the "
+        "server's /tokenize and /detokenize or by the tokenizer that model.tokenizer names",
     )
-    max_concurrency: int | None = key(None, "with url: so many requests are under way at once, at most", ge=1)
-    detokenize: bool = key(False, "make text of the tokens, and count the time")
+    max_concurrency: int | None = key(None, "with url: most requests in flight; null: no limit", ge=1)
+    detokenize: bool = key(False, "also detokenize, included in the timing")
     profile: str = key(
         "false",
-        "true: then profile some steady steps: GPU-busy share and the ten largest kernels; gpu: only if there is one; "
-        "FILE.json: keep torch's Chrome trace, too",
+        "true: afterwards profile some steady steps: GPU-busy share and the ten largest kernels; gpu: only on a GPU; "
+        "FILE.json: also keep torch's Chrome trace",
         text=True,
     )
-    profile_steps: int = key(20, "how many", ge=1)
-    trace: str = key("false", "true, or FILE.json: run once more and write a Perfetto trace of its steps", text=True)
-    timeline: str = key("false", "true, or FILE.png: run once more and draw batches and cache over time", text=True)
-    check: bool = key(False, "workload=host: exit code 1 if a limit is passed")
+    profile_steps: int = key(20, "steps to profile", ge=1)
+    trace: str = key("false", "true, or FILE.json: run once more and write a Perfetto trace of the steps", text=True)
+    timeline: str = key("false", "true, or FILE.png: run once more and plot batches and cache use over time", text=True)
+    check: bool = key(False, "workload=host: exit with 1 if a limit is exceeded")
     sweep: SweepSchema = key(SweepSchema, "several configurations")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from minivllm.core.sampling_params import RequestOutputKind
-from minivllm.errors import EngineDeadError, RequestError, which_of
+from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
 from minivllm.serve.metrics import text_of
@@ -209,6 +209,6 @@ class EngineLoop:
             self.engine.abort(list(add.request_ids[:i]))
             self.engine.stats.prompt_tokens -= adding.prompt_tokens
             self.timings.forget(add.request_ids)
-            return type(error)(f"{which_of(add.prompts, i)}{error}") if isinstance(error, RequestError) else error
+            return of_prompt(error, add.prompts, i) if isinstance(error, RequestError) else error
         adding.prompt_tokens += self.engine.stats.prompt_tokens - before
         return None

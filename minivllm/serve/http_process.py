@@ -81,7 +81,7 @@ class RemoteEngine(EngineClient):
                 self._hear(message)
             elif isinstance(message, Metrics):
                 asked = self._asked.popleft()
-                if not asked.done():  # who asked may have gone
+                if not asked.done():  # the client may have gone
                     asked.set_result(message.text)
             elif isinstance(message, Died):
                 self._die(message)
@@ -99,7 +99,7 @@ class RemoteEngine(EngineClient):
 
 class HttpServer(uvicorn.Server):
     """Ends in three steps: it stops accepting; after ``timeout`` seconds, or with a second Ctrl-C, what still runs ends
-    with an error; and who does not even take that is cut off."""
+    with an error; and clients that do not even read that are cut off."""
 
     def __init__(
         self, config: uvicorn.Config, engine: EngineClient, timeout: float, started: Callable[[], None]
@@ -152,8 +152,9 @@ class HttpServer(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._end_all)
             return
         if running and not self.should_exit:
-            limit = f"{self._timeout:g} s"
-            print(f"\nminivllm: {running} requests may end within {limit}; Ctrl-C ends them at once", file=sys.stderr)
+            them = f"{running} running request{'s' if running > 1 else ''}"
+            said = f"waiting up to {self._timeout:g} s for {them}; press Ctrl-C again to stop now"
+            print(f"\nminivllm: {said}", file=sys.stderr)
         super().handle_exit(signal.SIGINT if sig == CTRL_C else sig, frame)
 
 
@@ -201,7 +202,7 @@ def http_protocol() -> Any:
 
 
 def log_requests(wanted: bool) -> None:
-    """One line a request on standard error; of all else only what went wrong."""
+    """One line per request on standard error; of all else only what went wrong."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if wanted:
         handler = logging.StreamHandler()

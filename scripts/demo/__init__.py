@@ -1,2 +1,2 @@
-"""The parts of the demo model: a small text grammar, its words and facts, the composers, and the model that is "
-"trained."""
+"""The parts of the demo model: a small text grammar, its words and facts, the composers, and the model that is
+trained."""

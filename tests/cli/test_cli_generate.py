@@ -369,4 +369,4 @@ def test_chat_answers_each_line_and_remembers(
     out, err = capsys.readouterr()
     assert seen[1][2][1] in out
     assert "/clear forgets" in out
-    assert "/clear starts anew" in err
+    assert "/clear starts over" in err
