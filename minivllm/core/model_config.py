@@ -12,17 +12,22 @@ from minivllm.errors import CheckpointError
 _MOST_LAYERS = 10_000
 _OTHER_NAMES = {  # that some architectures have for what others call so
     "hidden_size": ("n_embd", "d_model"),
-    "intermediate_size": ("n_inner", "ffn_dim"),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_hidden_layers": ("n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
     "max_position_embeddings": ("n_positions",),
-    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps"),
+    "rms_norm_eps": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
+    "rope_theta": ("rotary_emb_base",),
+    "partial_rotary_factor": ("rotary_pct",),
     "hidden_act": ("hidden_activation", "activation_function"),
 }
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # every so many layers one attends to all
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
+
+_ABOVE = {"rms_norm_eps": 0, "rope_theta": 1, "factor": 0, "beta_fast": 0, "beta_slow": 0, "partial_rotary_factor": 0}
 
 
 class FrozenDict(dict[str, Any]):
@@ -85,14 +90,20 @@ class ModelConfig:
         window, kinds = self.hf_config.get("sliding_window"), set(self.hf_config.get("layer_types") or ())
         if not window or not self.hf_config.get("use_sliding_window", True):
             return None
+        if type(window) is not int or window < 0:
+            raise CheckpointError(f"config.json: sliding_window={window!r} is not a whole number from 1, nor null")
         if kinds and "sliding_attention" not in kinds:
             return None
-        if len(kinds) > 1:
+        several = f"layer_types of several kinds ({', '.join(sorted(kinds))})" if len(kinds) > 1 else ""
+        for key in _PATTERNS:
+            if not kinds and self.hf_config.get(key) not in (None, 1):
+                several = f"{key}={self.hf_config[key]}"
+        if several:
             raise CheckpointError(
-                f"sliding_window={window} with layer_types of several kinds ({', '.join(sorted(kinds))}): layers that "
-                "attend otherwise than others are not supported; set sliding_window to null to attend to all"
+                f"sliding_window={window} with {several}: layers that attend otherwise than others are not supported; "
+                "set sliding_window to null in config.json to attend to all"
             )
-        return int(window)
+        return window
 
     def refuse_sliding_window(self) -> None:
         """For an architecture whose layers would differ with one. Raises CheckpointError if config.json asks for it."""
@@ -100,7 +111,8 @@ class ModelConfig:
         if window if uses is None else uses:
             raise CheckpointError(
                 f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for "
-                f"{self.architecture}, whose layers would differ: set use_sliding_window to false to attend to all"
+                f"{self.architecture}, whose layers would differ: set use_sliding_window to false in config.json to "
+                "attend to all"
             )
 
     @classmethod
@@ -137,8 +149,9 @@ class ModelConfig:
                 and (isinstance(value, bool) or not isinstance(value, int | float))
             ):
                 raise CheckpointError(f"{where}: {key}={value} is not a number")
-            if key in ("rms_norm_eps", "rope_theta", "factor") and value is not None and value <= 0:
-                raise CheckpointError(f"{where}: {key}={value} is not above 0")
+            least = _ABOVE.get(key)
+            if least is not None and value is not None and value <= least:
+                raise CheckpointError(f"{where}: {key}={value} is not above {least}")
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(hf.get(key, False), bool | None):
                 raise CheckpointError(f"{where}: {key}={hf[key]!r} is not true or false")

@@ -170,7 +170,7 @@ class Worker:
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),
                 config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
             )  # fmt: skip
-            self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec.scale))
+            self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec))
         look_at_model(
             self.registry.entry("model", model_name), model, model_config.hidden_size, model_config.vocab_size
         )

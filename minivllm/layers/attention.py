@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from minivllm.core.interfaces import AttentionBackend
+from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
 from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
@@ -70,12 +70,30 @@ class Attention:
         self._chosen_for: AttentionBackend | None = None
         self._path: _Path = self._separate
 
+    def _check(self, spec: AttentionSpec) -> None:
+        """Raises ValueError: a cache made for ``spec`` has no place for it."""
+        ours, its = ((x.num_heads, x.num_kv_heads, x.head_dim) for x in (self, spec))
+        if ours != its:
+            raise ValueError(
+                "the attention of layer {} has {} heads and {} KV heads of {}, where config.json says {}, {} and {} "
+                "for each rank, for which the cache is made; if it means something else, say so in the model's "
+                "read_config".format(self.index, *ours, *its)
+            )
+        if not 0 <= self.index < spec.num_layers:
+            raise ValueError(f"the attention of layer {self.index} has no place in a cache of {spec.num_layers} layers")
+
     def __call__(
         self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None = None
     ) -> torch.Tensor:
         """qkv: (t, (heads + 2 * kv heads) * head_dim), to which ``scale``, if there is one, is still to be applied;
         positions: (t,); returns (t, heads * head_dim)."""
         if backend is not self._chosen_for:
+            self._check(backend.spec)
+            if self.scale != backend.spec.scale:
+                raise ValueError(
+                    f"scale={self.scale} of layer {self.index} is not the backend's, {backend.spec.scale}: keep "
+                    "Attention as an attribute of a module, where it is found"
+                )
             self._chosen_for = backend
             self._path = self._path_for(backend)
         return self._path(qkv, positions, backend, scale)
@@ -215,14 +233,38 @@ class Attention:
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
 
 
-def attention_scale(model: nn.Module, usual: float) -> float:
-    """What scores are multiplied by in all of a model's layers; ``usual``: where it has no ``Attention``. Raises
-    ValueError: it is not the same in all."""
-    found = (its for module in model.modules() for its in vars(module).values() if isinstance(its, Attention))
-    scales = {its.scale for its in found} or {usual}
+def attention_scale(model: nn.Module, spec: AttentionSpec) -> float:
+    """What scores are multiplied by in all of a model's layers; that of ``spec`` where it has no ``Attention``.
+
+    Raises:
+        ValueError: it is not the same in all; two layers have one place in the cache, or one has none; the cache is
+            made for other heads; a layer's norms or rotary are not modules of the model, which alone get values.
+    """
+    found, modules = _attentions(model), set(model.modules())
+    for layer in found:
+        layer._check(spec)
+        for name in ("q_norm", "k_norm", "rotary"):
+            if isinstance(part := getattr(layer, name), nn.Module) and part not in modules:
+                raise ValueError(
+                    f"{name} of the attention of layer {layer.index} is not one of the model's modules: keep it as an "
+                    "attribute of one, and do not replace it once Attention has been made with it"
+                )
+    indices = sorted(layer.index for layer in found)
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"layers share a place in the cache: the indices of their attention are {indices}")
+    scales = {layer.scale for layer in found} or {spec.scale}
     if len(scales) > 1:
         raise ValueError(f"layers whose attention has different scales are not supported: {sorted(scales)}")
     return scales.pop()
+
+
+def _attentions(model: nn.Module) -> list[Attention]:
+    """All that are a module's attributes, or in a list or a mapping that is one."""
+    found: dict[int, Attention] = {}
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+        found |= {id(its): its for its in held if isinstance(its, Attention)}
+    return list(found.values())
 
 
 def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backend: AttentionBackend) -> None:

@@ -449,8 +449,9 @@ class CausalLM(nn.Module, Model):
         return self.lm_head(hidden)
 
     def compute_logits_shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
-        if not overrides_both(type(self.lm_head), "forward", "shard"):  # a subclass's own head
-            return None
+        kind = type(self.lm_head)
+        if not overrides_both(kind, "forward", "shard") or not is_plain(self.lm_head, kind):
+            return None  # a subclass's own head, or one with a hook
         return self.lm_head.shard(hidden)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from os.path import expanduser
 from pathlib import Path
@@ -94,8 +95,10 @@ def _folder(path: Path) -> Path:
 # --------------------------------------------------------------------------- reading it
 
 
-def read_model_config(path: Path) -> ModelConfig:
-    """config.json, with the end-of-sequence ids of generation_config.json."""
+def read_model_config(
+    path: Path, read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: hf
+) -> ModelConfig:
+    """config.json, with the end-of-sequence ids of generation_config.json. ``read``: ``Registry.read_config``."""
     path = _folder(Path(path))
     file = path / "config.json"
     if not file.is_file():
@@ -103,7 +106,7 @@ def read_model_config(path: Path) -> ModelConfig:
         hint = f"did you mean model.path={inner[0]}?" if inner else "pass model.path=DIR, a folder in that layout"
         raise CheckpointError(f"{path} has no config.json, so it is no checkpoint in Hugging Face's layout; {hint}")
     hf = read_json(file)
-    config = ModelConfig.from_hf(hf, where=str(file))
+    config = ModelConfig.from_hf(read(hf), where=str(file))
     quantized = hf.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized

@@ -18,7 +18,7 @@ from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
-from minivllm.layers.decoder import DecoderLayer
+from minivllm.layers.decoder import CausalLM, DecoderLayer
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.packed import pack_products_again
@@ -142,9 +142,14 @@ def load_weights(
         if names
     ]
     if problems:
+        names = {part for name in (*targets, *unexpected) for part in name.split(".")[-2:-1]}
+        idle = [name for name in (packed or {}) if name not in names and name not in CausalLM.packed]
+        hint = f" (In packed {listed(idle)} names no module: it is the last part of a module's name.)" if idle else ""
+        if "lm_head.weight" in missing:
+            hint += " (If the embeddings are the head, too, config.json has to say tie_word_embeddings: true.)"
         raise CheckpointError(
             f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
-            "Is config.json of this checkpoint, and does its architecture name this model?"
+            f"Is config.json of this checkpoint, and does its architecture name this model?{hint}"
         )
     for norm, product in norm_pairs(module):
         if product.folded:  # before; what came now is not

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError, told
+from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError, shown, told
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
@@ -103,10 +103,11 @@ class Registry:
         disabled: Iterable[str] = (),
         *,
         strict: bool = False,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         self.strict = strict
         self._told: set[str] = set()
-        self.tell: Callable[[str], None] = logging.getLogger("minivllm.plugins").warning
+        self.tell = tell or logging.getLogger("minivllm.plugins").warning
         self.reports = tuple(reports)
         self.disabled = tuple(disabled)
         self._tables: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
@@ -236,6 +237,21 @@ class Registry:
             f"yield ModelComponent(name=..., target='package.module:Class', architectures=({architecture!r},)). "
             "Packages that add some are in examples/plugins of minivllm's repository."
         )
+
+    def read_config(self, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A config.json as the model of its architecture reads it. Raises PluginError."""
+        named = hf.get("architectures")
+        first = named[0] if isinstance(named, list | tuple) and named else None
+        for entry in self.entries("model"):
+            read = getattr(entry.component, "read_config", None)
+            if read is None or first not in _architectures(entry.component):
+                continue
+            with self.building("model", entry.component.name):
+                said = read(dict(hf))
+            if not isinstance(said, Mapping):
+                raise PluginError(f"{entry}: read_config returned {shown(said)}, not a mapping")
+            return said
+        return hf
 
     def why_not(self, component: Component) -> list[str]:
         """Why a component cannot be used here, judged without importing anything; empty if it can."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,14 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class ModelComponent(Component):
-    """A model class and the ``architectures`` of config.json that it runs."""
+    """A model class and the ``architectures`` of config.json that it runs.
+
+    ``read_config`` gets config.json as a dict and returns it as Llama's would say the same, for an architecture that
+    has other names or defaults: with ``intermediate_size``, ``tie_word_embeddings``, ``rope_parameters`` …
+    """
 
     architectures: tuple[str, ...] = ()
+    read_config: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         # Named, because zero-argument super() does not survive dataclass slots.
@@ -79,6 +84,8 @@ class ModelComponent(Component):
         _check_strings(self.name, "architectures", self.architectures)
         if not self.architectures:
             raise ValueError(f"{self.name}: architectures is empty; name what config.json says, 'FooForCausalLM'")
+        if self.read_config is not None and not callable(self.read_config):
+            raise TypeError(f"{self.name}: read_config={self.read_config!r} is not a function")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from minivllm.errors import CheckpointError
 from minivllm.llm import LLM
 from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors, read_model_config
 from minivllm.plugins.manager import default_registry
-from minivllm.testing.checkpoints import random_checkpoint, reference_tokens
+from minivllm.testing.checkpoints import random_checkpoint, reference_model, reference_tokens
 from minivllm.testing.conformance import DEVICES, SLOW, Conformance
 
 _folders: dict[type, Path] = {}  # one checkpoint a class
@@ -88,7 +88,8 @@ class ModelConformance(Conformance):
 
     def build(self, checkpoint: Path, weights: Iterable[tuple[str, torch.Tensor]] | int) -> torch.nn.Module:
         """The model alone, its memory poisoned before the weights come."""
-        config, registry = read_model_config(checkpoint), default_registry()
+        registry = default_registry()
+        config = read_model_config(checkpoint, registry.read_config)
         model_class = registry.resolve("model", registry.model_for_architecture(config.architecture).name)
         with poisoned_memory():
             model = build_model(model_class, config, TensorParallel(), "cpu", torch.float32, weights, 128)
@@ -102,6 +103,25 @@ class ModelConformance(Conformance):
         prompts = self.prompts()
         with self.engine(checkpoint, device=device) as llm:
             assert self.say(llm, prompts) == self.expected(checkpoint, prompts)
+
+    def test_log_probabilities_equal_transformers(self, checkpoint: Path) -> None:
+        """Of prompts and of what follows: the most likely token does not tell how its logit is scaled or capped."""
+        prompts = self.prompts()
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+        with self.engine(checkpoint) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        oracle: Any = self.reference_class()
+        reference = reference_model(checkpoint, oracle)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            [new] = output.outputs
+            assert output.prompt_logprobs is not None and new.logprobs is not None
+            ids = torch.tensor([*prompt, *new.token_ids])
+            with torch.inference_mode():
+                logits = reference(ids[None]).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            of_tokens = zip([*output.prompt_logprobs[1:], *new.logprobs], ids[1:].tolist(), strict=True)
+            said = torch.tensor([(values or {})[token].logprob for values, token in of_tokens])
+            torch.testing.assert_close(said, expected, rtol=1e-3, atol=1e-3)
 
     @pytest.mark.parametrize(("block_size", "chunk"), [(1, 7), (4, 1), (16, 64)])
     def test_chunked_prefill(self, checkpoint: Path, block_size: int, chunk: int) -> None:

@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers import attention_spec
 
 from minivllm import LLM
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import CheckpointError
-from minivllm.layers.attention import Attention
-from minivllm.layers.rotary import frequencies
+from minivllm.core.parallel import TensorParallel
+from minivllm.errors import CheckpointError, EngineDeadError
+from minivllm.layers.attention import Attention, attention_scale
+from minivllm.layers.norm import RMSNorm
+from minivllm.layers.rotary import RotaryTable, frequencies
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.llama import LlamaForCausalLM
 
 USUAL: dict[str, Any] = {
     "architectures": ["X"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -42,6 +48,10 @@ def test_other_names_are_read() -> None:
     assert (config.max_position, config.rms_norm_eps, config.hidden_act) == (77, 1e-3, "gelu_new")
     opt = read(intermediate_size="absent", ffn_dim=80, layer_norm_eps=1e-4)
     assert (opt.intermediate_size, opt.rms_norm_eps) == (80, 1e-4)
+    neox = read(rotary_pct=0.25, rotary_emb_base=500.0, norm_epsilon=1e-3)
+    assert neox.rope_parameters["rope_theta"] == 500.0 and neox.rope_parameters["partial_rotary_factor"] == 0.25
+    assert neox.rms_norm_eps == 1e-3
+    assert read(intermediate_size="absent", ffn_hidden_size=72).intermediate_size == 72
     assert read(rms_norm_eps=1e-2, layer_norm_eps=1e-4).rms_norm_eps == 1e-2
     assert read(hidden_act=None, hidden_activation="gelu").hidden_act == "gelu"
     assert read(hidden_activation="gelu").hf_config["hidden_activation"] == "gelu"
@@ -57,6 +67,25 @@ def test_a_window_is_of_all_layers_or_none() -> None:
     mixed = read(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(CheckpointError, match=r"several kinds \(full_attention, sliding_attention\).* to null"):
         mixed.sliding_window()
+    with pytest.raises(CheckpointError, match=r"sliding_window=8 with sliding_window_pattern=6"):
+        read(sliding_window=8, sliding_window_pattern=6).sliding_window()
+    assert read(sliding_window=8, sliding_window_pattern=1).sliding_window() == 8
+    with pytest.raises(CheckpointError, match="sliding_window='x' is not a whole number"):
+        read(sliding_window="x").sliding_window()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"partial_rotary_factor": "x"}, "partial_rotary_factor=x is not a number"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor=-1 is not above 0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}}, "beta_fast=0 is not above 0"),
+        ({"rope_theta": 1}, "rope_theta=1 is not above 1"),
+    ],
+)
+def test_rotary_numbers_that_cannot_be(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"config.json: {message}"):
+        read(**keys)
 
 
 def test_scores_are_scaled_as_the_layers_say(
@@ -75,3 +104,68 @@ def test_scores_are_scaled_as_the_layers_say(
     scales[1] = 0.5
     with pytest.raises(Exception, match=r"different scales are not supported: \[0.5, 0.75\]"):
         LLM(folder, device="cpu", overrides=overrides)
+
+
+def _one_kv_head(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.attention.num_kv_heads = 1
+
+
+def _same_place(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.attention.index = 0
+
+
+def _no_place(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.attention.index = 2
+
+
+def _scaled_in_a_list(model: LlamaForCausalLM) -> None:
+    layer = model.model.layers[1].self_attn
+    layer.attention.scale = 0.5
+    layer.kept = [layer.attention]
+    del layer.attention
+
+
+def _own_rotary(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.attention.rotary = RotaryTable(model.config)
+
+
+def _replaced_norm(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].self_attn.attention.q_norm = RMSNorm(32, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_one_kv_head, "layer 1 has 4 heads and 1 KV heads of 32, where config.json says 4, 2 and 32 for each rank"),
+        (_same_place, r"layers share a place in the cache: the indices of their attention are \[0, 0\]"),
+        (_no_place, "layer 2 has no place in a cache of 2 layers"),
+        (_scaled_in_a_list, r"different scales are not supported: .*, 0.5"),
+        (_own_rotary, "rotary of the attention of layer 1 is not one of the model's modules"),
+        (_replaced_norm, "q_norm of the attention of layer 1 is not one of the model's modules"),
+    ],
+)
+def test_attention_that_the_cache_is_not_made_for(
+    tiny_checkpoint: Callable[..., Path], change: Callable[[LlamaForCausalLM], None], message: str
+) -> None:
+    config = read_model_config(tiny_checkpoint("llama"))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config, TensorParallel())
+    assert attention_scale(model, attention_spec(config)) == 32**-0.5
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        attention_scale(model, attention_spec(config))
+
+
+def test_attention_that_is_kept_where_nobody_finds_it_is_looked_at_in_its_first_step(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Attention.__init__
+
+    def scaled(self: Attention, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs | {"scale": 0.75})
+
+    monkeypatch.setattr(Attention, "__init__", scaled)
+    monkeypatch.setattr("minivllm.layers.attention._attentions", lambda model: [])
+    llm = LLM(str(tiny_checkpoint("llama")), device="cpu", overrides=["cache.num_blocks=16", "max_model_len=64"])
+    with llm, pytest.raises(EngineDeadError, match=r"scale=0.75 of layer 0 is not the backend's, 0.1767"):
+        llm.generate([[1, 2]], use_tqdm=False)

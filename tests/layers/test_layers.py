@@ -331,6 +331,9 @@ def test_a_head_of_ones_own_is_not_passed_over(tiny_checkpoint: Callable[..., Pa
     with torch.device("meta"):
         model = LlamaForCausalLM(config, Silent(1, 2))
         assert model.compute_logits_shard(torch.empty(2, 64)) is not None
+        hook = model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
+        assert model.compute_logits_shard(torch.empty(2, 64)) is None
+        hook.remove()
         for head in (Capped(3000, 64, Silent(1, 2)), nn.Linear(64, 3000)):
             model.lm_head = head
             assert model.compute_logits_shard(torch.empty(2, 64)) is None

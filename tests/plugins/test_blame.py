@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
@@ -354,3 +355,50 @@ def test_a_component_is_blamed_by_its_class_and_a_built_in_one_by_what_it_calls(
     assert str(blamed(ValueError("x"), "scheduler", "s", mine, "abort")) == (
         "scheduler 's' of minivllm-mine 1.0: abort raised ValueError: x"
     )
+
+
+CONFIG = """
+def read(hf):
+    sizes = hf.pop("sizes")
+    return BODY
+
+@hookimpl
+def minivllm_models():
+    yield ModelComponent("mine", __name__ + ":Base", architectures=("MineForCausalLM",), read_config=read)
+"""
+
+
+@pytest.mark.parametrize("dummy", [False, True])
+def test_a_model_reads_a_config_of_its_own_kind(
+    fake_plugin: FakePlugin, tiny_checkpoint: Callable[..., Path], tmp_path: Path, dummy: bool
+) -> None:
+    """What other architectures' files lack is made from what they have, for weights and for dummy ones."""
+    fake_plugin("minivllm-mine", HEAD + CONFIG.replace("BODY", "hf | {'intermediate_size': sizes['mlp']}"))
+    usual = tiny_checkpoint("qwen3")
+    folder, file = as_mine(usual, tmp_path / "mine"), tmp_path / "mine" / "config.json"
+    tree = json.loads(file.read_text())
+    file.write_text(json.dumps(tree | {"sizes": {"mlp": tree.pop("intermediate_size")}}))
+    said = []
+    for path in (usual, folder):
+        load = "dummy" if dummy else "auto"
+        with LLM(str(path), device="cpu", load_format=load, num_gpu_blocks_override=64) as llm:
+            said.append([output.outputs[0].token_ids for output in llm.generate(SHORT, GREEDY, use_tqdm=False)])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("None", "read_config returned None, not a mapping"),
+        ("1 / 0", "cannot be built: ZeroDivisionError"),
+        ("{}", "config.json lacks architectures"),
+    ],
+)
+def test_a_config_that_is_read_wrongly_is_the_plugins_fault(
+    fake_plugin: FakePlugin, tiny_checkpoint: Callable[..., Path], tmp_path: Path, body: str, told: str
+) -> None:
+    fake_plugin("minivllm-mine", HEAD + CONFIG.replace("BODY", body))
+    folder, file = as_mine(tiny_checkpoint("qwen3"), tmp_path / "mine"), tmp_path / "mine" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"sizes": {}}))
+    with pytest.raises(MinivllmError, match=told):
+        LLM(str(folder), device="cpu")

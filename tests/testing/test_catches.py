@@ -146,6 +146,13 @@ class WithoutNorms(Qwen3ForCausalLM):
             layer.self_attn.attention.q_norm = layer.self_attn.attention.k_norm = None
 
 
+class ForgetsAScale(Qwen3ForCausalLM):
+    """Of its logits, whose order stays."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * super().compute_logits(hidden)
+
+
 class TakesWhatComes(Qwen3ForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = dict(self.named_parameters())
@@ -158,6 +165,7 @@ class TakesWhatComes(Qwen3ForCausalLM):
     ("model", "test", "more"),
     [
         (WithoutNorms, "test_greedy_tokens_equal_transformers", ("cpu",)),
+        (ForgetsAScale, "test_log_probabilities_equal_transformers", ()),
         (TakesWhatComes, "test_a_missing_tensor_is_named", ()),
         (TakesWhatComes, "test_an_unknown_tensor_is_named", ()),
         (TakesWhatComes, "test_a_misshapen_tensor_is_named", ()),
