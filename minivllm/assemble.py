@@ -39,7 +39,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     from minivllm.plugins.manager import default_registry
 
     registry = default_registry()
-    path, model_config = find_model(config, registry)
+    path, model_config = find_model(config)
     model_config = replace(model_config, options=model_options(config, model_config, registry))
     max_model_len = model_length(config, model_config)
     executor_name = config.executor.name
@@ -130,13 +130,15 @@ def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
         executor.check_health()
 
 
-def find_model(config: EngineConfig, registry: Registry) -> tuple[Path | None, ModelConfig]:
+def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
     """The checkpoint's folder and shape; with dummy weights the published shape is enough, and there is no folder."""
-    options = config.model
+    from minivllm.plugins.manager import default_registry
+
+    options, read = config.model, default_registry().read_config
     if config.load_format == "dummy" and options.path is None and options.hf_config:
-        return None, ModelConfig.from_hf(registry.read_config(options.hf_config), where="model.hf_config")
+        return None, ModelConfig.from_hf(read(options.hf_config), where="model.hf_config")
     path = fetch(options)
-    return path, read_model_config(path, registry.read_config)
+    return path, read_model_config(path, read)
 
 
 def model_options(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> FrozenDict:

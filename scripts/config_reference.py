@@ -29,28 +29,29 @@ _INTRO = f"""\
 # Configuration
 
 `group=option` picks one of a group, `key=value` sets one key:
-`python -m minivllm model=qwen3 attention=triton cache.block_size=32`. In Python the same words are
+`python -m minivllm model=qwen3 attention=triton cache.block_size=32`. In Python the same is
 `LLM("qwen3", attention="triton", overrides=["cache.block_size=32"])`. `null` is none, `[a,b]` a list. Settings of
-one component are under `options`: `executor=multiproc executor.options.devices=[2,3]`. Of a key that is typed twice the
-last one counts; `overrides` come behind `LLM`'s other arguments.
+one component are under `options`: `executor=multiproc executor.options.devices=[2,3]`. If a key is given twice, the
+last one counts; `overrides` are applied after `LLM`'s other arguments.
 
 An unknown key, a wrong type or a value out of bounds is an error that says what is allowed.
-`python -m minivllm --help` lists generate's keys, and names that plugins added; `chat --help`, `serve --help` and
-`bench --help` those of their modes. `--cfg job` prints what a command line comes to. `+` before a key adds one that the
+`python -m minivllm --help` lists generate's keys, and names added by plugins; `chat --help`, `serve --help` and
+`bench --help` list those of their modes. `--cfg job` prints the resulting config. `+` before a key adds one that the
 group's option does not have: `+model.hf_config.attention_bias=true`.
 
-`LLM(...)` takes [vLLM's names](#vllms-names), too."""
+`LLM(...)` also takes [vLLM's names](#vllms-names)."""
 
 
 _OF_MODES = {
     "generate": """
-Without `prompts=` and `prompts_file=` prompts are read from standard input, one a line, if that is a pipe or a file.
-Where it is a terminal, or a pipe on which nothing comes for 10 seconds, samples are completed. A line of a `.json` or
-`.jsonl` file is a string, or an object with `prompt` or `prompt_token_ids`, and perhaps `priority`; its other keys are
-passed over, but for those of sampling, which are refused. `output=FILE` overwrites the file; a line has `request_id`,
-`prompt`, `prompt_token_ids`, `text`, `token_ids`, `finish_reason`, `num_cached_tokens`; `logprobs` if asked.""",
+Without `prompts=` and `prompts_file=`, prompts are read from standard input, one per line, if it is a pipe or a file.
+If it is a terminal, or a pipe without input for 10 seconds, sample prompts are completed. A line of a `.json` or
+`.jsonl` file is a string, or an object with `prompt` or `prompt_token_ids`, and optionally `priority`; its other keys
+are ignored, except sampling parameters, which are rejected. `output=FILE` overwrites the file; a line has
+`request_id`, `prompt`, `prompt_token_ids`, `text`, `token_ids`, `finish_reason`, `num_cached_tokens`, and `logprobs`
+if requested.""",
     "chat": """
-`/clear` forgets the conversation, `/exit` or Ctrl-D leaves, Ctrl-C stops a reply.""",
+`/clear` forgets the conversation, `/exit` or Ctrl-D quits, Ctrl-C stops a reply.""",
 }
 
 

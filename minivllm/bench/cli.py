@@ -127,10 +127,9 @@ def _requests(
     from minivllm.bench.measure import Bench, step_quantiles, summarize
     from minivllm.bench.workloads import check_fits, make_requests
     from minivllm.core.engine import LLMEngine
-    from minivllm.plugins import default_registry
 
     imported = time.perf_counter()
-    path, model_config = find_model(config, default_registry())
+    path, model_config = find_model(config)
 
     @lru_cache
     def tokenizer() -> Tokenizer:  # only a trace with texts needs it

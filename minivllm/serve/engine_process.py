@@ -25,7 +25,6 @@ from minivllm.config.modes import ServeOptions
 from minivllm.core.engine import LLMEngine
 from minivllm.core.garbage import frozen
 from minivllm.errors import ConfigError, MinivllmError, by_name
-from minivllm.plugins import default_registry
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_loop import EngineLoop
 from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, ServerOptions, Serving
@@ -52,7 +51,7 @@ def run(composed: Composed) -> int:
         raise ConfigError("executor=torchrun in serve: its ranks need the same requests; use multiproc or ray")
     listener = _bind(options.host, options.port)  # before anything is loaded: a taken port is known at once
     with listener, HttpProcess(listener) as front:
-        path, model_config = find_model(composed.engine, default_registry())
+        path, model_config = find_model(composed.engine)
         front.begin(Begin(composed.engine.model, path, model_config, composed.engine.load_format))
         with LLMEngine.from_config(composed.engine) as engine:
             _listen(listener, options.host, options.port)

@@ -62,7 +62,7 @@ def test_a_replica_of_two_ranks_takes_token_ids(app: None, tiny_checkpoint: Chec
 
 def test_a_prompt_that_can_never_run_ends_the_dataset_with_its_error(app: None) -> None:
     dataset = data.from_items([{"prompt": "fine"}, {"prompt": "too long " * 2000}], override_num_blocks=1)
-    with pytest.raises(RayError, match=r"minivllm.errors.RequestError: prompt 1: .*max_model_len"):
+    with pytest.raises(RayError, match=r"minivllm.errors.ContextLengthError: prompt 1: .*max_model_len"):
         map_batches(dataset, sampling_params=GREEDY, device="cpu").take_all()
 
 
