@@ -152,7 +152,8 @@ class HybridBackend(AttentionBackend):
         super().bind(kv_cache)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self.batch, self.fresh_prompts = batch, False
+        self.batch = self._prefill.batch = self._decode.batch = batch
+        self.fresh_prompts = False
         if batch.num_decodes < batch.num_seqs:
             self._prefill.plan(batch)
             self.fresh_prompts = self._prefill.fresh_prompts

@@ -103,6 +103,7 @@ class LLMEngine:
         self._prompt_tokens_since_step = 0
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
+        self._untold: list[RequestOutput] = []  # of a step that a Ctrl-C ended
         self._uninterrupted = Uninterrupted()
         self._closed = False
 
@@ -189,6 +190,7 @@ class LLMEngine:
             EngineDeadError: a scheduler's ``abort`` failed.
         """
         names = [request_id] if isinstance(request_id, str) else list(request_id)
+        self._untold = [output for output in self._untold if output.request_id not in names]
         self._uninterruptedly(partial(self._abort, names), "an abort")
 
     def _abort(self, names: list[str]) -> None:
@@ -211,7 +213,7 @@ class LLMEngine:
         return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._untold)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -238,13 +240,17 @@ class LLMEngine:
     # ------------------------------------------------------------------ a step
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, take in the oldest under way; returns the requests that have something to say.
+        """Launch the next step, take in the oldest under way; returns the outputs of requests with new tokens.
+
+        A Ctrl-C is raised at the end of the step, whose outputs the next call returns.
 
         Raises:
             EngineDeadError: a rank failed; every request of this engine is lost.
         """
         self.check_health()
-        return self._uninterruptedly(self._step)
+        self._uninterruptedly(self._step)
+        outputs, self._untold = self._untold, []
+        return outputs
 
     def _uninterruptedly(self, act: Callable[[], _T], what: str = "a step") -> _T:
         """Nobody knows how far an act came that failed: the engine is dead then."""
@@ -261,13 +267,13 @@ class LLMEngine:
                 self._dead = error
                 raise
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         began, self._prompt_tokens_since_step = time.perf_counter(), 0
         while len(self._under_way) < self._depth and self._launch():
             pass
         if not self._under_way:
             self._check_progress(began)
-            return []
+            return
         self._stuck_since = None
         oldest = self._under_way.popleft()
         batch, waited = oldest.batch, time.perf_counter()
@@ -278,14 +284,13 @@ class LLMEngine:
         committed = self.scheduler.commit(batch, result.token_ids)
         if batch.scored is not None:
             self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        outputs = self._take_in(committed, result.logprobs)
+        self._untold += self._take_in(committed, result.logprobs)
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
         self.stats.steps += 1
         self.stats.wait_time += done - waited
         self.stats.host_time += time.perf_counter() - began - (done - waited)
-        return outputs
 
     def _check_progress(self, now: float) -> None:
         """Of a scheduler that has work and gives no step, although none is under way. Raises MinivllmError."""

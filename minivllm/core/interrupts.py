@@ -15,10 +15,16 @@ except ImportError:  # another Python's
 class Uninterrupted:
     """``with``: a Ctrl-C is raised at the end. A second one does not wait.
 
-    Only where KeyboardInterrupt could come at all: in the main thread, under Python's own handler.
+    Only where KeyboardInterrupt could come at all: in the main thread, under Python's own handler. Within another one,
+    as when a step's observer aborts a request, it is the outer one's.
     """
 
+    _depth = 0
+
     def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._came = False
         self._mine = (
             threading.current_thread() is threading.main_thread()
@@ -28,7 +34,8 @@ class Uninterrupted:
             handlers.signal(signal.SIGINT, self._note)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._mine:
+        self._depth -= 1
+        if self._mine and not self._depth:
             handlers.signal(signal.SIGINT, signal.default_int_handler)
             if self._came and kind is None:
                 raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
@@ -141,11 +142,11 @@ class SamplingParams:
             value = getattr(self, name)
             if type(value) in (int, NoneType, bool):
                 continue  # nearly all of them
-            if hasattr(value, "__index__"):
+            with contextlib.suppress(TypeError):  # it is no whole number, and refused below
                 setattr(self, name, operator.index(value))
+        self.verify()
         if self.seed == -1:
             self.seed = None
-        self.verify()
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
@@ -212,7 +213,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need the text: leave detokenize=True, or use stop_token_ids")
         for name in _SWITCHES:
-            if getattr(self, name) not in (True, False):
+            if not _is_switch(getattr(self, name)):
                 raise RequestError(f"{name}={shown(getattr(self, name))} is neither True nor False")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind={shown(self.output_kind)} is no RequestOutputKind")
@@ -256,13 +257,24 @@ def _as_biases(biases: Any) -> dict[int, float] | None:
     return of_token
 
 
+def _is_switch(value: Any) -> bool:
+    try:
+        return value in (True, False)
+    except ValueError:  # an array of several
+        return False
+
+
 def _integer(name: str, value: Any, low: int, why: str = "") -> None:
     if type(value) is int and value >= low:
         return
     why = f" ({why})" if why else ""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        whole = None if isinstance(value, bool) else operator.index(value)  # also a number of numpy's
+    except TypeError:
+        whole = None
+    if whole is None:
         raise RequestError(f"{name}={shown(value)} is not a whole number{why}")
-    if value < low:
+    if whole < low:
         raise RequestError(f"{name}={shown(value)} is less than {low}{why}")
 
 

@@ -90,9 +90,7 @@ class SlotScheduler(Scheduler):
         self._arrivals = 0
         self.steps = 0  # written so far
         self._quiet = range(0)  # steps of all that run, none of whom needs a block, fills one or ends for its length
-        # No waiting sequence in sight can be admitted with fewer free blocks than this, …
-        self._retry_at = 0
-        self._retry_partial = 0  # … unless fewer prompts than this are half done
+        self._retry_at = 0  # no waiting sequence in sight can be admitted with fewer free blocks than this
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
         self._no_params = np.empty(0, dtype=self._row)
         self._admitted: list[Sequence] = []
@@ -236,7 +234,7 @@ class SlotScheduler(Scheduler):
             self.waiting
             and budget > 0
             and self._free_slots
-            and (self.blocks.num_free >= self._retry_at or partial < self._retry_partial or not len(self.running))
+            and (self.blocks.num_free >= self._retry_at or not len(self.running))
         ):
             self._admit(budget, chunks, partial, long)
         return chunks
@@ -287,8 +285,7 @@ class SlotScheduler(Scheduler):
                 no_room = True
             at += 1
         blocked = at > 0 and budget > 0 and self._free_slots
-        self._retry_at = retry_at if blocked else 0
-        self._retry_partial = partial if blocked and no_room else 0
+        self._retry_at = retry_at if blocked and not no_room else 0
 
     def lacking(self, seq: Sequence, cached: list[int]) -> int:
         """How many more free blocks it takes to admit ``seq``, of which ``cached`` are there; 0 or less: it fits."""

@@ -187,8 +187,10 @@ class MultiprocExecutor(Executor):
         file = file.absolute()
         file.unlink(missing_ok=True)
         self._tell(pack_profile(str(file)))
-        yield
-        self._tell(pack_profile(""))
+        try:
+            yield
+        finally:
+            self._tell(pack_profile(""))
         while not file.exists():
             try:
                 self._ranks.watch()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -104,6 +105,9 @@ class RayExecutor(Executor):
         self.check_health()
         self._launched = self._tell(pack_batch(batch))
         return _Step(self, self._launched, self._actors[0].result.remote())
+
+    def profile(self, file: Path) -> NoReturn:
+        raise ConfigError("profile with executor=ray: its ranks are not traced; type executor=multiproc, too")
 
     def guide(self, masks: TokenMasks) -> None:
         self.check_health()

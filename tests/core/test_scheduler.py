@@ -339,6 +339,22 @@ def test_the_limit_counts_short_prompts_that_the_budget_cuts() -> None:
     w.drain()
 
 
+def test_a_prompt_that_one_step_had_no_room_for_is_in_the_next_that_has() -> None:
+    """Not only when the long one is done."""
+    w = world(depth=1, max_num_batched_tokens=10, long_prefill_token_threshold=6)
+    for i in range(2):
+        w.add(Ask(prompt(2, first=i), max_tokens=3))
+    w.step()
+    w.add(Ask(prompt(60, first=5), max_tokens=1))
+    short = w.add(Ask(prompt(4, first=7), max_tokens=1))
+    w.step()
+    assert w.batches[-1].num_new.tolist() == [1, 1, 6] and short.status is Status.WAITING
+    w.step()
+    w.step()
+    assert w.batches[-1].num_new.tolist() == [6, 4], "the two that decoded have ended"
+    w.drain()
+
+
 def test_several_partial_prefills_bring_vllms_threshold() -> None:
     assert make_scheduler(max_model_len=200, max_num_partial_prefills=2).threshold == 8
     assert make_scheduler(max_model_len=200, max_num_partial_prefills=1).threshold == 0

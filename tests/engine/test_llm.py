@@ -937,6 +937,49 @@ def test_a_second_ctrl_c_does_not_wait_and_ends_the_engine(engine: Engine, monke
         run(llm, [[1]])
 
 
+def test_ctrl_c_in_the_step_that_ends_a_request_loses_no_output(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of who goes on, or aborts it: then it is gone."""
+    llm = engine(**SMALL)
+    commit = llm.engine.scheduler.commit
+
+    def struck(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return commit(*args)
+
+    for aborts in (False, True):
+        llm.engine.add_request("a", [1, 2, 3], GREEDY.clone(max_tokens=1))
+        monkeypatch.setattr(llm.engine.scheduler, "commit", struck)
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+        monkeypatch.undo()
+        assert llm.engine.has_unfinished_requests()
+        if aborts:
+            llm.engine.abort("a")
+        assert [output.finished for output in llm.engine.step()] == [True] * (not aborts)
+        drain(llm)
+    usable(llm)
+
+
+def test_an_observer_that_aborts_leaves_ctrl_c_as_it_was(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(**SMALL)
+
+    class Aborts:
+        def scheduled(self, *_: Any) -> None: ...
+
+        def launched(self, *_: Any) -> None: ...
+
+        def committed(self, *_: Any) -> None:
+            llm.engine.abort("a")
+
+    monkeypatch.setattr(llm.engine, "observer", Aborts())
+    for name in "ab":
+        llm.engine.add_request(name, [1, 2, 3], GREEDY)
+    assert [output.request_id for output in drain(llm)] == ["b"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_somebody_elses_ctrl_c_handler_is_left_alone(engine: Engine) -> None:
     llm, seen = engine(**SMALL), []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
