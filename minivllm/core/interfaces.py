@@ -195,6 +195,9 @@ class Capabilities:
         for name in ("devices", "dtypes", "head_dims", "block_sizes", "packages"):
             if not isinstance(value := getattr(self, name), tuple):
                 raise TypeError(f"Capabilities: {name}={value!r} is not a tuple (for one, write ({value!r},))")
+        levels = CudaGraphs.NEVER, CudaGraphs.DECODE, CudaGraphs.ALWAYS
+        if self.cuda_graphs not in levels:
+            raise ValueError(f"Capabilities: cuda_graphs={self.cuda_graphs!r} is none of {', '.join(levels)}")
 
 
 class AttentionLayer(Protocol):
