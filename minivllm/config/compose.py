@@ -160,11 +160,11 @@ def _overrides(given: Any) -> list[str]:
         typed = [f"{key}={_literal(value, str(key))}" for key, value in given.items()]
         raise ConfigError(f"overrides={shown(given)} is a mapping; it takes a list: overrides={shown(typed)}")
     if not isinstance(given, Iterable):
-        raise ConfigError(f"overrides={shown(given)} is no list; type overrides=['KEY=VALUE']")
+        raise ConfigError(f"overrides={shown(given)} is not a list; type overrides=['KEY=VALUE']")
     listed = list(given)
     for one in listed:
         if not isinstance(one, str):
-            raise ConfigError(f"overrides has {shown(one)} in it, which is no text; type overrides=['KEY=VALUE']")
+            raise ConfigError(f"overrides has {shown(one)} in it, which is not a string; type overrides=['KEY=VALUE']")
     return listed
 
 

@@ -82,7 +82,7 @@ class ServeOptions:
         for origin in self.allowed_origins:
             if origin != "*" and not (_address(origin) and urlsplit(origin).path == ""):
                 raise ConfigError(
-                    f"allowed_origins: {origin!r} is no web site; type https://example.com, or '*' for any"
+                    f"allowed_origins: {origin!r} is not a web site; type https://example.com, or '*' for any"
                 )
 
 
@@ -209,7 +209,7 @@ class BenchOptions:
         if self.check and not self.workload.host:
             raise ConfigError(f"check=true with workload={name}: only workload=host has limits to check")
         if self.url is not None and not _address(self.url):
-            raise ConfigError(f"url={self.url} is no server's address; type url=http://127.0.0.1:8000")
+            raise ConfigError(f"url={self.url} is not a server's address; type url=http://127.0.0.1:8000")
         if self.url is not None and self.workload.host:
             raise ConfigError("url= with workload=host, which asks no server; leave one out")
         if self.url is None and self.max_concurrency is not None:

@@ -176,15 +176,15 @@ class Admission:
         named = {"logit_bias": params.logit_bias, "allowed_token_ids": params.allowed_token_ids}
         for name, tokens in named.items():
             if tokens and not self.sampler_class.takes_biases:
-                raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
+                raise RequestError(f"sampler={self.config.sampler.name} does not support {name}; leave it out")
             self._check_vocabulary(name, tokens or ())
         if params.logprobs is not None and not finds_logprobs(self.sampler_class):
             raise RequestError(f"sampler={self.config.sampler.name} returns no logprobs; leave it out")
         name = "bad_words" if params.structured_outputs is None else "structured_outputs"
         if params.guided and not self.sampler_class.takes_masks:
-            raise RequestError(f"sampler={self.config.sampler.name} takes no {name}; leave it out")
+            raise RequestError(f"sampler={self.config.sampler.name} does not support {name}; leave it out")
         if params.guided and not self.executor.takes_masks:
-            raise RequestError(f"executor={self.config.executor.name} takes no {name}; leave it out")
+            raise RequestError(f"executor={self.config.executor.name} does not support {name}; leave it out")
         taken = self.sampler_class.extra_args
         if unknown := set(params.extra_args or ()) - taken:
             raise RequestError(

@@ -39,8 +39,8 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
     if matcher.is_error():
         why = few_lines(matcher.get_error())
         if why.startswith("panic"):  # it counts symbols in 16 bits
-            raise RequestError("structured_outputs: that is more than one grammar can be made of; ask for less")
-        raise RequestError(f"structured_outputs: change what cannot be followed: {why}")
+            raise RequestError("structured_outputs: the grammar is too large; simplify it")
+        raise RequestError(f"structured_outputs: this grammar is not supported: {why}")
     trial = matcher.deep_copy()
     for place in ("begin", "go on"):  # what takes too much mostly does so at once
         bits = np.frombuffer(trial.compute_bitmask(), dtype=np.int32).copy()

@@ -197,7 +197,7 @@ class Capabilities:
                 raise TypeError(f"Capabilities: {name}={value!r} is not a tuple (for one, write ({value!r},))")
         levels = CudaGraphs.NEVER, CudaGraphs.DECODE, CudaGraphs.ALWAYS
         if self.cuda_graphs not in levels:
-            raise ValueError(f"Capabilities: cuda_graphs={self.cuda_graphs!r} is none of {', '.join(levels)}")
+            raise ValueError(f"Capabilities: cuda_graphs={self.cuda_graphs!r} is not one of {', '.join(levels)}")
 
 
 class AttentionLayer(Protocol):

@@ -216,7 +216,7 @@ class SamplingParams:
             if not _is_switch(getattr(self, name)):
                 raise RequestError(f"{name}={shown(getattr(self, name))} is neither True nor False")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind={shown(self.output_kind)} is no RequestOutputKind")
+            raise RequestError(f"output_kind={shown(self.output_kind)} is not a RequestOutputKind")
         extra = self.extra_args
         if extra is not None and (not isinstance(extra, dict) or any(not isinstance(key, str) for key in extra)):
             raise RequestError(f"extra_args={shown(extra)} is not a mapping of names")

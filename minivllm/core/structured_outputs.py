@@ -57,7 +57,7 @@ class StructuredOutputsParams:
             return replace(given)  # its fields may have been set since it was verified
         if not isinstance(given, dict):
             raise RequestError(
-                f"structured_outputs={shown(given)} is no StructuredOutputsParams; type "
+                f"structured_outputs={shown(given)} is not a StructuredOutputsParams; type "
                 "StructuredOutputsParams(json={...})"
             )
         for name, value in given.items():

@@ -32,7 +32,7 @@ def check_all_reduce(options: Mapping[str, Any], device_type: str) -> None:
     """Raises ConfigError for an ``executor.options.all_reduce`` (or ``all_reduce_bytes``) that cannot be heeded."""
     how, size = options.get("all_reduce", "auto"), options.get("all_reduce_bytes", _PEER_BYTES)
     if how not in ("auto", "nccl", "peer"):
-        raise ConfigError(f"executor.options.all_reduce={how} is none of auto, nccl and peer")
+        raise ConfigError(f"executor.options.all_reduce={how} is not auto, nccl or peer")
     if "all_reduce_bytes" in options and how != "peer":
         raise ConfigError(f"executor.options.all_reduce_bytes is for all_reduce=peer, not for {how}; leave it out")
     if type(size) is not int or size < 1:

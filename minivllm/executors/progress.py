@@ -80,4 +80,4 @@ def nobody_moves(places: dict[int, Still], limit: float) -> str | None:
     if not places or min(still.seconds for still in places.values()) <= limit:
         return None
     where = "; ".join(f"rank {rank} for {s.seconds:.0f} s in {s.where}" for rank, s in sorted(places.items()))
-    return f"the start came no further for {limit:g} s (executor.options.start_timeout): {where}"
+    return f"startup made no progress for {limit:g} s (executor.options.start_timeout): {where}"

@@ -161,7 +161,7 @@ def read_environment(environ: Mapping[str, str], tp: int) -> tuple[int, int]:
     missing = [name for name in _NEEDED if name not in environ]
     if missing:
         raise ConfigError(
-            f"executor=torchrun: {', '.join(missing)} not set: this process is no rank of torchrun; start it with "
+            f"executor=torchrun: {', '.join(missing)} not set: this process was not started by torchrun; start it with "
             f"`torchrun --nproc-per-node {tp} script.py`, or use executor=auto"
         )
     world = int(environ["WORLD_SIZE"])

@@ -241,7 +241,7 @@ def build_model(
     with torch.device("meta"):
         model = model_class(model_config, tp)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{model_class.__name__} is no torch.nn.Module")
+        raise TypeError(f"{model_class.__name__} is not a torch.nn.Module")
     _refuse_too_large(model, torch.device(device), dtype, tp)
     materialize(model, device, dtype)
     if isinstance(weights, int):

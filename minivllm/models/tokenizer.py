@@ -166,14 +166,14 @@ class CheckpointTokenizer(Tokenizer):
         if template not in self._parts:
             self._parts[template] = takes_parts(render)
         if options.get("tools") and "tools" not in template:
-            raise RequestError("tools: the chat template does not tell a model of tools; leave them out")
+            raise RequestError("tools: the chat template does not support tools; leave them out")
         conversation = [for_template(message, parts=self._parts[template]) for message in messages]
         options.setdefault("add_generation_prompt", True)
         try:
             return render(conversation, **options)
         except TemplateSyntaxError as error:
             where = "chat_template" if chat_template else f"the chat template of {self.path}"
-            raise RequestError(f"{where}: line {error.lineno} is no Jinja: {error.message}") from error
+            raise RequestError(f"{where}: line {error.lineno} is not valid Jinja: {error.message}") from error
         except Exception as error:  # whatever a template raises, itself or by what it does
             why = str(error)
             if not isinstance(error, TemplateError | TypeError | ValueError):  # of others the name says what is wrong
@@ -205,8 +205,8 @@ def _check_unicode(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt has half of a character, {text[error.start]!r}, at place {error.start}: bytes that were "
-                "no UTF-8, or text that was cut; decode it with errors='replace'"
+                f"the prompt contains a lone surrogate, {text[error.start]!r}, at place {error.start}: invalid "
+                "UTF-8, or text that was cut; decode it with errors='replace'"
             ) from None
 
 

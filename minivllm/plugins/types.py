@@ -99,7 +99,7 @@ class ConfigOption:
     def __post_init__(self) -> None:
         _check_name(self.name)
         if self.group not in CONFIG_GROUPS:
-            raise ValueError(f"{self.name}: group={self.group!r} is none of {', '.join(CONFIG_GROUPS)}")
+            raise ValueError(f"{self.name}: group={self.group!r} is not one of {', '.join(CONFIG_GROUPS)}")
         is_instance = hasattr(type(self.node), "__dataclass_fields__")
         if not (isinstance(self.node, Mapping | Path) or is_instance):
             raise TypeError(f"{self.name}: node must be a mapping, a dataclass instance or a Path to a YAML file")

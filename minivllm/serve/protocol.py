@@ -124,7 +124,7 @@ class Body(BaseModel):
                 cls._refuse_unless_neutral(name, value)
             elif name == "best_of":
                 if type(value) is not int or value != (data.get("n") or 1):
-                    raise ClientError(f"best_of={shown(value)} is not supported: only n itself is", param=name)
+                    raise ClientError(f"best_of={shown(value)} is not supported: it must equal n", param=name)
             else:
                 hint = did_you_mean(name, cls.model_fields)
                 kind = name.removeprefix("guided_")
@@ -465,7 +465,7 @@ class ChatBody(GenerationBody, Conversation):
                 raise ClientError(f"tool_choice: it is {said}, not {shown(chosen)}", param="tool_choice")
             if name not in names:
                 of_these = ", ".join(names) or "none: there are no tools"
-                raise ClientError(f"tool_choice: {shown(name)} is none of {of_these}", param="tool_choice")
+                raise ClientError(f"tool_choice: {shown(name)} is not among the tools: {of_these}", param="tool_choice")
         elif chosen not in (None, "none", "auto", "required"):
             said = 'none, auto, required, or {"type": "function", "function": {"name": …}}'
             raise ClientError(f"tool_choice: it is {said}, not {shown(chosen)}", param="tool_choice")
@@ -532,7 +532,7 @@ def check_grammar(params: SamplingParams) -> None:
     """Raise RequestError for what takes too long to be made a grammar of."""
     text = None if params.structured_outputs is None else text_of(params.structured_outputs)
     if text is not None and len(text) > MAX_GRAMMAR:
-        raise RequestError(f"structured_outputs: {len(text)} characters are more than {MAX_GRAMMAR}; ask for less")
+        raise RequestError(f"structured_outputs: {len(text)} characters are more than {MAX_GRAMMAR}; simplify it")
 
 
 def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
@@ -542,7 +542,7 @@ def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
         return {"structural_tag": response_format}
     kinds = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
     if not isinstance(kind, str) or kind not in kinds:
-        raise ClientError(f"{field}: type {shown(kind)} is none of {', '.join(kinds)}, structural_tag", param=field)
+        raise ClientError(f"{field}: type {shown(kind)} is not one of {', '.join(kinds)}, structural_tag", param=field)
     if more := response_format.keys() - kinds[kind]:
         raise ClientError(f"{field}: type {kind} has no {', '.join(sorted(more))}", param=field)
     if kind == "text":

@@ -605,8 +605,8 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"overrides": ["prompts=hi"]}, "prompts is a key of mode generate, not of an engine's overrides"),
         ({"overrides": ["mode=chat"]}, "an engine has no mode"),
         ({"overrides": "tp=2"}, r"overrides=\['tp=2'\]"),
-        ({"overrides": [5]}, r"overrides has 5 in it, which is no text; type overrides=\['KEY=VALUE'\]"),
-        ({"overrides": 5}, r"overrides=5 is no list; type overrides=\['KEY=VALUE'\]"),
+        ({"overrides": [5]}, r"overrides has 5 in it, which is not a string; type overrides=\['KEY=VALUE'\]"),
+        ({"overrides": 5}, r"overrides=5 is not a list; type overrides=\['KEY=VALUE'\]"),
         (
             {"overrides": {"seed": 5, "enforce_eager": True}},
             r"is a mapping; it takes a list: overrides=\['seed=5', 'enforce_eager=true'\]",

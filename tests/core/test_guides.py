@@ -459,7 +459,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"structural_tag": tagged("tags_with_separator", separator="", tags=[])}, "tags is a list of one or more"),
     ({"structural_tag": tagged(triggers=["<f>"], schema=5)}, "5 is not a JSON schema"),
     ({"structural_tag": tagged(triggers=["<f>"], end="\ud800")}, "begin and end are texts"),
-    ("json", "structured_outputs='json' is no StructuredOutputsParams"),
+    ("json", "structured_outputs='json' is not a StructuredOutputsParams"),
 ]
 
 

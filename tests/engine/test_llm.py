@@ -752,8 +752,8 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, ["multi_modal_data is not supported", "leave it out"]),
     ({}, {}, ["text or a list of token ids"]),
     (None, {}, ["there are no prompts", "a list of token ids"]),
-    (["fine", "a\ud800"], {}, ["prompt 1:", "half of a character, '\\ud800'", "at place 1", "errors='replace'"]),
-    ({"prompt": "\ud800"}, {}, ["half of a character", "at place 0"]),
+    (["fine", "a\ud800"], {}, ["prompt 1:", "a lone surrogate, '\\ud800'", "at place 1", "errors='replace'"]),
+    ({"prompt": "\ud800"}, {}, ["a lone surrogate", "at place 0"]),
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
     ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end", "at most 16"]),
     ([1], {"max_tokens": None, "min_tokens": 2**40}, ["min_tokens=", "lower min_tokens"]),
@@ -1319,7 +1319,7 @@ def test_biases_are_for_samplers_that_take_them(engine: Engine, monkeypatch: pyt
         with pytest.raises(RequestError, match=f"{next(iter(wrong))}: 1000000 is outside the vocabulary"):
             run(llm, [1], GREEDY.clone(**wrong))
     monkeypatch.setattr(DefaultSampler, "takes_biases", False)
-    with pytest.raises(RequestError, match="sampler=default takes no logit_bias; leave it out"):
+    with pytest.raises(RequestError, match="sampler=default does not support logit_bias; leave it out"):
         run(llm, [1], params)
     run(llm, [1], GREEDY)
 

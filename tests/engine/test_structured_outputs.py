@@ -292,10 +292,10 @@ def test_who_cannot_do_it_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatc
         run(llm, [5], guided(regex="(("))
     monkeypatch.setattr(DefaultSampler, "takes_masks", False)
     for params, name in ((guided(choice=["a"]), "structured_outputs"), (GREEDY.clone(bad_words=["a"]), "bad_words")):
-        with pytest.raises(RequestError, match=f"sampler=default takes no {name}; leave it out"):
+        with pytest.raises(RequestError, match=f"sampler=default does not support {name}; leave it out"):
             run(llm, [5], params)
     monkeypatch.undo()
     monkeypatch.setattr(type(llm.engine.executor), "takes_masks", False)
-    with pytest.raises(RequestError, match="executor=auto takes no structured_outputs; leave it out"):
+    with pytest.raises(RequestError, match="executor=auto does not support structured_outputs; leave it out"):
         run(llm, [5], guided(choice=["a"]))
     run(llm, [5], GREEDY)

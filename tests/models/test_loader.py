@@ -443,7 +443,7 @@ class WithConstants(Qwen3ForCausalLM):
 def test_a_tensor_that_nobody_fills_is_named(folder: Path) -> None:
     with pytest.raises(TypeError, match=r"model.scale is a tensor made in __init__, on the meta device"):
         build_model(WithConstants, read_model_config(folder), TensorParallel(), "cpu", torch.float32, 0, 64)
-    with pytest.raises(TypeError, match=r"NoModule is no torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"NoModule is not a torch.nn.Module"):
         build_model(NoModule, read_model_config(folder), TensorParallel(), "cpu", torch.float32, 0, 64)  # type: ignore[arg-type]
 
 

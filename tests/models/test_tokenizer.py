@@ -240,7 +240,7 @@ def test_half_of_a_character_is_refused(
     byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer, text: str, at: int
 ) -> None:
     for tokenizer in (byte_level, metaspace, ByteTokenizer(300)):
-        with pytest.raises(RequestError, match=f"half of a character, .*, at place {at}: .*errors='replace'"):
+        with pytest.raises(RequestError, match=f"a lone surrogate, .*, at place {at}: .*errors='replace'"):
             tokenizer.encode_batch(["fine", text])
 
 
@@ -276,7 +276,7 @@ def test_what_a_chat_template_refuses_is_a_request_error(tiny_checkpoint: Callab
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses this: RecursionError: maximum recursion depth"),
         ("{{ {}['a'].b }}", "refuses this: 'dict object' has no attribute 'a'"),
         (5, "^chat_template=5 is not text"),
-        ("a\n{% for %}", "^chat_template: line 2 is no Jinja: Expected an expression"),
+        ("a\n{% for %}", "^chat_template: line 2 is not valid Jinja: Expected an expression"),
     ],
 )
 def test_what_is_wrong_within_a_chat_template_is_a_request_error(
@@ -292,7 +292,7 @@ def test_a_checkpoints_chat_template_that_is_no_jinja_is_named(
     folder = tmp_path / "broken"
     shutil.copytree(tiny_checkpoint("qwen3"), folder)
     (folder / "chat_template.jinja").write_text("{{")
-    with pytest.raises(RequestError, match=r"^the chat template of .*broken: line 1 is no Jinja: "):
+    with pytest.raises(RequestError, match=r"^the chat template of .*broken: line 1 is not valid Jinja: "):
         CheckpointTokenizer(folder).apply_chat_template([{"role": "user", "content": "hi"}])
 
 

@@ -155,7 +155,7 @@ def test_an_installed_plugin_is_found_with_its_package_and_version(fake_plugin: 
         (
             "from minivllm.plugins import ConfigOption, hookimpl\n@hookimpl\n"
             "def minivllm_configs(): yield ConfigOption('modle', 'x', {})",
-            "group='modle' is none of model, attention",
+            "group='modle' is not one of model, attention",
         ),
         (
             "from minivllm.plugins import hookimpl\n@hookimpl(wrapper=True)\ndef minivllm_models(): return (yield)",

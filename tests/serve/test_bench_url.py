@@ -105,10 +105,10 @@ def test_a_process_is_measured_and_one_that_is_killed_costs_only_what_it_had(
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (["url=localhost:8000"], "url=localhost:8000 is no server's address; type url=http://"),
-        (["url=http://"], "url=http:// is no server's address"),
-        (["url=http://127.0.0.1:99999"], "url=http://127.0.0.1:99999 is no server's address"),
-        (["url=http://127.0.0.1:9?model=m"], "is no server's address"),
+        (["url=localhost:8000"], "url=localhost:8000 is not a server's address; type url=http://"),
+        (["url=http://"], "url=http:// is not a server's address"),
+        (["url=http://127.0.0.1:99999"], "url=http://127.0.0.1:99999 is not a server's address"),
+        (["url=http://127.0.0.1:9?model=m"], "is not a server's address"),
         (["url=http://127.0.0.1:9", "attention=triton"], "attention=triton: with url= the server has settings of"),
         (["url=http://127.0.0.1:9", "profile=true"], "profile=true with url=: the model runs elsewhere"),
         (["url=http://127.0.0.1:9", "workload=host"], "url= with workload=host"),

@@ -266,8 +266,8 @@ def test_of_two_servers_that_load_at_once_one_is_told(
     (["api_key="], "api_key=: the value is missing"),
     (["executor=torchrun"], "executor=torchrun in serve"),
     (["shutdown_timeout=-1"], "shutdown_timeout=-1"),
-    (["allowed_origins=5"], "allowed_origins: '5' is no web site; type https://example.com, or '*' for any"),
-    (["allowed_origins=['*',https://a.b/c]"], "allowed_origins: 'https://a.b/c' is no web site"),
+    (["allowed_origins=5"], "allowed_origins: '5' is not a web site; type https://example.com, or '*' for any"),
+    (["allowed_origins=['*',https://a.b/c]"], "allowed_origins: 'https://a.b/c' is not a web site"),
     (["max_tokens=5"], "max_tokens"),
 ])  # fmt: skip
 def test_a_wrong_command_line(typed: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
