@@ -26,6 +26,7 @@ from minivllm.core.interfaces import AttentionBackend, AttentionLayer, Attention
 KNOWN = ("0.6.12",)  # versions whose inner plan function is called directly: the wrapper's costs ~1 ms at 256 rows
 TURNS = 2  # staging buffers: a plan need not wait for the copy of the one before
 MORE_ROWS = 16  # that a captured step has beyond max_num_seqs, at most: padding, of one page each
+_PLAN_BYTES = 8 << 20  # of a plan's numbers, at most: FlashInfer's own size of this buffer
 
 
 def _aligned(n: int) -> int:
@@ -59,9 +60,9 @@ class _Pages:
 class _Staging:
     """The device buffer that plans are copied to, and the pinned buffers that they are written to, in turn."""
 
-    def __init__(self, device: torch.device, size: int = 8 << 20) -> None:
-        self.device_buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(TURNS)]
+    def __init__(self, device: torch.device) -> None:
+        self.device_buffer = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._pinned = [torch.empty(_PLAN_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(TURNS)]
         self._copied = [torch.cuda.Event() for _ in range(TURNS)]
         self._turn = 0
 
@@ -107,12 +108,6 @@ class FlashInferBackend(AttentionBackend):
         self._float_workspace: torch.Tensor | None = None
         self._decode_wrapper: Any = None  # those that were planned last
         self._prefill_wrapper: Any = None
-
-    def describe(self) -> str:
-        cores = "tensor cores" if self.tensor_cores else "CUDA cores"
-        return (
-            f"attention=flashinfer {self._flashinfer.__version__}: prefill by {self.prefill_kernels}, decode by {cores}"
-        )
 
     # ------------------------------------------------------------------ buffers
 

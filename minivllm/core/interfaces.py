@@ -1,7 +1,7 @@
-"""The seams: what a scheduler, block manager, attention backend, model, sampler and executor promise.
+"""The interfaces of schedulers, block managers, attention backends, models, samplers and executors.
 
-Everything that is swapped by name implements one of these. ``core`` knows no implementation by name but is handed
-them. Only names that are typed here may be relied on from outside.
+Every component that can be swapped by name implements one of these. ``core`` names no implementation; it is given
+them. Plugins may rely only on what is declared here.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What one step brought: ``slots[i]`` received ``token_ids[i]``; ``finished`` names the sequences that ended, each
-    with its ``slot`` as it was.
+    """The result of one step: ``slots[i]`` received ``token_ids[i]``; ``finished`` lists the sequences that ended, whose
+    ``slot`` still has its old value.
 
-    ``rows`` are the rows of the batch that the tokens came from (stale rows are left out), for logprobs.
+    ``rows`` are the batch rows that the tokens came from (without stale rows), for logprobs.
     """
 
     rows: np.ndarray  # (m,) int64
@@ -52,37 +52,37 @@ class Committed:
 class Scheduler(ABC):
     """Decides what each step computes. Owns the slot arrays and, through the block manager, the cache's blocks."""
 
-    uses_priority: ClassVar[bool] = False  # whether it heeds Sequence.priority; else a request may not name one
-    scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; else prompt_logprobs are refused
+    uses_priority: ClassVar[bool] = False  # whether it uses Sequence.priority; if not, nonzero priorities are refused
+    scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; if not, prompt_logprobs are refused
     blocks: BlockManager
-    sequences: list[Sequence | None]  # the running ones, by slot
+    sequences: list[Sequence | None]  # the running sequences, by slot
 
     @abstractmethod
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
     ) -> None:
-        """``max_model_len``: tokens of prompt and completion that a sequence may have. ``sampler_row``: what
-        ``Sampler.row`` is, of which ``Batch.admitted_params`` are. Raises ConfigError for options that cannot be."""
+        """``max_model_len``: the most tokens of a sequence, prompt and completion together. ``sampler_row``:
+        ``Sampler.row``, the dtype of ``Batch.admitted_params``. Raises ConfigError for invalid options."""
 
     @abstractmethod
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Raises RequestError, naming the numbers, if it can never fit."""
+        """Queue a sequence. Raises RequestError, with the numbers, if it can never fit."""
 
     @abstractmethod
     def abort(self, request_id: str) -> Sequence | None:
-        """End a sequence wherever it is (waiting, running or in flight) and free its blocks; None if unknown."""
+        """End a sequence in any state (waiting, running, in flight) and free its blocks; returns None if unknown."""
 
     @abstractmethod
     def finish(self, seq: Sequence) -> None:
-        """End a running or waiting sequence early (a stop string); a row of it in flight is dropped at commit."""
+        """End a running or waiting sequence early (on a stop string); ``commit`` drops its row if one is in flight."""
 
     @abstractmethod
     def schedule(self) -> Batch | None:
-        """The next step, or None if nothing can run before a step in flight is committed."""
+        """The next step, or None if nothing can run until a step in flight is committed."""
 
     @abstractmethod
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
-        """Take in the tokens that ``batch`` sampled: (n,) int32, one a row (rows that do not sample: any value)."""
+        """Record the tokens that ``batch`` sampled: (n,) int32, one per row (any value where a row does not sample)."""
 
     @property
     @abstractmethod
@@ -91,58 +91,58 @@ class Scheduler(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Verify every invariant (tests call it after each step). Raises AssertionError."""
+        """Verify all invariants (tests call it after each step). Raises AssertionError."""
 
 
 class BlockManager(ABC):
-    """Owns the pool of cache blocks and one block table a slot. Block 0 is never handed out: padding writes there."""
+    """Owns the pool of cache blocks and one block table per slot. Block 0 is never allocated: padding writes there."""
 
     tables: np.ndarray  # (num_slots, max_blocks) int32, the host's copy
     held: np.ndarray  # (num_slots,) int32: how many entries of each row are valid
-    num_blocks: int  # blocks that can be handed out
+    num_blocks: int  # blocks that can be allocated
     block_size: int
 
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Blocks that ``allocate`` and ``append`` could hand out now (evictable cached ones included)."""
+        """Blocks that ``allocate`` and ``append`` can use now, evictable cached blocks included."""
 
     @abstractmethod
     def match(self, seq: Sequence) -> list[int]:
-        """The cached blocks that hold the longest prefix of ``seq`` (whole blocks, never its last token); none if it
-        ``scores_prompt``."""
+        """The cached blocks with the longest prefix of ``seq`` (whole blocks, never its last token); empty if
+        ``seq.scores_prompt``."""
 
     @abstractmethod
     def allocate(self, slot: int, num_tokens: int, cached: SequenceOf[int]) -> None:
-        """Give an empty slot blocks for ``num_tokens``: first the shared ``cached`` ones, then fresh ones."""
+        """Give an empty slot blocks for ``num_tokens``: the shared ``cached`` blocks first, then new ones."""
 
     @abstractmethod
     def append(self, slots: np.ndarray) -> None:
-        """Give each slot one more block. The caller has checked ``num_free``."""
+        """Give each slot one more block. The caller must have checked ``num_free``."""
 
     @abstractmethod
     def missing(self, num_tokens: int, cached: SequenceOf[int]) -> int:
-        """How many more free blocks ``allocate`` would need for this; 0 or less: it can be done."""
+        """How many free blocks ``allocate`` lacks for these arguments; 0 or less if it can be called."""
 
     @abstractmethod
     def register(self, slot: int, seq: Sequence, tokens: np.ndarray, num_tokens: int) -> None:
-        """Offer the slot's whole blocks among its first ``num_tokens`` tokens (computed, or about to be) for reuse."""
+        """Make the full blocks of the slot's first ``num_tokens`` tokens (computed or about to be) reusable."""
 
     @abstractmethod
     def take_updates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The table entries written since the last call: slots, indices, block ids, each (b,) int32."""
+        """The table entries written since the last call: slots, indices and block ids, each (b,) int32."""
 
     @abstractmethod
     def free(self, slot: int) -> None:
-        """Drop the slot's references; blocks that nobody else holds become free (cached ones: evictable)."""
+        """Release the slot's blocks; those that no other slot holds become free (evictable if cached)."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget all content; blocks in use stay valid for those who hold them."""
+        """Forget all cached content; blocks in use stay valid for the slots that hold them."""
 
     @abstractmethod
     def check(self) -> None:
-        """Each block is free, cached or referenced exactly as often as tables name it. Raises AssertionError."""
+        """Verify that each block is free, evictable, or referenced as often as tables list it. Raises AssertionError."""
 
 
 # --------------------------------------------------------------------------- attention
@@ -150,12 +150,12 @@ class BlockManager(ABC):
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What an engine asks of an attention backend; ``unsupported`` judges it before anything is loaded."""
+    """What an engine needs from an attention backend; ``unsupported`` checks it before anything is loaded."""
 
     device: str  # "cuda" or "cpu"
     dtype: str  # "float32", "bfloat16", "float16"
-    num_heads: int  # of this rank
-    num_kv_heads: int  # of this rank
+    num_heads: int  # on this rank
+    num_kv_heads: int  # on this rank
     head_dim: int
     block_size: int
     num_layers: int
@@ -163,14 +163,14 @@ class AttentionSpec:
     max_num_batched_tokens: int
     max_model_len: int
     scale: float
-    sliding_window: int | None = None  # tokens; None attends to all before
-    needs_graphs: bool = False  # decode steps must be captured (enforce_eager=false)
-    cascade: bool = False  # what decode rows share may be read once: ``cascade_limits`` are asked for
-    options: FrozenDict = field(default_factory=FrozenDict)  # attention.options, those that this backend declares
+    sliding_window: int | None = None  # tokens; None: attend to the whole context
+    needs_graphs: bool = False  # decode steps must be capturable (enforce_eager=false)
+    cascade: bool = False  # cascade attention is allowed: the backend may set ``cascade_limits``
+    options: FrozenDict = field(default_factory=FrozenDict)  # attention.options that this backend declares
 
 
 class CudaGraphs:
-    """Which steps of a backend may be captured: none, pure decode steps, or all."""
+    """Which steps of a backend can be captured: none, decode-only steps, or all."""
 
     NEVER = "never"
     DECODE = "decode"
@@ -179,7 +179,7 @@ class CudaGraphs:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; an empty tuple means any."""
+    """What a backend supports; an empty tuple means any."""
 
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -189,7 +189,7 @@ class Capabilities:
     min_compute_capability: tuple[int, int] | None = None
     sliding_window: bool = False
     cuda_graphs: str = CudaGraphs.NEVER
-    packages: tuple[str, ...] = ()  # importable modules that it needs
+    packages: tuple[str, ...] = ()  # modules that it imports
 
     def __post_init__(self) -> None:
         for name in ("devices", "dtypes", "head_dims", "block_sizes", "packages"):
@@ -201,7 +201,7 @@ class Capabilities:
 
 
 class AttentionLayer(Protocol):
-    """What a backend may ask of the layer that calls it."""
+    """What a backend may use of the layer that calls it."""
 
     index: int
 
@@ -209,19 +209,19 @@ class AttentionLayer(Protocol):
 class AttentionBackend(ABC):
     """Writes keys and values into the paged cache and attends to it.
 
-    A subclass implements ``plan``, ``decode`` and ``prefill``. Rows of q come as ``AttentionBatch`` describes:
-    decodes first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim): keys, then values.
+    A subclass implements ``plan``, ``decode`` and ``prefill``. Rows of q are ordered as in ``AttentionBatch``: decodes
+    first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim): keys, then values.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
-    plans_on_host: bool = False  # whether ``plan`` reads host arrays (else replays of decodes alone skip it)
-    captures_prompts: bool = True  # False: ``CudaGraphs.ALWAYS`` does not hold for steps with prompts of this spec
-    fused_decode_rows: int = 0  # steps of so many decodes, and of nothing else, go to ``decode_qkv``; 0: none do
-    # Whether ``decode`` is causal attention to all of a context and no more: a kernel of all layers may do it instead.
+    plans_on_host: bool = False  # whether ``plan`` reads host arrays; if not, replays of decode-only steps skip it
+    captures_prompts: bool = True  # False: steps with prompts cannot be captured for this spec, ``ALWAYS`` or not
+    fused_decode_rows: int = 0  # decode-only steps of at most this many rows go to ``decode_qkv``; 0: none
+    # Whether ``decode`` is plain causal attention to the whole context: a kernel of all layers may then replace it.
     plain_decode: bool = False
-    # Whether ``decode`` and ``prefill`` may run at the same time: they share no memory that they write to.
+    # Whether ``decode`` and ``prefill`` may run concurrently: they share no memory that they write to.
     attends_beside: bool = False
-    cascade_limits: CascadeLimits | None = None  # set where ``spec.cascade`` and it heeds ``AttentionBatch.cascade``
+    cascade_limits: CascadeLimits | None = None  # set if ``spec.cascade`` and it uses ``AttentionBatch.cascade``
     fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
     def __init__(self, spec: AttentionSpec) -> None:
@@ -230,7 +230,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Why this backend cannot run ``spec``: one sentence a reason, empty if it can."""
+        """Why this backend cannot run ``spec``, one sentence per reason; empty if it can."""
         c, why = cls.capabilities, []
         if spec.device not in c.devices:
             why.append(f"it runs on {' or '.join(c.devices)}, not on {spec.device}")
@@ -256,35 +256,35 @@ class AttentionBackend(ABC):
         return why
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """Take the cache: (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
+        """Keep the cache: (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
         self.kv_cache = kv_cache
 
     def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
-        """What ``prefill`` reads on the device that is found out on the host, int32, from the lengths of the prompt
-        rows, (p,) int32 each. It crosses with all else that a step is told, to be ``AttentionBatch.prompt_words``.
-        ``captured``: tokens of the graph's prompt rows, 0 if the step is eager; for p rows and so many tokens there are
-        always as many words."""
+        """Int32 data that ``prefill`` needs on the device, computed on the host from the prompt rows' query and context
+        lengths, (p,) int32 each. It is copied with the rest of the step and comes back as
+        ``AttentionBatch.prompt_words``. ``captured``: the graph's prompt tokens (0: eager); the number of words may
+        depend only on it and on p."""
         return NO_INTS
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
-        """Called once a step on the host, before the model runs; also before capture, and before each replay of a step
-        with prompts, and of decodes alone if it ``plans_on_host``."""
+        """Called on the host once per step, before the model runs; also before capture and before each replay of a step
+        with prompts (of a decode-only step if ``plans_on_host``). Store ``batch`` as ``self.batch``."""
 
     @abstractmethod
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """Attend for the decode rows. q, out: (num_decodes, num_heads, head_dim); writes every row of ``out``."""
+        """Attention of the decode rows. q, out: (num_decodes, num_heads, head_dim); writes every row of ``out``."""
 
     @abstractmethod
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """Attend for the prompt chunks. q, out: (tokens, num_heads, head_dim); writes every row of ``out``."""
+        """Attention of the prompt chunks. q, out: (tokens, num_heads, head_dim); writes every row of ``out``."""
 
     def prefill_fresh(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
-        """``prefill`` of a step for which ``plan`` has set ``fresh_prompts``, called by who has k and v at hand.
+        """Like ``prefill``, for steps where ``plan`` set ``fresh_prompts``; also gets this step's k and v.
 
-        They are (tokens, num_kv_heads, head_dim), contiguous in the last dimension, and in the cache, too.
+        k, v: (tokens, num_kv_heads, head_dim), contiguous in the last dimension. They are in the cache as well.
         """
         raise NotImplementedError
 
@@ -292,25 +292,25 @@ class AttentionBackend(ABC):
         self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
         cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer, scale: RowScale | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """For steps of decodes that it ``takes_qkv`` of: q/k-norm (weights (head_dim,) or None), rotary (``cos_sin``
-        (max_position, rotary_dim) float32), the cache write and attention in one.
+        """For decode-only steps that ``takes_qkv`` accepts: q/k-norm (weights (head_dim,) or None), rotary embedding
+        (``cos_sin`` (max_position, rotary_dim) float32), cache write and attention in one call.
 
-        qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim), its rows to be multiplied by ``scale`` first; that is
-        passed only where there is one. Returns (rows, num_heads, head_dim).
+        qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); its rows are to be multiplied by ``scale`` first, which
+        is passed only if there is one. Returns (rows, num_heads, head_dim).
         """
         raise NotImplementedError
 
     def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
-        """Whether a step of ``rows`` decodes alone goes to ``decode_qkv``, ``scaled`` with a scale."""
+        """Whether a step of ``rows`` decodes and nothing else goes to ``decode_qkv``; ``scaled``: with a scale."""
         return rows <= self.fused_decode_rows and not scaled
 
     @classmethod
     def keeps_cache_write(cls) -> bool:
-        """Whether the backend leaves the cache's layout, and so the write into it, as this interface has them."""
+        """Whether the class overrides neither ``write`` nor ``forward``, so the cache has this interface's layout."""
         return cls.write is AttentionBackend.write and cls.forward is AttentionBackend.forward
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> None:
-        """Put k and v, (t, num_kv_heads, head_dim), where the batch's ``slot_mapping`` says."""
+        """Write k and v, (t, num_kv_heads, head_dim), to the places in the batch's ``slot_mapping``."""
         from minivllm.kernels.cache_write import write_cache
 
         assert self.batch is not None
@@ -323,8 +323,8 @@ class AttentionBackend(ABC):
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to what the cache holds. q: (t, num_heads, head_dim); returns the same shape. k, v: this step's, (t,
-        num_kv_heads, head_dim), if ``plan`` has set ``fresh_prompts``."""
+        """Attention to the cache. q: (t, num_heads, head_dim); returns the same shape. k, v: this step's, (t,
+        num_kv_heads, head_dim), if ``plan`` set ``fresh_prompts``."""
         out = q.new_empty(q.shape)
         self.attend_into(out, q, layer, k, v)
         return out
@@ -337,7 +337,7 @@ class AttentionBackend(ABC):
         k: torch.Tensor | None = None,
         v: torch.Tensor | None = None,
     ) -> None:
-        """``attend``, with its result in ``out``, of q's shape: every row is written."""
+        """``attend`` into ``out``, which has q's shape; every row is written."""
         assert self.batch is not None
         d, rows = self.batch.num_decodes, q.shape[0]
 
@@ -361,7 +361,7 @@ class AttentionBackend(ABC):
             prompts()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Write k and v, then attend. All of the step's keys are in the cache before any row attends."""
+        """Write k and v, then attend. All keys of the step are in the cache before any row attends."""
         self.write(k, v, layer)
         return self.attend(q, layer)
 
@@ -379,12 +379,12 @@ def _importable(module: str) -> bool:
 
 
 def overrides_both(cls: type, usual: str, faster: str) -> bool:
-    """Whether the class that defines ``usual`` for ``cls`` defines ``faster`` too: then one stands for the other."""
+    """Whether the class that ``cls`` gets ``usual`` from defines ``faster`` too, so that they are interchangeable."""
     return faster in vars(_definer(cls, usual))
 
 
 def undoes_sample(cls: type[Sampler]) -> str | None:
-    """That a sampler changes an inherited ``sample`` and leaves what chooses again as it was; None if it does not."""
+    """A warning for a sampler that overrides ``sample`` but inherits the methods that resample; None if all is well."""
     mro = cls.__mro__
     changes, inherited = [c for c in mro if "sample" in vars(c)][:2]
     others = ("refine", "refine_captured", "resample", "needs_refine")
@@ -399,7 +399,7 @@ def undoes_sample(cls: type[Sampler]) -> str | None:
 
 
 def finds_logprobs(cls: type[Sampler]) -> bool:
-    """Whether it has any of those methods that return log-probabilities."""
+    """Whether it overrides a method that returns log-probabilities."""
     return cls.refine is not Sampler.refine or cls.refine_captured is not Sampler.refine_captured
 
 
@@ -408,17 +408,17 @@ def _definer(cls: type, name: str) -> type:
 
 
 class Model(ABC):
-    """A decoder. Subclass it together with ``torch.nn.Module``; it is built on the meta device."""
+    """A decoder-only model. Subclass it together with ``torch.nn.Module``; it is built on the meta device."""
 
     @abstractmethod
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        """``tp``: which part of the model this rank holds. Raises CheckpointError for a config that it cannot run."""
+        """``tp``: which part of the model this rank holds. Raises CheckpointError for an unsupported config."""
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """input_ids, positions: (t,) int64; returns the final, normed hidden states (t, hidden_size).
+        """input_ids, positions: (t,) int64; returns the final hidden states, after the last norm: (t, hidden_size).
 
-        Where ``attention.batch.last_tokens`` is given, (r,), it may return these tokens' alone, (r, hidden_size).
+        If ``attention.batch.last_tokens`` (r,) is set, it may return only the states of these rows: (r, hidden_size).
         """
 
     @abstractmethod
@@ -426,23 +426,23 @@ class Model(ABC):
         """hidden: (n, hidden_size); returns (n, vocab_size)."""
 
     def compute_logits_shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
-        """This rank's columns of ``compute_logits``, (n, columns), and which they are; None, on every rank: there are
-        none to be had. Not called of a class that overrides ``compute_logits`` alone."""
+        """This rank's columns of ``compute_logits``, (n, columns), and which they are; None, on every rank, if the
+        model cannot compute them. Not called if a class overrides ``compute_logits`` but not this method."""
         return None
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take a checkpoint's tensors, one at a time. Raises CheckpointError naming all that do not fit."""
+        """Load a checkpoint's tensors, one at a time. Raises CheckpointError that names all that do not fit."""
 
 
 class Sampler(ABC):
-    """Turns logits into tokens. Parameters live in slot arrays on the device, one row a running sequence.
+    """Turns logits into tokens. Parameters live in slot arrays on the device, one row per running sequence.
 
     ``row`` is the numpy dtype of one request's parameters, as the ranks receive them in ``Batch.admitted_params``; its
-    size is a multiple of 4 bytes. What a request draws depends on its logits, its seed and its position only.
-    ``extra_args`` names the keys of ``SamplingParams.extra_args`` that ``encode`` reads; others are refused, and so are
-    ``logit_bias`` and ``allowed_token_ids`` unless it ``takes_biases``, ``structured_outputs`` and ``bad_words`` unless
-    it ``takes_masks``.
+    size is a multiple of 4 bytes. A sampled token may depend only on the request's logits, seed and position.
+    ``extra_args``: the keys of ``SamplingParams.extra_args`` that ``encode`` reads; requests with other keys are
+    refused. So are ``logit_bias`` and ``allowed_token_ids`` unless ``takes_biases``, and ``structured_outputs`` and
+    ``bad_words`` unless ``takes_masks``.
     """
 
     row: ClassVar[np.dtype]
@@ -452,37 +452,38 @@ class Sampler(ABC):
 
     @abstractmethod
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, options: FrozenDict) -> None:
-        """``num_slots`` counts the padding slot, the last; ``options`` is the config's ``sampler.options``."""
+        """``num_slots`` includes the padding slot, the last one; ``options`` is the config's ``sampler.options``."""
 
     @classmethod
     @abstractmethod
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
-        """A request's parameters: shape () of ``row``. Raises RequestError for what this sampler cannot do."""
+        """A request's parameters: shape (), dtype ``row``. Raises RequestError for what this sampler does not support.
+        """
 
     @classmethod
     def words(cls, seq: Sequence) -> np.ndarray:
-        """What ``take_tokens`` brings in front of the tokens of this sequence, whose ``sampler_row`` is ``encode``'s:
-        int32, (n,)."""
+        """Variable-length int32 data for this sequence, (n,); ``take_tokens`` gets it ahead of the sequence's tokens.
+        Called after ``encode``, whose result is ``seq.sampler_row``."""
         return NO_INTS
 
     @classmethod
     def wants_tokens(cls, seq: Sequence) -> bool:
-        """Whether ``take_tokens`` is to be called when this sequence starts, whose ``sampler_row`` is ``encode``'s."""
+        """Whether ``take_tokens`` needs this sequence's tokens when it starts. Called after ``words``."""
         return False
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
-        """After ``prepare``: ``words`` of sequences that start, then their tokens, if these are wanted: the prompt's
-        and, after a preemption, what they had said.
+        """Called after ``prepare`` with each starting sequence's ``words``, followed by its tokens if it
+        ``wants_tokens``: the prompt and, after a preemption, the output so far.
 
-        slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another. Those that have none and
-        did not ask have length 0. What is kept of ids is copied: they are this step's.
+        slots, lens (a,); ids (sum of lens,) int32, on the device, one sequence after another; length 0 if a sequence
+        has neither. Copy what you keep: ``ids`` is valid for this step only.
         """
         raise NotImplementedError
 
     def take_masks(self, slots: torch.Tensor, bits: torch.Tensor) -> None:
-        """Which tokens may come, from now on, for sequences that have a guide; behind ``prepare``, before they are
-        sampled for. On the device: slots (m,) int64; bits (m, words) int32, of ``TokenMasks``, to be copied.
-        ``needs_refine`` is true of these sequences.
+        """The tokens that guided sequences may sample from now on; called after ``prepare`` and before sampling. On the
+        device: slots (m,) int64; bits (m, words) int32, as in ``TokenMasks``; copy them. ``needs_refine`` must be true
+        of these sequences.
         """
         raise NotImplementedError
 
@@ -490,37 +491,38 @@ class Sampler(ABC):
     def prepare(
         self, slots: np.ndarray, rows: np.ndarray, device_slots: torch.Tensor, device_rows: torch.Tensor
     ) -> None:
-        """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,) of ``row``; the same on the device:
-        (a,) int64 and (a, words) int32, the rows' bytes. What is kept of these is copied: they are this step's."""
+        """Sequences start in ``slots`` (a,) with the parameters ``rows`` (a,), dtype ``row``. The same on the device:
+        (a,) int64 and (a, words) int32, the rows' bytes. Copy what you keep: the tensors are valid for this step only.
+        """
 
     @abstractmethod
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The capturable part: what most requests need.
+        """The capturable part, which is enough for most requests.
 
-        logits (n, vocab) of any float dtype; slots (n,) int64; positions (n,) int64: where each sampled token will
-        stand in its sequence. Returns (n,) int64.
+        logits (n, vocab), any float dtype; slots (n,) int64; positions (n,) int64: each sampled token's position in its
+        sequence. Returns (n,) int64.
         """
 
     def samples_shards(self) -> bool:
-        """Whether there is a ``sample_shard``, and whoever overrides ``sample`` overrides both."""
+        """Whether the class that defines ``sample`` also defines ``sample_shard``."""
         return overrides_both(type(self), "sample", "sample_shard")
 
     def sample_shard(
         self, logits: torch.Tensor, shard: Shard, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """``sample`` on all ranks at once, each with its columns of the logits: the same tokens, nothing gathered."""
+        """``sample`` on all ranks together, each with its columns of the logits: same tokens, no gathered logits."""
         raise NotImplementedError
 
     def needs_refine(self, host_slots: np.ndarray) -> bool:
-        """Whether any of these slots wants more than ``sample`` does."""
+        """Whether any of these slots needs more than ``sample``."""
         return False
 
     def refines_shards(self, host_slots: np.ndarray) -> bool:
-        """Whether any wants more than ``sample_shard`` does."""
+        """Whether any of these slots needs more than ``sample_shard``."""
         return self.needs_refine(host_slots)
 
     def resample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A capturable part of ``refine``: tokens, as from ``sample``, with all that may change them."""
+        """The capturable part of ``refine`` that samples: tokens as from ``sample``, with every parameter applied."""
         raise NotImplementedError
 
     def resamples(self, host_slots: np.ndarray) -> bool:
@@ -528,25 +530,26 @@ class Sampler(ABC):
         return False
 
     def refinement(self, host_slots: np.ndarray) -> Hashable | None:
-        """What ``refine_captured`` has to do for these slots: few different ones, a graph is captured for each. None:
-        it does not do all that ``refine`` would."""
+        """A hashable key for the work ``refine_captured`` must do for these slots. A graph is captured per key, so keep
+        them few. None: ``refine`` runs instead."""
         return "resample" if self.resamples(host_slots) else None
 
     def refine_captured(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, kind: Hashable
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:
-        """A capturable ``refine``: it launches the same for the same ``kind``, which is ``refinement``'s. Some rows may
-        be padding, whose slot asks for nothing. Not called of a class that overrides ``refine`` alone."""
+        """A capturable ``refine``: it must launch the same work for the same ``kind``, a key from ``refinement``. Some
+        rows may be padding, whose slot needs nothing. Not called if a class overrides ``refine`` but not this method.
+        """
         return self.resample(logits, slots, positions), None
 
     def captures_refine(self) -> bool:
-        """Whether ``refine_captured``, or ``resample`` in its place, may replace ``refine``: a class that overrides one
-        of them must override both."""
+        """Whether ``refine_captured`` (or, if not overridden, ``resample``) may replace ``refine``: the class that
+        defines one must define both."""
         own = type(self).refine_captured is not Sampler.refine_captured
         return overrides_both(type(self), "refine", "refine_captured" if own else "resample")
 
     def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Whatever ``refine`` may launch for such rows, so that its kernels are found at the start."""
+        """Launch every kernel that ``refine`` may need for such rows, so that it is compiled at startup."""
         if type(self).resample is not Sampler.resample:
             self.resample(logits, slots, positions)
 
@@ -556,8 +559,8 @@ class Sampler(ABC):
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
         """The rest, outside a graph and without waiting for the device: penalties, log-probabilities.
 
-        ``tokens`` is what ``sample`` chose for the same rows; the host knows their slots too. Neither it nor ``logits``
-        is written to: who chooses again returns a tensor of its own, who does not returns ``tokens``.
+        ``tokens`` is what ``sample`` chose for the same rows; ``host_slots`` are ``slots`` on the host. Do not write to
+        ``tokens`` or ``logits``: return a new tensor if tokens are sampled again, else ``tokens``.
         """
         return tokens, None
 
@@ -566,7 +569,7 @@ class Sampler(ABC):
 
 
 class StepHandle(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def result(self) -> StepResult:
         """Wait for the step and return what it sampled. Raises EngineDeadError."""
@@ -574,9 +577,9 @@ class StepHandle(Protocol):
 
 
 class StepObserver(Protocol):
-    """Looks on as an engine steps (``LLMEngine.observer``). Clock values are ``time.perf_counter``'s.
+    """Observes an engine's steps (``LLMEngine.observer``). Times are from ``time.perf_counter``.
 
-    Calls of one step come in this order; another step's may come in between, as two are under way.
+    The calls for one step are made in this order; calls for another may come in between, as two are in flight.
     """
 
     def scheduled(self, batch: Batch, began: float) -> None:
@@ -584,26 +587,26 @@ class StepObserver(Protocol):
         ...
 
     def launched(self, batch: Batch) -> None:
-        """It was handed to the executor."""
+        """``batch`` was passed to the executor."""
         ...
 
     def committed(self, batch: Batch, committed: Committed, done: float) -> None:
-        """Its tokens were there at ``done`` and are taken in now; what ended has left the scheduler."""
+        """The tokens of ``batch`` arrived at ``done`` and are committed; finished sequences have left the scheduler."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step found, on the host; n rows, as the batch has them."""
+    """A step's results on the host; n is the batch's number of rows."""
 
-    token_ids: np.ndarray  # (n,) int32, one a row; rows that do not sample hold -1
+    token_ids: np.ndarray  # (n,) int32, one per row; -1 for rows that do not sample
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # of ``Batch.scored``; ``rows`` are places in its ``ids``
+    prompt_logprobs: Logprobs | None = None  # for ``Batch.scored``; ``rows`` are indices into its ``ids``
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the rows that asked for them: the sampled token's, and the best k's."""
+    """For the rows that asked for them: log-probabilities of the sampled token and of the top k."""
 
     rows: np.ndarray  # (m,) int64: rows of the batch
     sampled: np.ndarray  # (m,) float32
@@ -612,13 +615,13 @@ class Logprobs:
     top: np.ndarray  # (m, k) float32
 
     def lists(self) -> Iterator[tuple[float, int, list[int], list[float]]]:
-        """Each row's, but for ``rows``, in Python's numbers: numpy's are slow one at a time."""
+        """Per row all fields but ``rows``, as Python numbers: numpy's are slow one at a time."""
         return zip(*(x.tolist() for x in (self.sampled, self.rank, self.top_ids, self.top)), strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLogprobs:
-    """``Logprobs`` while still on the device. Rows that did not ask may be among them, with rank 0."""
+    """``Logprobs`` while still on the device. May include rows that did not ask for them, with rank 0."""
 
     rows: np.ndarray
     sampled: torch.Tensor
@@ -628,46 +631,46 @@ class DeviceLogprobs:
 
 
 class Executor(ABC):
-    """Runs the model on one or more ranks. Sequences that have a guide are refused unless it ``takes_masks``."""
+    """Runs the model on one or more ranks. Guided sequences are refused unless ``takes_masks``."""
 
     takes_masks: ClassVar[bool] = False
 
     @abstractmethod
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
-        """Nothing is started yet. ``registry`` finds the components that ``config`` names, in each rank's process anew.
-        Raises ConfigError for what cannot run here."""
+        """Must not start anything yet. ``registry`` resolves the component names in ``config``, in each rank's process
+        separately. Raises ConfigError for what cannot run here."""
 
     @abstractmethod
     def start(self) -> int:
-        """Load the weights, measure memory, capture graphs; returns how many cache blocks can be handed out."""
+        """Load the weights, profile memory, capture graphs; returns how many cache blocks can be allocated."""
 
     @abstractmethod
     def launch(self, batch: Batch) -> StepHandle:
         """Start a step and return at once."""
 
     def guide(self, masks: TokenMasks) -> None:
-        """Let the step that was launched last, of a ``guided`` batch, sample: for these slots of these tokens alone,
-        for other slots that have a guide as before.
+        """Let the last launched step (a ``guided`` batch) sample: the slots in ``masks`` from these tokens only, other
+        guided slots under their previous mask.
 
-        Called once, before the next step is launched. ``masks.bits`` are the engine's, to be copied.
+        Called once, before the next step is launched. Copy ``masks.bits``: the engine reuses the array.
         """
         raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What runs: ``device``, ``attention`` (the backend's name), ``dtype`` and what else is worth a line."""
+        """What runs: ``device``, ``attention`` (the backend's name), ``dtype``, and anything else worth reporting."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give back memory and processes; safe to call twice."""
+        """Release memory and processes; safe to call twice."""
 
     @abstractmethod
     def check_health(self) -> None:
-        """Raise EngineDeadError if a rank is gone; called at each step, so it is quick."""
+        """Raise EngineDeadError if a rank is gone. Must be fast: it is called at each step."""
 
     def profile(self, file: Path) -> AbstractContextManager[None]:
-        """Within, steps are traced where rank 0 takes them, which is here unless this is overridden; behind, torch's
-        Chrome trace is in ``file``."""
+        """While the context is open, trace rank 0's steps; on exit ``file`` holds torch's Chrome trace. By default this
+        process is traced: override it if rank 0 runs in another."""
         from minivllm.core.profiled import profiled
 
         return profiled(file)

@@ -1,4 +1,4 @@
-"""What a plugin author imports: the marker and the dataclasses that hooks yield. Imports nothing heavy."""
+"""What plugin authors import: the hook marker and the dataclasses that hooks yield. Imports nothing heavy."""
 
 from minivllm.plugins.hookspecs import HOOKS, hookimpl
 from minivllm.plugins.manager import default_registry, load_plugins

@@ -1,7 +1,7 @@
-"""All that core exports to plugins. What is here stays as long as ``MINIVLLM_API_VERSION`` does; the rest may move.
+"""The public API for plugins. These names are stable within a ``MINIVLLM_API_VERSION``; anything else may move.
 
-Both ``from minivllm.layers.decoder import CausalLM`` and ``from minivllm.plugins.api import CausalLM`` will work; the
-second looks the name up when it is first used, and is untyped. ``docs/contract.md`` says what each interface promises.
+``from minivllm.layers.decoder import CausalLM`` and ``from minivllm.plugins.api import CausalLM`` both work; the second
+is looked up lazily and is untyped. ``docs/contract.md`` says what each interface promises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
         "PluginError",
         "RequestError",
     ),
-    # the interfaces, and what crosses them
+    # the interfaces, and the types they exchange
     "minivllm.core.interfaces": (
         "AttentionBackend",
         "AttentionLayer",
@@ -57,7 +57,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
         "SamplerOptions",
         "SchedulerOptions",
     ),
-    # the built-in ones, to build on
+    # built-in implementations to build on
     "minivllm.core.scheduler": ("MixedScheduler", "PrefillFirstScheduler", "SlotScheduler"),
     "minivllm.core.block_manager": ("PagedBlockManager",),
     "minivllm.core.sampler": ("DefaultSampler",),
@@ -82,7 +82,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "minivllm.layers.rotary": ("RotaryTable",),
     "minivllm.layers.parameter": ("Piece", "ShardId", "load_piece", "pieces_of", "sharded_parameter", "split"),
     "minivllm.models.loader": ("load_weights",),
-    # what kernels are written with, and kernels: each runs on a GPU and, as its torch reference, anywhere
+    # helpers for writing kernels, and the kernels: each runs on a GPU and, as a torch reference, on any device
     "minivllm.kernels._triton": ("HAVE_TRITON", "cdiv", "next_power_of_2", "tl", "triton"),
     "minivllm.kernels.pdl": ("use_pdl",),
     "minivllm.kernels.cache_write": ("write_cache",),

@@ -1,4 +1,4 @@
-"""What minivllm itself brings, by the same door as anyone's plugin. A pattern to copy for your own."""
+"""minivllm's built-in components, registered like any plugin's. A pattern to copy for your own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def minivllm_attention_backends() -> Iterator[Component]:
         "minivllm.backends.triton:TritonBackend",
         requires=("triton",),
         gpu=True,
-        priority=40,  # on an H200 the fastest decode of the four: docs/performance.md
+        priority=40,  # the fastest decode of the four on an H200: docs/performance.md
         description="paged prefill and split-KV decode kernels in Triton",
     )
     yield Component(

@@ -17,7 +17,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def minivllm_models() -> Iterable[ModelComponent]:  # type: ignore[empty-body]
-    """Model classes, by the architecture names of config.json."""
+    """Model classes, keyed by config.json's architecture names."""
 
 
 @hookspec
@@ -45,7 +45,7 @@ def minivllm_configs() -> Iterable[ConfigOption]:  # type: ignore[empty-body]
     """Options of Hydra groups: ``model=mistral`` with its shape, ``attention=mine`` with its settings."""
 
 
-# hook -> (the kind of component it brings, the type it yields)
+# hook -> (the kind of component it provides, the type it yields)
 HOOKS: dict[str, tuple[str, type]] = {
     "minivllm_models": ("model", ModelComponent),
     "minivllm_attention_backends": ("attention", Component),

@@ -1,4 +1,4 @@
-"""Finds, loads and judges plugins, one by one: a broken one becomes a line in ``Registry.reports``, the rest work."""
+"""Finds, loads and checks plugins one by one: a broken one becomes a line in ``Registry.reports``; the rest work."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _BUILTIN = "minivllm.plugins.builtin"
 
 
 def load_plugins(found: Iterable[EntryPoint] | None = None, environ: Mapping[str, str] | None = None) -> Registry:
-    """Load every plugin and return what they offer together.
+    """Load every plugin and return a registry of everything they offer.
 
     Args:
-        found: the entry points to load; all installed ones unless given.
+        found: the entry points to load; by default, all installed ones.
         environ: read for ``MINIVLLM_DISABLE_PLUGINS`` and ``MINIVLLM_STRICT_PLUGINS``.
 
     Raises:
-        PluginError: in strict mode, if anything was to be reported.
+        PluginError: in strict mode, if there is anything to report.
     """
     environ = os.environ if environ is None else environ
     loader = _Loader(environ.get("MINIVLLM_DISABLE_PLUGINS", ""))
@@ -45,7 +45,7 @@ def load_plugins(found: Iterable[EntryPoint] | None = None, environ: Mapping[str
 
 @cache
 def default_registry() -> Registry:
-    """This process's registry, loaded once; what is wrong with plugins is logged then."""
+    """This process's registry, loaded once; problems with plugins are logged then."""
     registry = load_plugins()
     for report in registry.reports:
         registry.tell(str(report))
@@ -53,7 +53,7 @@ def default_registry() -> Registry:
 
 
 class _Loader:
-    """One pass over the entry points: load, register with pluggy, call the hooks, settle conflicts."""
+    """One pass over the entry points: load, register with pluggy, call the hooks, resolve conflicts."""
 
     def __init__(self, disable: str) -> None:
         self.pm = pluggy.PluginManager(PROJECT)
@@ -64,7 +64,7 @@ class _Loader:
         self.disabled: list[str] = []
         self.entries: list[Entry] = []
         self.options: list[OptionEntry] = []
-        self.taken: dict[tuple[str, str], Provider] = {}  # (kind, name or alias) -> who has it
+        self.taken: dict[tuple[str, str], Provider] = {}  # (kind, name or alias) -> its provider
         self.architectures: dict[str, Provider] = {}
 
     def report(self, provider: Provider, message: str) -> None:
@@ -74,7 +74,7 @@ class _Loader:
 
     def load(self, found: list[EntryPoint]) -> None:
         ours = [ep for ep in found if ep.value == _BUILTIN]
-        # Without an installed distribution (a bare source folder) there is no entry point of ours.
+        # Without an installed distribution (a bare source folder), minivllm has no entry point.
         builtin = ours[0] if ours else EntryPoint("builtin", _BUILTIN, ENTRY_POINT_GROUP)
         self._load_one(builtin, Provider("builtin", "minivllm", __version__, builtin=True))
         # A fixed order, so that the winner of a conflict does not depend on the order of sys.path.
@@ -95,7 +95,7 @@ class _Loader:
             plugin = ep.load()
         except KeyboardInterrupt:
             raise
-        except BaseException as e:  # SystemExit, and what libraries make of their own
+        except BaseException as e:  # SystemExit, and libraries' own BaseExceptions
             self.report(provider, f"cannot be loaded from {ep.value}: {type(e).__name__}: {e}")
             return
         if (why := _wrong_version(plugin, provider)) is not None:
@@ -104,7 +104,7 @@ class _Loader:
         name = f"{provider.package}:{provider.plugin}"
         try:
             self.pm.register(plugin, name=name)
-        except Exception as e:  # pluggy: registered twice, or a hook with arguments that the spec has not
+        except Exception as e:  # pluggy: registered twice, or a hook has arguments that the spec lacks
             self.report(provider, f"cannot be registered: {e}")
             if self.pm.has_plugin(name):
                 self.pm.unregister(name=name)
@@ -113,7 +113,7 @@ class _Loader:
         self._check_hooks(plugin, provider)
 
     def _check_hooks(self, plugin: Any, provider: Provider) -> None:
-        """What pluggy's check_pending refuses, for this plugin alone, and a hook that lacks its marker."""
+        """Refuse what pluggy's check_pending would, for this plugin only, and a hook without its marker."""
         implemented = {caller.name for caller in self.pm.get_hookcallers(plugin) or ()}
         for hook in sorted(implemented - HOOKS.keys()):
             self.report(provider, f"implements {hook}, which is no hook.{did_you_mean(hook, HOOKS)} {_hooks()}")
@@ -126,7 +126,7 @@ class _Loader:
     # ------------------------------------------------------------------ hooks
 
     def collect(self, strict: bool) -> Registry:
-        order = list(self.providers)  # not pluggy's, which a plugin may change
+        order = list(self.providers)  # not pluggy's order, which a plugin may change
         for hook, (kind, expected) in HOOKS.items():
             for impl in sorted(getattr(self.pm.hook, hook).get_hookimpls(), key=lambda i: order.index(i.plugin_name)):
                 provider = self.providers[impl.plugin_name]
@@ -146,11 +146,11 @@ class _Loader:
     def _answers(self, hook: str, function: Any, provider: Provider) -> list[Any]:
         answers: list[Any] = []
         try:
-            # Kept one by one: what a generator yielded before it raised is good.
+            # Collected one by one: what a generator yielded before raising is kept.
             found = function()
             if inspect.iscoroutine(found) or inspect.isasyncgen(found):
                 if inspect.iscoroutine(found):
-                    found.close()  # else Python warns that nobody awaited it
+                    found.close()  # else Python warns that it was never awaited
                 self.report(provider, f"{hook} is an async function, which nobody awaits: write def, not async def")
                 found = ()
             elif found is None or isinstance(found, Component | ConfigOption | str):
@@ -212,7 +212,7 @@ class _Loader:
 
 
 def _replace(component: Component, changes: dict[str, Any]) -> Component:
-    """``dataclasses.replace`` without its checks: a model may be left without an architecture by a conflict."""
+    """``dataclasses.replace`` without validation: a conflict may leave a model without an architecture."""
     fields = {name: getattr(component, name) for name in type(component).__dataclass_fields__}
     new = object.__new__(type(component))
     for name, value in {**fields, **changes}.items():
@@ -228,7 +228,7 @@ def _provider(ep: EntryPoint) -> Provider:
 
 
 def _wrong_version(plugin: Any, provider: Provider) -> str | None:
-    """A plugin that does not say was written for version 1, the first."""
+    """A plugin that does not state its API version is taken to be written for version 1, the first."""
     module = plugin if inspect.ismodule(plugin) else sys.modules.get(getattr(plugin, "__module__", ""), plugin)
     version = getattr(plugin, "MINIVLLM_API_VERSION", getattr(module, "MINIVLLM_API_VERSION", 1))
     if version == API_VERSION:

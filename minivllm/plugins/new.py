@@ -1,4 +1,4 @@
-"""``minivllm plugins new NAME --kind KIND``: writes a package that installs, passes its tests and runs as it stands.
+"""``minivllm plugins new NAME --kind KIND``: writes a package that installs, passes its tests and runs as is.
 
 ``templates/KIND`` and ``templates/common`` hold it under the name "example", as code that is linted with the rest.
 """
@@ -16,18 +16,18 @@ from minivllm.plugins.registry import KINDS, Registry, exists
 
 TEMPLATES = Path(__file__).parent / "templates"
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_WORDS = ("auto", "false", "inf", "nan", "no", "none", "null", "off", "on", "true", "yes")  # of the command line, YAML
+_WORDS = ("auto", "false", "inf", "nan", "no", "none", "null", "off", "on", "true", "yes")  # special on the command line or in YAML
 _USAGE = "type plugins new NAME --kind " + "|".join(KINDS)
 _TRY = {"model": "model={name} load_format=dummy max_tokens=8"}  # the other kinds run the demo model: KIND=NAME
 
 
 def new_plugin(words: Sequence[str], settings: Sequence[str], registry: Registry, parent: Path) -> str:
-    """Write ``parent/minivllm-NAME``; returns what to tell the user.
+    """Write ``parent/minivllm-NAME``; returns the message for the user.
 
     Args:
         words: what follows ``plugins new``: the name.
         settings: ``["kind=KIND"]``.
-        registry: whose names are taken.
+        registry: its names are taken.
 
     Raises:
         ConfigError: a bad or taken name, an unknown kind, a folder that exists or cannot be written.
@@ -54,7 +54,7 @@ def new_plugin(words: Sequence[str], settings: Sequence[str], registry: Registry
 
 
 def render(name: str, kind: str) -> Iterator[tuple[Path, str]]:
-    """Every file of the package: its path in the package's folder, and its text."""
+    """Every file of the package: its path within the package's folder, and its text."""
     words = {"minivllm_example": _module(name), "test_example": "test_" + name.replace("-", "_"), "example": name}
     words["Example"] = _camel(name)
 

@@ -1,7 +1,7 @@
-"""What a parent tells its ranks about plugins, so that a component that only the parent knows is told by its name.
+"""What a parent tells its ranks about plugins, so that a component that only the parent has can be reported by name.
 
-A rank loads plugins for itself, from the entry points that it finds. What it misses, or finds broken where the parent
-did not, goes back to the parent, which tells it once.
+Each rank loads plugins itself, from the entry points that it finds. What is missing or broken there but not in the
+parent is reported back to the parent, which logs it once.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
 
 _ENVIRON = ("MINIVLLM_DISABLE_PLUGINS", "MINIVLLM_STRICT_PLUGINS")
-_KINDS = ("model", "attention", "sampler")  # what ranks build; the scheduler and the executor are the parent's
+_KINDS = ("model", "attention", "sampler")  # what ranks build; the parent has the scheduler and the executor
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A plugin's component, as the parent has it."""
+    """A plugin's component as the parent sees it."""
 
     kind: str
     name: str
@@ -59,10 +59,10 @@ def view_of(registry: Registry) -> ParentView:
 def registry_of_rank(
     parent: ParentView, rank: int, config: EngineConfig, model_config: ModelConfig
 ) -> tuple[Registry, list[str]]:
-    """This process's plugins, and a list to which what the parent should tell is added, now and later.
+    """This process's registry, and a list that collects messages for the parent to log, now and later.
 
     Raises:
-        PluginError: the configuration names a component that this rank does not have; in strict mode, any is missing.
+        PluginError: the configuration names a component that this rank lacks, or, in strict mode, any is missing.
     """
     notes: list[str] = []
     registry = load_plugins(environ=dict(parent.environ))
@@ -85,7 +85,7 @@ def registry_of_rank(
 
 
 def tell(registry: Registry, notes: Iterable[str]) -> None:
-    """In the parent: each thing that ranks noted, once."""
+    """In the parent: report each of the ranks' notes once."""
     for note in dict.fromkeys(notes):
         registry.tell(note)
 
@@ -106,7 +106,7 @@ def _known(entry: Entry) -> Known:
 
 
 def _missing(known: Known, registry: Registry) -> str | None:
-    """What a rank has instead of a component of the parent's; None: the same."""
+    """How a rank's component differs from the parent's; None: it does not."""
     if known.name in registry.names(known.kind):
         mine = registry.entry(known.kind, known.name)
         if mine.component.target == known.target:

@@ -17,7 +17,7 @@ from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginE
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
-# kind -> what a message calls it
+# kind -> its name in messages
 KINDS: dict[str, str] = {
     "model": "model",
     "attention": "attention backend",
@@ -25,7 +25,7 @@ KINDS: dict[str, str] = {
     "sampler": "sampler",
     "executor": "executor",
 }
-# and the interface in minivllm.core.interfaces that its classes implement
+# kind -> the interface in minivllm.core.interfaces that its classes implement
 _INTERFACES = {
     "model": "Model",
     "attention": "AttentionBackend",
@@ -35,17 +35,17 @@ _INTERFACES = {
 }
 
 _HAVE_AUTO = ("attention", "executor")
-_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux, and Linux under Windows
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # Linux; WSL
 
 
 def is_reserved(kind: str, name: str) -> bool:
-    """Whether the engine itself knows what that name of a kind is: no component may have it."""
+    """Whether the engine reserves this name for itself, so that no component may use it."""
     return name == "auto" and kind in _HAVE_AUTO
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """Where a plugin comes from."""
+    """The package that a plugin comes from."""
 
     plugin: str  # the entry point's name
     package: str
@@ -58,7 +58,7 @@ class Provider:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is wrong with one plugin, in one line. The others work."""
+    """What is wrong with one plugin, in one line. Other plugins are unaffected."""
 
     plugin: str
     package: str
@@ -70,7 +70,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A registered component and who brought it."""
+    """A registered component and its provider."""
 
     kind: str
     component: Component
@@ -82,7 +82,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class OptionEntry:
-    """A registered option of a Hydra group and who brought it."""
+    """A registered Hydra group option and its provider."""
 
     option: ConfigOption
     provider: Provider
@@ -91,8 +91,8 @@ class OptionEntry:
 class Registry:
     """Every component and config option that the installed plugins offer.
 
-    ``strict``: what would be passed over is an error. ``tell`` takes what is passed over, one line each; the log unless
-    given.
+    ``strict``: a broken component is an error instead of being skipped. ``tell`` is called with one line for each
+    skipped component; by default it logs a warning.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Registry:
     # ------------------------------------------------------------------ by name
 
     def entry(self, kind: str, name: str) -> Entry:
-        """The component and its provider. Raises ConfigError for a name that nobody registered."""
+        """The component and its provider. Raises ConfigError if the name is not registered."""
         table = self._table(kind)
         found = table.get(self._aliases[kind].get(name, name))
         if found is None:
@@ -133,11 +133,11 @@ class Registry:
         return found
 
     def get(self, kind: str, name: str) -> Component:
-        """The component of that name or alias. Raises ConfigError for a name that nobody registered."""
+        """The component with this name or alias. Raises ConfigError if the name is not registered."""
         return self.entry(kind, name).component
 
     def names(self, kind: str) -> list[str]:
-        """The canonical names, in the order of registration (built-ins first)."""
+        """The canonical names, in registration order (built-ins first)."""
         return list(self._table(kind))
 
     def aliases(self, kind: str) -> Mapping[str, str]:
@@ -146,11 +146,11 @@ class Registry:
         return dict(self._aliases[kind])
 
     def entries(self, kind: str | None = None) -> list[Entry]:
-        """All of a kind (or of every kind), in the order of registration."""
+        """All entries of a kind (or of every kind), in registration order."""
         return [e for k in ([kind] if kind else KINDS) for e in self._table(k).values()]
 
     def by_priority(self, kind: str, *, prefill: bool = False) -> list[Component]:
-        """Highest priority first: the order in which ``auto`` tries (``prefill``: for prompt chunks)."""
+        """Highest priority first: the order in which ``auto`` tries them (``prefill``: for prompt chunks)."""
 
         def priority(c: Component) -> int:
             return c.prefill_priority if prefill and c.prefill_priority is not None else c.priority
@@ -167,15 +167,15 @@ class Registry:
         """Import and return the class.
 
         Raises:
-            ConfigError: nobody registered the name.
-            PluginError: it cannot be imported, or does not implement the interface of its kind; the message names the
+            ConfigError: the name is not registered.
+            PluginError: it cannot be imported, or does not implement its kind's interface; the message names the
                 package, and what to install.
         """
         entry = self.entry(kind, name)
         component, who = entry.component, f"{KINDS[kind]} {name!r} of {entry.provider}"
         module_name, _, attribute = component.target.partition(":")
         missing = _missing(component)
-        if missing and kind != "attention":  # whose class says without them why it cannot run
+        if missing and kind != "attention":  # an attention backend's class reports this itself
             reasons = "; ".join(map(_not_installed, missing))
             raise PluginError(f"{who} cannot be imported: {reasons}.{self.how_to_install(component)}")
         try:
@@ -206,8 +206,8 @@ class Registry:
 
     @contextmanager
     def building(self, kind: str, name: str) -> Iterator[None]:
-        """While something of a component is made: what a plugin's class raises becomes a PluginError of one line that
-        names its package. Errors of ours, and of what is built in, stay as they are."""
+        """A context for constructing a component: an exception from a plugin's class becomes a one-line PluginError
+        that names its package. minivllm's own errors, and those of built-in components, pass unchanged."""
         entry = self.entry(kind, name)
         try:
             yield
@@ -219,7 +219,7 @@ class Registry:
             raise PluginError(f"{entry} cannot be built: {told(e)}") from e
 
     def pass_over(self, error: PluginError) -> None:
-        """Go on without a component that nobody named and that is broken. Raises the error in strict mode."""
+        """Skip a broken component that the user did not name. Raises the error in strict mode."""
         if self.strict:
             raise error
         if (line := _one_line(error)) not in self._told:
@@ -227,7 +227,7 @@ class Registry:
             self.tell(line)
 
     def model_for_architecture(self, architecture: str) -> ModelComponent:
-        """The model that runs an architecture of config.json. Raises CheckpointError naming the hook to write."""
+        """The model for an architecture named in config.json. Raises CheckpointError naming the hook to write."""
         known = {a: e.component for e in self.entries("model") for a in _architectures(e.component)}
         if architecture in known:
             return known[architecture]  # type: ignore[return-value]
@@ -239,7 +239,7 @@ class Registry:
         )
 
     def read_config(self, hf: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A config.json as the model of its architecture reads it. Raises PluginError."""
+        """config.json after its model's ``read_config``, if it has one. Raises PluginError."""
         named = hf.get("architectures")
         first = named[0] if isinstance(named, list | tuple) and named else None
         for entry in self.entries("model"):
@@ -254,7 +254,7 @@ class Registry:
         return hf
 
     def why_not(self, component: Component) -> list[str]:
-        """Why a component cannot be used here, judged without importing anything; empty if it can."""
+        """Why a component cannot be used here, without importing anything; empty if it can."""
         why = list(map(_not_installed, _missing(component)))
         module = component.target.partition(":")[0]
         if not exists(module):
@@ -262,12 +262,12 @@ class Registry:
         return why
 
     def usable_here(self, component: Component) -> list[str]:
-        """``why_not``, and whether this machine has the GPU that the component needs, as far as a listing can tell."""
+        """``why_not``, plus a missing GPU if the component needs one, as far as device files show."""
         no_gpu = component.gpu and not any(os.path.exists(device) for device in _GPU_DEVICES)
         return self.why_not(component) + (["it needs an NVIDIA GPU, and none is here"] if no_gpu else [])
 
     def how_to_install(self, component: Component) -> str:
-        """A sentence to add to why a component cannot be used, "" if nothing lacks."""
+        """How to install a component's missing requirements, to append to an error; "" if none are missing."""
         missing = [need.split("|")[0].split(".")[0] for need in _missing(component)]
         if not missing:
             return ""
@@ -289,7 +289,7 @@ def _architectures(component: Component) -> tuple[str, ...]:
 
 
 def _missing(component: Component) -> list[str]:
-    """Those of ``requires`` of which no alternative is installed."""
+    """The entries of ``requires`` for which no alternative is installed."""
     return [need for need in component.requires if not any(map(exists, need.split("|")))]
 
 
@@ -298,7 +298,7 @@ def _not_installed(need: str) -> str:
 
 
 def exists(module: str) -> bool:
-    """Whether a module can be found. ``find_spec`` alone would import the parents of a dotted name."""
+    """Whether a module can be found, without importing the parents of a dotted name as ``find_spec`` does."""
     if module in sys.modules:
         return sys.modules[module] is not None
     top, *rest = module.split(".")

@@ -11,7 +11,7 @@ from minivllm.plugins.types import ModelComponent
 
 
 def as_table(registry: Registry) -> str:
-    """Every component, one a line; then what is wrong with plugins."""
+    """Every component, one per line; then any problems with plugins."""
     rows = [("KIND", "NAME", "PACKAGE", "USABLE", "WHAT")]
     for entry in registry.entries():
         component, why = entry.component, registry.usable_here(entry.component)

@@ -1,4 +1,4 @@
-"""What plugins yield. Plain and frozen: names and strings, so that listing them imports nothing they point at."""
+"""What plugins yield: frozen dataclasses of names and strings, so that listing them imports none of their targets."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CONFIG_GROUPS = ("model", "attention", "scheduler", "sampler", "executor", "work
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One thing that is picked by name: an attention backend, a scheduler, a sampler or an executor.
+    """A component selected by name: an attention backend, a scheduler, a sampler or an executor.
 
     Args:
-        name: what users type.
-        target: ``package.module:Class``, imported when it is first used.
+        name: the name users type.
+        target: ``package.module:Class``, imported on first use.
         requires: importable modules that it needs; ``"a|b"`` is satisfied by either.
         aliases: other names that users may type.
-        priority: where ``auto`` chooses, the usable component with the highest priority wins.
-        prefill_priority: of an attention backend, the same for prompt chunks, if it differs.
+        priority: ``auto`` picks the usable component with the highest priority.
+        prefill_priority: for an attention backend, its priority for prompt chunks, if different.
         description: one line for ``minivllm plugins list``.
-        options: the keys that the group's free ``options`` mapping may hold for this component.
-        install: the command that brings what ``requires`` names.
-        gpu: it needs an NVIDIA GPU; ``minivllm plugins list`` says so where there is none.
+        options: the keys that the group's ``options`` mapping may hold for this component.
+        install: the command that installs what ``requires`` names.
+        gpu: whether it needs an NVIDIA GPU; ``minivllm plugins list`` says so on machines without one.
     """
 
     name: str
@@ -69,17 +69,17 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class ModelComponent(Component):
-    """A model class and the ``architectures`` of config.json that it runs.
+    """A model class and the ``architectures`` (as in config.json) that it runs.
 
-    ``read_config`` gets config.json as a dict and returns it as Llama's would say the same, for an architecture that
-    has other names or defaults: with ``intermediate_size``, ``tie_word_embeddings``, ``rope_parameters`` …
+    ``read_config`` is for an architecture whose config.json uses other names or defaults than Llama's: it takes
+    config.json as a dict and returns it with Llama's keys (``intermediate_size``, ``tie_word_embeddings``, …).
     """
 
     architectures: tuple[str, ...] = ()
     read_config: Callable[[dict[str, Any]], Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        # Named, because zero-argument super() does not survive dataclass slots.
+        # Called by name because zero-argument super() breaks in dataclasses with slots.
         Component.__post_init__(self)
         _check_strings(self.name, "architectures", self.architectures)
         if not self.architectures:
@@ -90,7 +90,7 @@ class ModelComponent(Component):
 
 @dataclass(frozen=True, slots=True)
 class ConfigOption:
-    """One option of a Hydra group, so that ``group=name`` works: a mapping, a dataclass instance or a YAML file."""
+    """One option of a Hydra group, for ``group=name``. ``node``: a mapping, a dataclass instance or a YAML file."""
 
     group: str
     name: str

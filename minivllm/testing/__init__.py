@@ -1,10 +1,10 @@
-"""Conformance suites for plugins: subclass one in a test file of yours, and pytest collects its tests.
+"""Conformance suites for plugins: subclass one in your test file, and pytest collects its tests.
 
     class TestMistral(ModelConformance):
         architecture = "MistralForCausalLM"
         config = {"hidden_size": 64, "num_hidden_layers": 2, ...}
 
-What each suite proves and which attributes it reads is told in ``docs/contract.md``. Needs ``minivllm[test]``.
+``docs/contract.md`` says what each suite checks and which attributes it reads. Needs ``minivllm[test]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 for _module in ("conformance", "model", "attention", "scheduler", "simulation", "steps", "outputs"):
-    pytest.register_assert_rewrite(f"{__name__}.{_module}")  # their asserts are the message
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")  # so that failed asserts show their values
 
 from minivllm.testing.attention import AttentionConformance
 from minivllm.testing.model import ModelConformance

@@ -1,4 +1,4 @@
-"""What an attention backend promises: float32 attention's numbers for every kind of step, on CPU and GPU."""
+"""What an attention backend must do: match float32 attention in every kind of step, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class AttentionConformance(Conformance):
     required = ("backend",)
     backend: ClassVar[str | type[AttentionBackend]]  # a registered name, or the class
     options: ClassVar[dict[str, Any]] = {}  # attention.options
-    must_run_on: ClassVar[tuple[str, ...]] = ()  # devices on which a reason against the first shape is a failure
+    must_run_on: ClassVar[tuple[str, ...]] = ()  # devices that must support the first shape: a skip there fails
     shapes: ClassVar[tuple[tuple[int, int, int, int], ...]] = (  # heads, kv heads, head size, block size
         (4, 2, 64, 16),
         (16, 8, 128, 256),
         (5, 1, 64, 16),
         (2, 2, 128, 64),
     )
-    dtypes: ClassVar[dict[str, str]] = {"cpu": "float32", "cuda": "bfloat16"}  # where it is run, and in what
-    tolerances: ClassVar[dict[str, float]] = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1e-2}  # relative, in norm
+    dtypes: ClassVar[dict[str, str]] = {"cpu": "float32", "cuda": "bfloat16"}  # device -> dtype
+    tolerances: ClassVar[dict[str, float]] = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1e-2}  # norm-wise
     # False for a backend that multiplies what it masks by zero: the engine's cache holds no NaN, but old keys it does.
     reads_contexts_only: ClassVar[bool] = True
 
@@ -93,7 +93,7 @@ class AttentionConformance(Conformance):
         return spec_of(*(shape or self.shapes[0]), **(usual | changes))
 
     def build(self, spec: AttentionSpec) -> AttentionBackend:
-        """Skips where the backend says that it cannot."""
+        """The backend; skips the test if it does not support ``spec``."""
         if reasons := self.reasons(spec):
             why = f"{self.backend}: {'; '.join(reasons)}"
             if spec.device in self.must_run_on and spec == self.spec(spec.device):
@@ -129,7 +129,7 @@ class AttentionConformance(Conformance):
                 self.check(self.step(spec, step), self.build(spec))
                 ran += 1
         if not ran:
-            self.build(self.spec(device))  # skips, with its reasons
+            self.build(self.spec(device))  # skips, with reasons
 
     @pytest.mark.parametrize("device", DEVICES)
     def test_dtypes(self, device: str) -> None:
@@ -262,7 +262,7 @@ class AttentionConformance(Conformance):
     @pytest.mark.parametrize("whole", [False, True], ids=["chunks too", "whole prompts"])
     @pytest.mark.parametrize("decodes", [0, 8])
     def test_captured_prompts_equal_eager_ones(self, decodes: int, whole: bool) -> None:
-        """Alone and beside decodes, in graphs of few rows and of many, full and padded."""
+        """Alone and mixed with decodes, in graphs of few and of many rows, full and padded."""
         if self.backend_class().capabilities.cuda_graphs != CudaGraphs.ALWAYS:
             pytest.skip("it declares that its prompts cannot be captured")
         prompts: list[Lens] = [
@@ -288,14 +288,14 @@ class AttentionConformance(Conformance):
             pytest.skip("it captures no prompts of such shapes")
 
     def _some_specs(self) -> list[AttentionSpec]:
-        """Those that run here; skips, with reasons, if none does."""
+        """The specs that are supported here; skips, with reasons, if none is."""
         specs = [self.spec("cuda", shape, max_num_seqs=64) for shape in self.shapes[:3]]
         if not (runs := [spec for spec in specs if not self.reasons(spec)]):
             self.build(specs[0])
         return runs
 
     def _zeros(self, spec: AttentionSpec) -> torch.Tensor:
-        """A cache."""
+        """A zeroed KV cache."""
         blocks = 64 * -(-spec.max_model_len // spec.block_size) + 8
         shape = (2, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device="cuda")
@@ -312,7 +312,7 @@ class AttentionConformance(Conformance):
     def test_an_engine_says_what_it_says_with_the_reference(self, device: str) -> None:
         if not isinstance(self.backend, str):
             pytest.skip("it is no registered name")
-        self.build(self.spec(device, dtype="float32"))  # only there one token is right
+        self.build(self.spec(device, dtype="float32"))  # in float32, rounding does not change the greedy token
         prompts, params = ["Once upon a time", "The"], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         said = []
         for name in (self.backend, "torch"):

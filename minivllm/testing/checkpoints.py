@@ -1,4 +1,4 @@
-"""Small random checkpoints in Hugging Face's layout, and what transformers says with them."""
+"""Small random checkpoints in Hugging Face's layout, and transformers' outputs for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_MOST = 20_000_000  # parameters of what still counts as tiny
+_MOST = 20_000_000  # parameters: the limit for a tiny model
 
 
 def random_checkpoint(
@@ -44,9 +44,9 @@ def random_checkpoint(
     Args:
         folder: where to write it; returned.
         model_class: transformers' class, or one like it (``config_class``, ``save_pretrained``).
-        config: config.json's keys; what it leaves out is ``TINY``'s.
-        architecture: what config.json names; the class unless given.
-        shards: so many safetensors files at least.
+        config: config.json's keys; the rest are taken from ``TINY``.
+        architecture: the name written to config.json; by default the class's.
+        shards: the minimum number of safetensors files.
 
     Raises:
         ValueError: the model is not tiny.
@@ -66,7 +66,7 @@ def random_checkpoint(
         torch.manual_seed(seed)
         model = model_class(hf_config).float()
         for param in model.parameters():
-            if param.dim() == 1:  # norms and biases start at 1 and 0, which would hide that one is not used
+            if param.dim() == 1:  # norms and biases start at 1 and 0, which would hide an unused one
                 param.data.add_(torch.randn_like(param), alpha=0.2)
     size = sum(p.numel() * 4 for p in model.state_dict().values())
     model.save_pretrained(folder, max_shard_size=-(-size // shards) + 1 if shards > 1 else "1GB")
@@ -79,7 +79,7 @@ def random_checkpoint(
 
 @lru_cache
 def byte_level_tokenizer(chat: bool = True) -> Any:
-    """256 bytes, a few merges, three special tokens: any text, ids below 512."""
+    """256 bytes, a few merges, three special tokens: encodes any text, with ids below 512."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +106,7 @@ def byte_level_tokenizer(chat: bool = True) -> Any:
 
 @lru_cache(maxsize=8)
 def reference_model(folder: Path, model_class: Any = None) -> Any:
-    """The checkpoint in transformers, float32, on the CPU; of the class that its config names unless given."""
+    """The checkpoint in transformers, in float32 on the CPU; by default of the class that its config names."""
     from transformers import AutoModelForCausalLM
 
     found = model_class or AutoModelForCausalLM
@@ -114,7 +114,7 @@ def reference_model(folder: Path, model_class: Any = None) -> Any:
 
 
 def reference_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, model_class: Any = None) -> list[int]:
-    """What transformers continues ``prompt`` with, greedily, running past any end-of-sequence token."""
+    """transformers' greedy continuation of ``prompt``, ignoring end-of-sequence tokens."""
     return list(_reference_tokens(folder, tuple(prompt), num_tokens, model_class))
 
 

@@ -1,4 +1,4 @@
-"""What the three suites share: attributes that must be set, and tests that do not apply, each with its reason."""
+"""What the three suites share: required attributes, and skipping tests that do not apply, each with a reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
-with warnings.catch_warnings():  # whoever runs a suite may not have registered the marks
+with warnings.catch_warnings():  # the user's pytest config may not register these marks
     warnings.simplefilter("ignore", pytest.PytestUnknownMarkWarning)
     SLOW = pytest.mark.slow
     _GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here"))
@@ -20,16 +20,16 @@ DEVICES = ["cpu", pytest.param("cuda", marks=_GPU)]
 
 
 def on_gpu(test: Test) -> Test:
-    """A test for GPUs only."""
+    """Marks a test as GPU-only."""
     for mark in _GPU:
         test = mark(test)
     return test
 
 
 class Conformance:
-    """A suite. ``skips`` names tests that do not apply and says why: ``{"test_tensor_parallel": "3 heads"}``."""
+    """A suite. ``skips``: test name -> why it does not apply, such as ``{"test_tensor_parallel": "3 heads"}``."""
 
-    required: ClassVar[tuple[str, ...]] = ()  # attributes that a subclass sets
+    required: ClassVar[tuple[str, ...]] = ()  # attributes that a subclass must set
     skips: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -51,7 +51,7 @@ class Conformance:
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:
-        """Threads cost small matrices more than they bring, and much more where tests run side by side."""
+        """Threads slow small matrices down, the more so when tests run in parallel."""
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         yield

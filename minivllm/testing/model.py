@@ -19,25 +19,25 @@ from minivllm.plugins.manager import default_registry
 from minivllm.testing.checkpoints import random_checkpoint, reference_model, reference_tokens
 from minivllm.testing.conformance import DEVICES, SLOW, Conformance
 
-_folders: dict[type, Path] = {}  # one checkpoint a class
+_folders: dict[type, Path] = {}  # one checkpoint per class
 
 
 class ModelConformance(Conformance):
-    """Tokens equal transformers' in float32, on a random checkpoint made from ``config``.
+    """Tokens must equal transformers' in float32, on a random checkpoint made from ``config``.
 
-    The architecture must be registered: install the plugin (``pip install -e .``) before its tests run.
+    The architecture must be registered: install the plugin (``pip install -e .``) before running its tests.
     """
 
     required = ("architecture", "config")
-    architecture: ClassVar[str]  # as config.json names it
-    config: ClassVar[dict[str, Any]]  # of a tiny model, in config.json's keys; missing ones are checkpoints.TINY's
+    architecture: ClassVar[str]  # as in config.json
+    config: ClassVar[dict[str, Any]]  # of a tiny model, config.json's keys; the rest come from checkpoints.TINY
     prompt_lengths: ClassVar[tuple[int, ...]] = (1, 2, 17, 40, 65)
     max_tokens: ClassVar[int] = 12
     attention: ClassVar[str] = "torch"
 
     @classmethod
     def reference_class(cls) -> type[Any]:
-        """What makes the checkpoint: transformers' class of that name, unless a subclass has its own."""
+        """The class that makes the checkpoint: transformers' class named ``architecture``, unless overridden."""
         import transformers
 
         found = getattr(transformers, cls.architecture, None)
@@ -52,7 +52,7 @@ class ModelConformance(Conformance):
 
     @pytest.fixture
     def checkpoint(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The folder; tests share it."""
+        """The checkpoint's folder, shared by all tests."""
         cls = type(self)
         if cls not in _folders:
             folder = tmp_path_factory.mktemp(self.architecture)
@@ -63,7 +63,7 @@ class ModelConformance(Conformance):
 
     @contextmanager
     def engine(self, checkpoint: Path, *, tp: int = 1, device: str = "cpu", **settings: Any) -> Iterator[LLM]:
-        """``settings``: config keys with ``__`` for the dot."""
+        """``settings``: config keys with ``__`` instead of dots."""
         overrides = [f"{key.replace('__', '.')}={value}" for key, value in settings.items()]
         with LLM(
             str(checkpoint), attention=self.attention, tp=tp, device=device, dtype="float32", overrides=overrides
@@ -87,7 +87,7 @@ class ModelConformance(Conformance):
         return said
 
     def build(self, checkpoint: Path, weights: Iterable[tuple[str, torch.Tensor]] | int) -> torch.nn.Module:
-        """The model alone, its memory poisoned before the weights come."""
+        """The model without an engine, its memory filled with NaN before weights are loaded."""
         registry = default_registry()
         config = read_model_config(checkpoint, registry.read_config)
         model_class = registry.resolve("model", registry.model_for_architecture(config.architecture).name)
@@ -105,7 +105,7 @@ class ModelConformance(Conformance):
             assert self.say(llm, prompts) == self.expected(checkpoint, prompts)
 
     def test_log_probabilities_equal_transformers(self, checkpoint: Path) -> None:
-        """Of prompts and of what follows: the most likely token does not tell how its logit is scaled or capped."""
+        """For prompt and output tokens: greedy tokens alone do not show how logits are scaled or capped."""
         prompts = self.prompts()
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, logprobs=0)
         with self.engine(checkpoint) as llm:
@@ -151,7 +151,7 @@ class ModelConformance(Conformance):
 
     @SLOW
     def test_tensor_parallel(self, checkpoint: Path) -> None:
-        """Two ranks, spawned processes that find the plugin by its entry point."""
+        """Two ranks in spawned processes, which find the plugin by its entry point."""
         prompts = self.prompts()
         with self.engine(checkpoint, tp=2, scheduler__max_num_batched_tokens=32) as llm:
             assert self.say(llm, prompts) == self.expected(checkpoint, prompts)
@@ -159,7 +159,7 @@ class ModelConformance(Conformance):
     # ------------------------------------------------------------------ weights
 
     def test_dummy_weights(self, checkpoint: Path) -> None:
-        """Random weights from the shape alone: all of them, and the same for the same seed."""
+        """Random weights from shapes alone: every parameter is filled, and the same seed gives the same weights."""
         first, again, other = (dict(self.build(checkpoint, seed).named_parameters()) for seed in (3, 3, 4))
         for name, param in first.items():
             assert param.isfinite().all(), f"{name} is not filled"
@@ -169,7 +169,7 @@ class ModelConformance(Conformance):
             assert [len(one) for one in self.say(llm, self.prompts())] == [self.max_tokens] * len(self.prompt_lengths)
 
     def test_weights_in_any_order_and_file(self, checkpoint: Path, tmp_path: Path) -> None:
-        """The tensors in other files, last ones first, fill the same parameters."""
+        """The same tensors in reverse order and other files fill the same parameters."""
         from safetensors.torch import save_file
 
         whole = self.build(checkpoint, iterate_safetensors(checkpoint)).state_dict()
@@ -205,7 +205,7 @@ class ModelConformance(Conformance):
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """What torch allocates without filling it is NaN."""
+    """Within this context, memory that torch allocates without initializing is NaN."""
     deterministic: Any = torch.utils.deterministic
     was, fill = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
     deterministic.fill_uninitialized_memory = True

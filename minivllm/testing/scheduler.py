@@ -1,4 +1,4 @@
-"""What a scheduler promises: whatever comes and goes, each row reads its own history, and every request ends."""
+"""What a scheduler must do: whatever requests come and go, each row reads its own history and every request ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LEN = 40
 @dataclass(frozen=True)
 class Setting:
     block_size: int
-    spare: int  # blocks more than the largest request needs
+    spare: int  # blocks beyond what the largest request needs
     max_num_seqs: int
     budget: int
     prefix: bool
@@ -41,7 +41,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    which: int  # of those that live, modulo their number
+    which: int  # index into the live requests, modulo their number
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def setting(draw: st.DrawFn) -> Setting:
 
 
 def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: int, priority: int) -> Ask:
-    """A prompt: ``shared`` tokens that all of its family begin with, then ``own`` ones."""
+    """A request whose prompt is ``shared`` tokens common to its family, then ``own`` of its own."""
     prompt = [(family * 5 + i * i) % 11 for i in range(shared)] + [(i * (own + max_tokens)) % 11 for i in range(own)]
     return Ask(
         prompt=tuple(prompt) or (0,),  # token id 0 is a token
@@ -91,14 +91,14 @@ stories = st.builds(
 
 
 class SchedulerConformance(Conformance):
-    """A scheduler on the built-in block manager, over a simulated device that checks every batch it is given."""
+    """A scheduler on the built-in block manager, with a simulated device that checks every batch it gets."""
 
     required = ("scheduler",)
     scheduler: ClassVar[str | type[Scheduler]]  # a registered name, or the class
     options: ClassVar[dict[str, Any]] = {}  # scheduler.options
-    examples: ClassVar[int] = 200  # of Hypothesis
+    examples: ClassVar[int] = 200  # Hypothesis examples
     world: ClassVar[type[World]] = World  # a subclass may check more at each step: ``check_policy``
-    steps_per_token: ClassVar[int] = 4  # within how many steps for each token of all requests everything has ended
+    steps_per_token: ClassVar[int] = 4  # everything must end within so many steps per token of all requests
     patience: ClassVar[int] = 400  # steps that a large request may wait while small ones keep coming
 
     def make(
@@ -183,7 +183,7 @@ class SchedulerConformance(Conformance):
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_a_pool_for_one_serves_many(self, depth: int) -> None:
-        """All fit alone and no two together at their end: somebody has to give way, and nobody loses a token."""
+        """Each fits alone, but no two at full length: some must be preempted, and none may lose a token."""
         world = self.make(num_blocks=8, prefix=False, depth=depth)
         for i in range(6):
             world.add(Ask((i, i + 1, i + 2), max_tokens=28))
@@ -210,7 +210,7 @@ class SchedulerConformance(Conformance):
             world.add(Ask((1,) * 10, max_tokens=8))
         world.scheduler.check()
         assert not world.scheduler.has_work
-        world.add(Ask((1,) * 10, max_tokens=7))  # the last token needs no place in the cache
+        world.add(Ask((1,) * 10, max_tokens=7))  # the last token needs no cache slot
         world.drain()
 
     def test_a_large_request_is_not_starved_by_small_ones(self) -> None:
@@ -221,7 +221,7 @@ class SchedulerConformance(Conformance):
         large = world.add(Ask(tuple(range(11)) * 5, max_tokens=4))
         steps = 0
         while large.request_id in world.live:
-            world.add(Ask((steps % 11,) * (2 + steps % 3), max_tokens=1 + steps % 7))  # there is always a small one
+            world.add(Ask((steps % 11,) * (2 + steps % 3), max_tokens=1 + steps % 7))  # there is always a small request
             world.add(Ask((steps % 7,) * 3, max_tokens=3))
             world.step()
             steps += 1

@@ -1,9 +1,9 @@
-"""A device in a few lines of Python: it runs what a scheduler decides, and sees whether each row reads its own history.
+"""A simulated device: it runs what a scheduler decides, and checks that each row reads its own history.
 
-A token's "key and value" is the chained hash of all tokens before it (and of the cache salt), so a block that was
-stolen, freed too early or shared wrongly is read as a foreign history. The model's next token is a function of that
-hash alone: what a request must say can be computed without any batch. Only the interface is used: ``Scheduler``,
-``BlockManager``, ``Batch``.
+A token's "key and value" is the chained hash of all tokens up to it (and of the cache salt), so that a block that was
+stolen, freed too early or shared wrongly shows another request's history. The next token is a function of that hash
+alone, so that a request's expected output can be computed without batching. Only the interfaces are used:
+``Scheduler``, ``BlockManager``, ``Batch``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW = np.dtype([("number", "<i4")])
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. ``string_at``: a stop string is complete after so many tokens (0: never)."""
+    """One request. ``string_at``: a stop string is complete after this many output tokens (0: never)."""
 
     prompt: tuple[int, ...]
     max_tokens: int = 4
@@ -35,13 +35,13 @@ class Ask:
     min_tokens: int = 0
     string_at: int = 0
     salt: str | None = None
-    priority: int = 0  # for schedulers that heed it
-    scores: bool = False  # whether its prompt's log-probabilities are wanted, of a scheduler that ``scores_prompts``
+    priority: int = 0  # for schedulers with ``uses_priority``
+    scores: bool = False  # ask for prompt log-probabilities, if the scheduler ``scores_prompts``
 
     def sequence(self, name: str, number: int) -> Sequence:
-        """As the engine makes it, request ``number`` of all."""
+        """The sequence as the engine would create it; ``number`` is unique to the request."""
         params = SamplingParams(max_tokens=self.max_tokens, min_tokens=min(self.min_tokens, self.max_tokens))
-        never = range(VOCAB, VOCAB + 1 + 20 * (number % 2))  # many of every second request
+        never = range(VOCAB, VOCAB + 1 + 20 * (number % 2))  # many stop ids for every other request
         seq = Sequence(
             name, list(self.prompt), params, max_len=len(self.prompt) + self.max_tokens,
             stop_ids=(*never, STOP) if self.stops else (), cache_salt=self.salt,
@@ -52,7 +52,7 @@ class Ask:
 
 
 class Story:
-    """A request's tokens as a lone run would give them, going on past every stop."""
+    """A request's tokens if it ran alone, ignoring every stop."""
 
     def __init__(self, ask: Ask) -> None:
         self.ask = ask
@@ -65,7 +65,7 @@ class Story:
             self.states.append(state)
 
     def ending(self) -> tuple[list[int], FinishReason]:
-        """What the request must bring back."""
+        """The request's expected output tokens and finish reason."""
         ask, n = self.ask, len(self.ask.prompt)
         for count, token in enumerate(self.tokens[n:], 1):
             if ask.stops and token == STOP and count > ask.min_tokens:
@@ -100,16 +100,16 @@ class World:
         self.under_way: deque[tuple[Batch, np.ndarray]] = deque()
         self.tables = np.zeros_like(blocks.tables)  # the device's copy
         self.last_token = np.full(self.options.max_num_seqs, -1)
-        self.number = np.full(self.options.max_num_seqs, -1)  # what Sampler.prepare was told of each slot
+        self.number = np.full(self.options.max_num_seqs, -1)  # by slot, what Sampler.prepare was given
         self.cache: dict[tuple[int, int], int] = {}  # (block, offset) → the state that was written there
         self.told: dict[str, int] = {}  # tokens committed, by request
-        self.scored: dict[str, int] = {}  # first tokens of its prompt that are scored or need not be, by request
-        self.generations: dict[int, set[int]] = {}  # by slot, those that were admitted
+        self.scored: dict[str, int] = {}  # by request, leading prompt tokens that are scored or need not be
+        self.generations: dict[int, set[int]] = {}  # by slot, generations that were admitted
         limits = CascadeLimits(
             rows=2, keys=self.size, beside=2, alone=3, items=40, parts=200, saved_keys=1, node_keys=1, node_saved=1
         )
         self.planner = CascadePlanner(self.tables, self.size, limits)
-        self.cascades = 0  # steps whose decodes would read something together
+        self.cascades = 0  # steps whose decodes would share reads of a prefix
 
     # ------------------------------------------------------------------ requests
 
@@ -132,7 +132,7 @@ class World:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> bool:
-        """What ``LLMEngine.step`` does; returns whether there was anything to do."""
+        """Does what ``LLMEngine.step`` does; returns whether there was anything to do."""
         while len(self.under_way) < self.depth:
             batch = self.scheduler.schedule()
             self.scheduler.check()
@@ -150,7 +150,7 @@ class World:
         return True
 
     def drain(self, limit: int = 10_000) -> None:
-        """Step until every request has ended; then nothing may be held."""
+        """Step until every request has ended; then no slot or block may be held."""
         s = self.scheduler
         for _ in range(limit):
             if not s.has_work:
@@ -165,7 +165,7 @@ class World:
         assert s.schedule() is None, "a step was scheduled for nobody"
 
     def launch(self, batch: Batch) -> np.ndarray:
-        """Run a step, checking all that a device would trust; returns what it samples."""
+        """Run a step, checking everything that a device would trust; returns the sampled tokens."""
         s = self.scheduler
         self.batches.append(batch)
         self._check_shape(batch)
@@ -213,7 +213,8 @@ class World:
         return sampled
 
     def _check_scored(self, batch: Batch) -> None:
-        """Of each row the tokens behind those that it computes, which come one after another or once more."""
+        """Each scored row's ids are the tokens that follow those it computes; no token of a prompt is left out, though
+        one may be scored again."""
         scored = batch.scored
         if scored is None:
             return
@@ -232,7 +233,7 @@ class World:
         assert scored.best == max(best)
 
     def _check_cascade(self, batch: Batch, stories: list[Story]) -> None:
-        """Whether what decodes would read together is each one's own history, to where it reads on alone."""
+        """Check that what decodes would read together is each one's own history, up to where each reads on alone."""
         plan = self.planner.plan(batch)
         if plan is None:
             return
@@ -290,4 +291,4 @@ class World:
             assert number in self.generations.get(slot, ()), f"slot {slot} runs, and was never admitted"
 
     def check_policy(self, batch: Batch) -> None:
-        """What one scheduler promises beyond the interface; for subclasses."""
+        """For subclasses: check what one scheduler promises beyond the interface."""

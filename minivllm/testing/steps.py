@@ -1,4 +1,4 @@
-"""One attention step by hand: a paged cache, a batch, and what must come out; eager, padded and captured."""
+"""One attention step built by hand: a paged cache, a batch and the expected output; eager, padded and captured."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.kernels.paged_prefill import paged_attention_reference
 
-LAYER = SimpleNamespace(index=1)  # of the two that a step's cache has
-JUNK = 2**30  # a block id that nobody may read
+LAYER = SimpleNamespace(index=1)  # the second of the cache's two layers
+JUNK = 2**30  # a block id that must never be read
 
 
 def spec_of(heads: int, kv_heads: int, head_dim: int, block_size: int, **options: Any) -> AttentionSpec:
@@ -52,7 +52,7 @@ def attention_batch(
     position = np.arange(starts[-1]) + np.repeat(seq - query - starts[:-1], query)
     row = np.repeat(np.arange(len(seq)), query)
     slots = table[row, position // block_size].astype(np.int64) * block_size + position % block_size
-    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # not aligned; the runner's are
+    packed = torch.from_numpy(np.concatenate((starts, seq))).to(device)  # not aligned, unlike the runner's
     return AttentionBatch(
         num_decodes=num_decodes,
         query_start=packed[: len(starts)],
@@ -66,10 +66,10 @@ def attention_batch(
 
 
 def plan_eager(backend: AttentionBackend, batch: AttentionBatch) -> None:
-    """Tell a bound backend of an eager step, as the runner does."""
+    """Have a bound backend plan an eager step, as the runner does."""
     d = batch.num_decodes
     words = backend.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
-    batch.prompt_words = torch.from_numpy(words.copy()).to(batch.seq_lens.device)  # some may not be written to
+    batch.prompt_words = torch.from_numpy(words.copy()).to(batch.seq_lens.device)  # some arrays are read-only
     backend.plan(batch)
 
 
@@ -77,8 +77,8 @@ def plan_eager(backend: AttentionBackend, batch: AttentionBatch) -> None:
 class Step:
     """(query tokens, context) of each row, decodes first; keys and values in a cache of two layers.
 
-    ``poison``: what no context holds is NaN, table entries past a context are junk. ``shared``: so many tokens at the
-    front are the same blocks in every row (whole blocks, and none of a row's query tokens).
+    ``poison``: cache slots outside all contexts are NaN, and table entries past a context are junk. ``shared``: the
+    number of leading tokens whose blocks all rows share (whole blocks, and none of a row's query tokens).
     """
 
     spec: AttentionSpec
@@ -113,7 +113,7 @@ class Step:
         self.batch = attention_batch(query, seq, tables, size, self.num_decodes, device, junk=junk)
 
     def read_once(self, limits: CascadeLimits) -> None:
-        """Let the decodes read what they share so, if it is worth a node at all: raises AssertionError if not."""
+        """Have the decodes read their shared prefix once (cascade). Raises AssertionError if they share too little."""
         b, d = self.batch, self.num_decodes
         computed = (b.host_seq_lens - b.host_query_lens)[:d]
         limits = replace(limits, saved_keys=1)
@@ -123,7 +123,7 @@ class Step:
         b.cascade = Cascade.of(torch.from_numpy(numbers).to(self.q.device), d, plan.beside)
 
     def expected(self) -> torch.Tensor:
-        """In float32."""
+        """The attention output, computed in float32."""
         k, v = self.cache[LAYER.index].float()
         b, s = self.batch, self.spec
         return paged_attention_reference(
@@ -131,7 +131,7 @@ class Step:
         )
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
-        """Let the backend plan, write the new keys and values, and attend, into poisoned memory."""
+        """Have the backend plan, write the new keys and values, and attend, with the output prefilled with NaN."""
         if not backend.keeps_cache_write():
             return self._run_by_forward(backend)
         b, at = self.batch, self._slots(self.batch)
@@ -152,7 +152,7 @@ class Step:
         return out
 
     def _check_fresh(self, backend: AttentionBackend, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-        """``prefill_fresh`` says what ``prefill`` has said, of keys and values that lie in a packed projection."""
+        """``prefill_fresh`` must equal ``prefill``, given keys and values that are views of a packed projection."""
         d, lens = self.num_decodes, self.batch.host_query_lens
         assert (lens[d:] == self.batch.host_seq_lens[d:]).all(), "fresh_prompts is set in a step that continues one"
         q = self.q[d:]
@@ -162,7 +162,7 @@ class Step:
         assert relative_error(fresh, out) < (1e-5 if q.dtype == torch.float32 else 1e-2)
 
     def _run_by_forward(self, backend: AttentionBackend) -> torch.Tensor:
-        """The cache is laid out in the backend's own way: it writes the contexts itself, a prompt chunk a step."""
+        """For a backend with its own cache layout: it writes the contexts itself, one prompt chunk per step."""
         b, size = self.batch, self.spec.block_size
         backend.bind(torch.full_like(self.cache, float("nan") if self.poison else 0.0))
         most = self.spec.max_num_batched_tokens
@@ -184,7 +184,7 @@ class Step:
         return batch.slot_mapping // self.spec.block_size, batch.slot_mapping % self.spec.block_size
 
     def padded(self, size: int) -> Step:
-        """The same decodes at the front of ``size`` rows, as in a graph: what is behind them writes to block 0."""
+        """The same decodes padded to ``size`` rows, as in a CUDA graph: padding rows write to block 0."""
         more = size - len(self.lens)
         assert self.num_decodes == len(self.lens) and more >= 0
         step = object.__new__(Step)
@@ -216,7 +216,7 @@ class Captured:
         self.tables = torch.zeros((rows, self.width), dtype=torch.int32, device=device)
         self.slots = torch.zeros(decodes + tokens, dtype=torch.int64, device=device)
         self.q = cache.new_zeros(decodes + tokens, spec.num_heads, spec.head_dim)
-        self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # prompts' are read
+        self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # those of prompts are read
         self.out = torch.empty_like(self.q)
         backend.bind(cache)
         none = np.zeros(prompts, np.int32)
@@ -233,7 +233,7 @@ class Captured:
             self._attend()
 
     def _plan(self, decodes: Sequence[int], prompts: Sequence[tuple[int, int]], tables: np.ndarray) -> None:
-        """``decodes``: contexts, of all rows; ``prompts``: query tokens and contexts, the padding's not among them."""
+        """``decodes``: context lengths of all decode rows; ``prompts``: (query tokens, context), without padding."""
         rest = self.tokens - sum(query for query, _ in prompts)
         padded = [*prompts, (rest, 1), *[(0, 1)] * (self.prompts - len(prompts) - 1)] if self.prompts else []
         lens = np.array([(1, seq) for seq in decodes] + padded, np.int32)
@@ -261,11 +261,11 @@ class Captured:
 
     def _attend(self) -> None:
         new = (self.k, self.v) if self.backend.fresh_prompts else ()
-        for index in (0, 1):  # as a model: layer 0 first
+        for index in (0, 1):  # layer 0 first, as in a model
             self.backend.attend_into(self.out, self.q, SimpleNamespace(index=index), *new)
 
     def replay(self, step: Step) -> torch.Tensor:
-        """``step``, which must fit, on the cache that was bound and holds its contexts."""
+        """Run ``step``, which must fit, on the bound cache, which holds its contexts."""
         d, n, b = self.decodes, step.num_decodes, step.batch
         t = len(step.q) - n
         assert n <= d and t <= self.tokens and len(step.lens) - n < max(self.prompts, 1)

@@ -1,4 +1,4 @@
-"""Attention written out: scores, softmax, sum, one sequence at a time. Writing the cache is inherited."""
+"""Attention in plain PyTorch: scores, softmax, sum, one sequence at a time. The KV-cache write is inherited."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ExampleAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
-        # Of each sequence of the step, decodes first: its query tokens, and where in the cache its context lies, (n,).
+        # For each sequence of the step, decodes first: its number of query tokens, and the cache slots of its context.
         self.rows: list[tuple[int, torch.Tensor]] = []
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Once a step."""
+        """Called once per step."""
         self.batch = batch
         size, device = self.spec.block_size, batch.block_tables.device
         self.rows = []
@@ -29,12 +29,12 @@ class ExampleAttention(AttentionBackend):
             self.rows.append((int(count), torch.from_numpy(slots).to(device)))
 
     def decode(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """Once a layer."""
+        """Called once per layer, for decode rows."""
         assert self.batch is not None
         self._attend(self.rows[: self.batch.num_decodes], q, layer, out)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """Once a layer."""
+        """Called once per layer, for prompt chunks."""
         assert self.batch is not None
         self._attend(self.rows[self.batch.num_decodes :], q, layer, out)
 
@@ -47,7 +47,7 @@ class ExampleAttention(AttentionBackend):
         for (count, slots), queries, into in zip(rows, q.split(counts), out.split(counts), strict=True):
             k, v = cache[:, slots].float().repeat_interleave(group, dim=2)  # (length, num_heads, head_dim) each
             scores = torch.einsum("qhd,khd->hqk", queries.float(), k) * self.spec.scale
-            # Query i of the last `count` tokens sees those up to itself.
+            # Causal mask: each of the last `count` tokens sees every token up to itself.
             seen = torch.ones(count, len(slots), dtype=torch.bool, device=q.device).tril(len(slots) - count)
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
             into.copy_(torch.einsum("hqk,khd->qhd", weights, v))

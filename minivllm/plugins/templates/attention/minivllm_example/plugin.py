@@ -14,6 +14,6 @@ def minivllm_attention_backends() -> Iterator[Component]:
     yield Component(
         "example",
         "minivllm_example.backend:ExampleAttention",
-        priority=-1,  # attention=auto takes the highest that runs: triton has 40, torch 0
+        priority=-1,  # attention=auto picks the highest that can run: triton has 40, torch 0
         description="attention written out in PyTorch",
     )

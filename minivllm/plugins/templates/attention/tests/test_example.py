@@ -1,4 +1,4 @@
-"""minivllm's suite for attention backends: every kind of step against float32 attention, then an engine."""
+"""minivllm's suite for attention backends: every kind of step against float32 attention, then a whole engine."""
 
 from __future__ import annotations
 

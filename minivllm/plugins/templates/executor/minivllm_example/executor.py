@@ -1,4 +1,4 @@
-"""One process, one device, and a count of what ran."""
+"""One process, one device, and a count of the steps and tokens it ran."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class ExampleExecutor(SingleExecutor):
         return super().launch(batch)
 
     def describe(self) -> dict[str, Any]:
-        """What the built-in one says, and ``steps`` and ``tokens``, launched so far."""
+        """The built-in executor's fields, plus ``steps`` and ``tokens`` launched so far."""
         return super().describe() | {"steps": self.steps, "tokens": self.tokens}

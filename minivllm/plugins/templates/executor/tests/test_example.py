@@ -1,4 +1,4 @@
-"""The same tokens as with the built-in executor, a count of what ran, and nothing after the end."""
+"""The same tokens as with the built-in executor, a count of what ran, and an error after shutdown."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_it_runs_and_counts() -> None:
     with LLM("demo", device="cpu", overrides=["executor=example"]) as llm:
         assert say(llm) == expected
         about = llm.engine.describe()
-    assert about["steps"] >= 6  # one of both prompts, then one a token
-    assert about["tokens"] >= 4 + 2 * 5  # the prompts, and every token but the last
+    assert about["steps"] >= 6  # one for both prompts, then one per token
+    assert about["tokens"] >= 4 + 2 * 5  # the prompts, and every generated token but the last
     with pytest.raises(EngineDeadError):
         llm.generate(PROMPTS)
 

@@ -1,6 +1,6 @@
-"""A dense decoder on minivllm's layers: grouped-query attention, gated MLP, a norm before each.
+"""A dense decoder built on minivllm's layers: grouped-query attention and a gated MLP, each with a norm before it.
 
-Parameters are named as the checkpoint's tensors are. Splitting over ranks, loading and graphs come with the layers.
+Parameters have the names of the checkpoint's tensors. The layers handle tensor parallelism, loading and CUDA graphs.
 """
 
 from __future__ import annotations

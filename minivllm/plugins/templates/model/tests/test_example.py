@@ -1,4 +1,4 @@
-"""Tokens equal transformers', however prompts are cut up, cached, preempted or split over ranks."""
+"""Tokens equal transformers', however requests are chunked, cached, preempted or split over ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from minivllm.testing import ModelConformance
 
 
 class Reference(LlamaForCausalLM):
-    """What the model must equal."""
+    """The model's outputs must equal this one's."""
 
 
-Reference.__name__ = "ExampleForCausalLM"  # what transformers writes into config.json as the architecture
+Reference.__name__ = "ExampleForCausalLM"  # transformers writes this into config.json as the architecture
 
 
 class TestExample(ModelConformance):
     architecture = "ExampleForCausalLM"
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # the rest is minivllm.testing's
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # the rest: minivllm.testing's defaults
 
     @classmethod
     def reference_class(cls) -> type[Any]:

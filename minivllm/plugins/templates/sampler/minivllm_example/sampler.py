@@ -1,4 +1,4 @@
-"""The built-in sampler over logits in which some tokens are ruled out."""
+"""The built-in sampler over logits in which some tokens are masked out."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ExampleSampler(DefaultSampler):
         self.banned = torch.tensor(banned, dtype=torch.int64, device=device)
 
     def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What most requests need; captured in CUDA graphs, so it may not wait for the device."""
+        """The common path; it is captured in CUDA graphs, so it must not wait for the device."""
         return super().sample(self._without_banned(logits), slots, positions)
 
     def refine(
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor,
         host_slots: np.ndarray,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        """Penalties, min_tokens and log-probabilities, for rows that ask for them, behind ``sample``."""
+        """Called after ``sample``: penalties, min_tokens and log-probabilities, for rows that ask for them."""
         return super().refine(self._without_banned(logits), slots, positions, tokens, host_slots)
 
     def _without_banned(self, logits: torch.Tensor) -> torch.Tensor:

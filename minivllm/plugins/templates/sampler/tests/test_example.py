@@ -1,4 +1,4 @@
-"""Banned tokens are never said; everything else is as with the built-in sampler."""
+"""Banned tokens are never sampled; everything else matches the built-in sampler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASKS = [  # greedy, temperature, top-p
 
 
 def say(*overrides: str) -> list[list[int]]:
-    """What the demo model says to every ask after each prompt."""
+    """The demo model's tokens for each prompt with each of ``ASKS``."""
     with LLM("demo", device="cpu", overrides=[*overrides, "max_model_len=64"]) as llm:
         outputs = llm.generate([p for p in PROMPTS for _ in ASKS], ASKS * len(PROMPTS), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

@@ -1,4 +1,4 @@
-"""Mixed batches with a bound on the prompt tokens of a step, so that long prompts hold up no decodes."""
+"""Mixed batches with a limit on prompt tokens per step, so that long prompts do not delay decodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT_TOKENS = 512
 
 
 class ExampleScheduler(MixedScheduler):
-    """Raises ConfigError if ``scheduler.options.prompt_tokens`` is not a whole number from 1."""
+    """Raises ConfigError if ``scheduler.options.prompt_tokens`` is not a positive integer."""
 
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None

@@ -1,4 +1,4 @@
-"""minivllm's suite for schedulers, and what this one promises beyond it."""
+"""minivllm's suite for schedulers, plus what this one adds."""
 
 from __future__ import annotations
 
