@@ -1,4 +1,4 @@
-"""From a frozen config to a running engine: the one place where names become classes and parts meet."""
+"""Builds an engine from a frozen config: the one place where names are resolved and components are connected."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from minivllm.executors.processes import Child
     from minivllm.plugins.registry import Entry, Registry
 
-_DESCRIBED = ("device", "attention", "dtype")  # of ``Executor.describe``, what others read
+_DESCRIBED = ("device", "attention", "dtype")  # the required keys of ``Executor.describe``
 
 
 def build_engine(config: EngineConfig) -> LLMEngine:
-    """Load weights, size the cache, capture graphs; returns when the first request can be taken.
+    """Load weights, size the cache, capture graphs; returns when the engine can take requests.
 
     Raises:
-        ConfigError, CheckpointError, PluginError: as early as it can be known, before weights are read.
+        ConfigError, CheckpointError, PluginError: as early as possible, before weights are read.
     """
     from minivllm.plugins.manager import default_registry
 
@@ -45,14 +45,14 @@ def build_engine(config: EngineConfig) -> LLMEngine:
     executor_name = config.executor.name
     if executor_name == "auto":
         executor_name = "single" if config.tp == 1 else "multiproc"
-    if executor_name == "single" and config.device != "cpu":  # other executors' ranks open their own
+    if executor_name == "single" and config.device != "cpu":  # other executors' ranks open their own devices
         from minivllm.kernels._triton import open_device
 
-        open_device(0)  # while torch is imported
+        open_device(0)  # concurrently with importing torch
     with ExitStack() as undo:
         children: list[Child] = []
         plausible = model_config.num_heads % config.tp == 0 and config.tp <= (os.cpu_count() or 1)
-        if executor_name == "multiproc" and plausible:  # they import torch while this process does
+        if executor_name == "multiproc" and plausible:  # so that they import torch concurrently with this process
             from minivllm.executors.processes import start_children
 
             children = start_children(config.tp, config.device != "cpu" and "devices" not in config.executor.options)
@@ -69,7 +69,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             executor.take(children)
         undo.pop_all()
     try:
-        tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)  # while the device is opened
+        tokenizer = load_tokenizer(config.model, path, model_config, config.load_format)  # while the device opens
         with registry.building("executor", executor_name):
             num_blocks = executor.start()
         _check_started(executor_name, executor, num_blocks)
@@ -105,7 +105,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
 
 def _row_of(entry: Entry, row: Any) -> np.dtype:
-    """A sampler's. Raises PluginError."""
+    """A sampler's ``row`` as a dtype. Raises PluginError if it is not one."""
     try:
         found = None if row is None else np.dtype(row)
     except TypeError:
@@ -117,7 +117,7 @@ def _row_of(entry: Entry, row: Any) -> np.dtype:
 
 
 def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
-    """What it said at its start, and says of itself. Raises PluginError."""
+    """Validate what the executor's ``start`` and ``describe`` returned. Raises PluginError."""
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, Integral) or num_blocks < 0:
         who = named("executor", name, executor)
         raise PluginError(f"{who}: start returned {shown(num_blocks)}, not how many cache blocks can be handed out")
@@ -131,7 +131,7 @@ def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
 
 
 def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
-    """The checkpoint's folder and shape; with dummy weights the published shape is enough, and there is no folder."""
+    """The checkpoint's folder and config; with dummy weights the published config is enough, and the folder is None."""
     from minivllm.plugins.manager import default_registry
 
     options, read = config.model, default_registry().read_config
@@ -142,7 +142,7 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
 
 
 def model_options(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> FrozenDict:
-    """``model.options``. Raises ConfigError for one that the model of this architecture does not declare."""
+    """``model.options``. Raises ConfigError for an option that the model does not declare."""
     component = registry.model_for_architecture(model_config.architecture)
     for option in config.model.options:
         if option not in component.options:
@@ -154,7 +154,7 @@ def model_options(config: EngineConfig, model_config: ModelConfig, registry: Reg
 
 
 def model_length(config: EngineConfig, model_config: ModelConfig) -> int:
-    """``max_model_len``, or the model's own limit. Raises ConfigError for more than the model can tell apart."""
+    """``max_model_len``, or the model's limit. Raises ConfigError for more positions than the model supports."""
     wanted = config.max_model_len
     if wanted is not None and wanted > model_config.max_position:
         raise ConfigError(

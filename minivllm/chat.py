@@ -1,4 +1,4 @@
-"""``minivllm chat``: a conversation in the terminal, each reply streamed as it is made."""
+"""``minivllm chat``: a conversation in the terminal, with streamed replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Message = dict[str, str]
 
 
 def run(composed: Composed) -> int:
-    """Read a line, stream the reply, until the input ends."""
+    """Read lines and stream replies until the input ends."""
     options = composed.options
     assert isinstance(options, ChatOptions)
     params = options.sampling_params()
@@ -53,7 +53,7 @@ def run(composed: Composed) -> int:
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """What the user types, without blank lines. Ctrl-C at an empty prompt is the caller's KeyboardInterrupt."""
+    """The lines that the user types, without blank ones. Ctrl-C at the prompt raises KeyboardInterrupt."""
     if terminal:
         import contextlib
 
@@ -71,7 +71,7 @@ def _lines(terminal: bool) -> Iterator[str]:
 
 
 def _reply(llm: LLM, messages: list[Message], params: SamplingParams, request_id: str) -> str:
-    """Stream one reply to standard output. Ctrl-C ends it early; what was said so far stays in the conversation."""
+    """Stream one reply to standard output. Ctrl-C ends it early; the text so far stays in the conversation."""
     engine = llm.engine
     tokens = llm.engine.tokenizer.apply_chat_template(messages)
     engine.add_request(request_id, tokens, params)

@@ -1,4 +1,4 @@
-"""The command line: which mode, which overrides, and how errors look. Imports nothing heavy until a mode runs."""
+"""The command line: modes, overrides and how errors are shown. Imports nothing heavy until a mode runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _FLAGS = ("-h", "--help", "-V", "--version", "--cfg", "--json", "-m", "--multiru
 
 @dataclass(slots=True)
 class Arguments:
-    """A command line in its parts, whatever order they were typed in."""
+    """The parts of a command line, which may be in any order."""
 
     word: str | None = None  # the mode, or plugins
     rest: list[str] = field(default_factory=list)  # further words: `plugins list`, `plugins new NAME`
     overrides: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)  # of `plugins new`: --kind is the one flag with a value of its own
+    kinds: list[str] = field(default_factory=list)  # `plugins new --kind`, the only flag whose value is a separate word
 
     def has(self, *names: str) -> bool:
         return any(name in self.flags for name in names)
@@ -41,7 +41,7 @@ class Arguments:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code: 0, 1 for an error, 2 for a wrong command line, 130 for Ctrl-C."""
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a text that it cannot hold is no reason to lose the others
+        sys.stdout.reconfigure(errors="backslashreplace")  # an unencodable text must not lose the others
     try:
         return _run(parse(sys.argv[1:] if argv is None else argv))
     except MinivllmError as e:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as e:
         if e.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        if e.errno != errno.EPIPE:  # `minivllm ... | head` needs no word
+        if e.errno != errno.EPIPE:  # no message for `minivllm ... | head`
             _say(f"minivllm: results could not be written: {e.strerror}")
         # What is still buffered has nowhere to go; a later flush must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Sort the words. Raises ConfigError for a flag or a word that nobody knows."""
+    """Sort the words into ``Arguments``. Raises ConfigError for an unknown flag or word."""
     from minivllm.naming import did_you_mean
 
     args, waiting = Arguments(), list(argv)
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def _meant(flag: str, value: str) -> str:
-    """What somebody meant by a flag that is none: a key with dashes, as other programs have it, or another flag."""
+    """A suggestion for an unknown flag: a key written with dashes, as in other programs, or a similar flag."""
     from minivllm.config.modes import MODES
     from minivllm.config.schema import keys_of
     from minivllm.naming import did_you_mean
@@ -121,14 +121,14 @@ def _meant(flag: str, value: str) -> str:
 
 
 def _model(word: str) -> str:
-    """What to type for a model whose name stands alone, as other programs have it; nothing if it is none."""
+    """What to type for a model given as a bare name, as in other programs; empty if it is not a model."""
     from minivllm.config.overrides import group_options, model_keys
     from minivllm.plugins import load_plugins
 
     registry = load_plugins()
     try:
         [(key, value)] = model_keys(word, registry).items()
-    except ConfigError:  # it looks like a folder, and there is none
+    except ConfigError:  # it looks like a folder that does not exist
         return ""
     if key == "model" and value not in group_options("model", registry):
         return ""

@@ -1,15 +1,15 @@
-"""Every error that minivllm raises on purpose: each message says what was wrong, what was allowed, what to type."""
+"""All errors that minivllm raises deliberately. Each message says what was wrong, what is allowed and what to type."""
 
 import builtins
 import contextlib
 from collections.abc import Iterator, Sequence
 
 _QUOTED = 200  # characters
-_LIBRARIES = frozenset(("numpy", "torch", "triton"))  # what they raise is about what they were given
+_LIBRARIES = frozenset(("numpy", "torch", "triton"))  # their errors are usually the caller's
 
 
 class MinivllmError(Exception):
-    """Base of all. The command line prints these in one paragraph, without a traceback."""
+    """Base class. The command line prints these in one paragraph, without a traceback."""
 
 
 class ConfigError(MinivllmError, ValueError):
@@ -17,7 +17,7 @@ class ConfigError(MinivllmError, ValueError):
 
 
 class PluginError(MinivllmError):
-    """A plugin that cannot be loaded, or that offers something that cannot be used."""
+    """A plugin that cannot be loaded, or that provides something unusable."""
 
 
 class CheckpointError(MinivllmError):
@@ -25,11 +25,11 @@ class CheckpointError(MinivllmError):
 
 
 class RequestError(MinivllmError, ValueError):
-    """One request that can never run; the engine goes on with the others."""
+    """One request that can never run; the engine continues with the others."""
 
 
 class ContextLengthError(RequestError):
-    """A prompt that is longer than ``max_model_len`` allows, alone or with what is to follow."""
+    """A prompt that exceeds ``max_model_len``, alone or together with ``max_tokens``."""
 
 
 class EngineDeadError(MinivllmError, RuntimeError):
@@ -37,7 +37,7 @@ class EngineDeadError(MinivllmError, RuntimeError):
 
 
 def shown(value: object) -> str:
-    """What somebody gave, as an error quotes it: its repr, which is cut if it is long."""
+    """A user's value as quoted in an error: its repr, truncated if long."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number with too many digits
@@ -46,12 +46,12 @@ def shown(value: object) -> str:
 
 
 def which_of(prompts: Sequence[object], index: int) -> str:
-    """What an error about one of several prompts begins with."""
+    """The start of an error message about one of several prompts."""
     return f"prompt {index}: " if len(prompts) > 1 else ""
 
 
 def of_prompt(error: RequestError, prompts: Sequence[object], index: int) -> RequestError:
-    """The error of one of several prompts, which says of which."""
+    """The error with the prompt's index added, if there are several prompts."""
     if len(prompts) == 1:
         return error
     kind = ContextLengthError if isinstance(error, ContextLengthError) else RequestError
@@ -59,7 +59,7 @@ def of_prompt(error: RequestError, prompts: Sequence[object], index: int) -> Req
 
 
 def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
-    """``prompt``: which one it is, and how many tokens it has."""
+    """``prompt``: a clause that says which prompt it is and how many tokens it has."""
     return ContextLengthError(
         f"{prompt}, and max_model_len={max_model_len} leaves no room for an answer: this model's maximum context "
         f"length is {max_model_len} tokens; shorten the prompt or raise max_model_len"
@@ -67,7 +67,7 @@ def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
 
 
 def is_text(value: object) -> bool:
-    """Whether it is text that can be written down: JSON may have halves of characters."""
+    """Whether it is a non-empty string without lone surrogates, which JSON may contain."""
     try:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:
@@ -75,49 +75,49 @@ def is_text(value: object) -> bool:
 
 
 def printable(text: str) -> str:
-    """Halves of characters, which a client can send and no answer can hold, spelled out."""
+    """Escape lone surrogates, which a client can send but a response cannot contain."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def by_name(name: str, message: str) -> Exception:
-    """Another process's error: of its class, if that is ours or Python's, or a RuntimeError that names it."""
+    """Recreate another process's error: of its class if that is ours or built in, else a RuntimeError naming it."""
     kind = globals().get(name) or getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
-        with contextlib.suppress(TypeError):  # a class that is made of more than a message
+        with contextlib.suppress(TypeError):  # a class that needs more than a message
             return kind(message)
     return RuntimeError(f"{name}: {message}")
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error comes from, below the libraries' own frames: module, line and function; and the package of the
-    innermost plugin on the way there, if there is one: ``of`` it if that is its code, else ``for`` it."""
+    """Where an error comes from, ignoring frames of ``_LIBRARIES``: module, line and function; then the package of the
+    innermost plugin in the traceback, if any: ``of`` it if that is its code, else ``for`` it."""
     place, whose = _origin(error)
     return f"{place}, {whose}" if whose else place
 
 
 def told(error: BaseException) -> str:
-    """An error that is none of ours, in one line: with where it was raised, if a plugin is on the way there. Whose code
-    it is, is said beside it."""
+    """An error that is not ours, in one line; with where it was raised if a plugin is in the traceback. The caller adds
+    whose code it is."""
     text, (place, whose) = " ".join(f"{type(error).__name__}: {error}".split()), _origin(error)
     return f"{text} ({place})" if whose else text
 
 
 def package_of(component: object) -> str:
-    """``minivllm-mine 0.1``: the package of plugins that a class is in, or an object's. Empty: it is in none."""
+    """The plugin package of a class or an object, as ``minivllm-mine 0.1``; empty if it is not a plugin's."""
     cls = component if isinstance(component, type) else type(component)
     return _packages().get(_top(cls.__module__), "")
 
 
 def named(kind: str, name: str, component: object) -> str:
-    """How errors call a component, which is a class or an object of it: ``sampler 'mine' of minivllm-mine 0.1``."""
+    """A component (class or object) as named in errors: ``sampler 'mine' of minivllm-mine 0.1``."""
     package = package_of(component)
     return f"{kind} {name!r} of {package}" if package else f"{kind} {name!r}"
 
 
 def blamed(error: Exception, kind: str, name: str, component: object, method: str) -> Exception:
-    """What to raise when a component's ``method`` raised ``error``: of a plugin's, a PluginError of one line that names
-    its package. Errors of ours, and of what is built in, stay as they are."""
-    if isinstance(error, MinivllmError):  # first: requests are refused all the time
+    """What to raise when a component's ``method`` raised ``error``: for a plugin, a one-line PluginError that names its
+    package. Our own errors, and those of built-in components, are unchanged."""
+    if isinstance(error, MinivllmError):  # checked first: refused requests are common
         return error
     package = package_of(component)
     whose = f"of {package}" if package else _origin(error)[1]  # a built-in class may call a plugin's
@@ -126,7 +126,7 @@ def blamed(error: Exception, kind: str, name: str, component: object, method: st
 
 @contextlib.contextmanager
 def calling(kind: str, name: str, component: object, method: str) -> Iterator[None]:
-    """While a component's ``method`` is called, outside of steps: what it raises becomes what ``blamed`` says."""
+    """Context manager for calling a component's ``method`` outside steps: errors are converted by ``blamed``."""
     try:
         yield
     except Exception as error:
@@ -136,7 +136,7 @@ def calling(kind: str, name: str, component: object, method: str) -> Iterator[No
 
 
 def _origin(error: BaseException) -> tuple[str, str]:
-    """``place_of``, in its two parts; the second is empty where no plugin is on the way."""
+    """The two parts of ``place_of``; the second is empty if no plugin is in the traceback."""
     place, package, own, behind, packages = "nowhere", "", False, error.__traceback__, _packages()
     while behind is not None:
         frame = behind.tb_frame
@@ -149,7 +149,7 @@ def _origin(error: BaseException) -> tuple[str, str]:
 
 
 def _packages() -> dict[str, str]:
-    """The outermost module of each installed plugin -> its package, with its version. Not quick: for errors alone."""
+    """Top-level module of each installed plugin -> its package and version. Slow: only for errors."""
     from importlib.metadata import entry_points
 
     found = {}

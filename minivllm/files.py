@@ -1,4 +1,4 @@
-"""Files and standard input that a user names: what cannot be read or written is told before anything is loaded."""
+"""User-given files and standard input: unreadable or unwritable ones are reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from minivllm.errors import ConfigError
 
 
 def check_writable(name: str, key: str) -> Path:
-    """The path of a file that can be appended to; one that was not there is not there after. Raises ConfigError."""
+    """The file's path, after checking that it can be appended to; a new file is not left behind. Raises ConfigError."""
     path = Path(expanduser(name))
     there = os.path.lexists(path)
     try:
         path.open("a").close()
         if not there:
-            path.unlink(missing_ok=True)  # of torchrun's processes another may have been first
+            path.unlink(missing_ok=True)  # another of torchrun's processes may have removed it
     except OSError as e:
         raise ConfigError(f"{key}={name} cannot be written: {e.strerror}") from e
     return path
@@ -33,7 +33,7 @@ def read_text(name: str, key: str) -> str:
 
 
 def read_stream(stream: TextIO) -> str:
-    """What standard input holds, without a byte order mark. Raises ConfigError."""
+    """The contents of standard input, without a byte order mark. Raises ConfigError."""
     try:
         return stream.read().removeprefix("\ufeff")
     except UnicodeDecodeError as e:

@@ -1,4 +1,4 @@
-"""``minivllm generate``: prompts in, completions out, and a last line that says how fast."""
+"""``minivllm generate``: prompts in, completions out, and a last line with the throughput."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SAMPLES = ("Once upon a time", "The engine", "In a small village")
 _STDOUT = "-"
-_PATIENCE = 10.0  # seconds that a silent pipe on standard input may take before the samples are used instead
+_PATIENCE = 10.0  # seconds to wait for a silent pipe on standard input before the samples are used instead
 _PROMPT_KEYS = ("prompt_token_ids", "prompt")
 _LINE_KEYS = (*_PROMPT_KEYS, "priority")
 _TYPED_ONCE = (*(f.name for f in fields(SamplingOptions)), "seed")
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
 
 
 def run(composed: Composed) -> int:
-    """Complete the prompts; prints them, or writes them to ``output``."""
+    """Complete the prompts; prints the results, or writes them to ``output``."""
     options = composed.options
     assert isinstance(options, GenerateOptions)
     params = options.sampling_params(logprobs=options.logprobs)  # refused before anything is loaded
@@ -75,7 +75,7 @@ def run(composed: Composed) -> int:
 
 
 def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
-    """The prompts that were typed, else those of the file, else those that are piped in, else samples."""
+    """The prompts given on the command line, else those of the file, else those piped in, else samples."""
     if options.prompts:
         return [Asked(p if isinstance(p, str) else list(p)) for p in options.prompts]
     if options.prompts_file == "-":
@@ -90,9 +90,9 @@ def read_prompts(options: GenerateOptions, stdin: TextIO | None) -> list[Asked]:
 
 
 def parse_prompts(text: str, where: str, *, jsonl: bool | None = None) -> list[Asked]:
-    """One prompt a line, without the spaces around it; blank lines left out. JSONL (by default if every line looks like
-    an object): objects with ``prompt`` or ``prompt_token_ids``, and perhaps ``priority``; or plain strings. What else
-    an object has is the user's, unless it looks like a parameter."""
+    """One prompt per line, stripped; blank lines are skipped. JSONL (by default if every line looks like an object):
+    objects with ``prompt`` or ``prompt_token_ids`` and optionally ``priority``, or plain strings. An object's other
+    keys are ignored unless they look like parameters."""
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if jsonl is None:
         jsonl = bool(lines) and all(line.startswith("{") and line.endswith("}") for _, line in lines)
@@ -128,7 +128,7 @@ def _json_prompt(line: str, where: str) -> Asked:
 
 
 def _parameters_like(key: str) -> list[str]:
-    """What ``key`` is, or is a slip of the pen for; other people's keys (``topic``) are like none."""
+    """The parameter that ``key`` is or is a typo of, as a list; empty for unrelated keys (``topic``)."""
     return difflib.get_close_matches(key, _TYPED_ONCE, n=1, cutoff=0.85)
 
 
@@ -139,13 +139,13 @@ def _found(prompts: list[Asked], where: str) -> list[Asked]:
 
 
 def _piped(stdin: TextIO | None) -> str:
-    """What a pipe or a redirected file holds; nothing for a terminal, /dev/null or a closed input."""
+    """The contents of a pipe or redirected file; empty for a terminal, /dev/null or a closed input."""
     try:
         if stdin is None or stdin.closed or stdin.isatty():
             return ""
         fd = stdin.fileno()
         mode = os.fstat(fd).st_mode
-    except (OSError, ValueError):  # a stand-in without a descriptor, or one that is closed beneath
+    except (OSError, ValueError):  # a substitute without a descriptor, or a closed descriptor
         return ""
     if stat.S_ISCHR(mode):
         return ""
@@ -155,7 +155,7 @@ def _piped(stdin: TextIO | None) -> str:
 
 
 def _speaks(fd: int) -> bool:
-    """Whether anything (or the end) comes down a pipe. One that its other side merely left open must not hang us."""
+    """Whether data (or the end) arrives on a pipe. One that was merely left open must not hang us."""
     for wait, note in (
         (1.0, "minivllm: waiting for prompts on standard input"),
         (_PATIENCE - 1.0, "minivllm: nothing came; using samples (prompts_file=- waits without limit)"),
@@ -185,12 +185,12 @@ def _summary(outputs: Sequence[RequestOutput], seconds: float, batch: int, about
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """None: it is closed."""
+    """``stream`` is None if it is closed."""
     return stream is not None and stream.isatty()
 
 
 def _write(file: TextIO, outputs: Sequence[RequestOutput]) -> None:
-    """One object a request, in the order of the prompts."""
+    """Write one JSON object per request, in the order of the prompts."""
     utf = (file.encoding or "utf-8").lower().startswith("utf")
     for output in outputs:
         file.write(json.dumps(_record(output), ensure_ascii=not utf) + "\n")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _ENCODED_AT_ONCE = 64  # prompts
-# vLLM's arguments that are not supported, each with the value that asks for what happens anyway.
+# vLLM's arguments that are not supported, each with the one value that is accepted because it changes nothing.
 _BOTH_NEUTRAL: dict[str, Any] = {
     "guided_options_request": None, "lora_request": None, "mm_processor_kwargs": {}, "prompt_adapter_request": None,
     "tokenization_kwargs": {},
@@ -42,23 +42,23 @@ _INSTEAD = {
 
 
 class LLM:
-    """Load a model, then ``generate`` or ``chat``; ``with LLM(...) as llm`` gives everything back at the end.
+    """Loads a model for ``generate`` and ``chat``; ``with LLM(...) as llm`` releases everything at the end.
 
-    Calls from several threads take turns; ``engine`` beneath is for one thread. What requests that it was given itself
-    have to say while a call runs is dropped: step it until they are done, then call.
+    Calls from several threads run one at a time; the underlying ``engine`` is for one thread. Outputs of requests added
+    to ``engine`` directly are dropped while a call here runs: step the engine until they finish, then call.
 
     Args:
-        model: an option of conf/model (demo, qwen3, llama …), a checkpoint's folder, or a Hub repository.
-        attention: auto, torch, triton, hopper, flash, flashinfer, or what a plugin brings.
-        tp: tensor-parallel ranks.
+        model: an option of conf/model (demo, qwen3, llama …), a checkpoint folder, or a Hub repository.
+        attention: auto, torch, triton, hopper, flash, flashinfer, or a plugin's backend.
+        tp: number of tensor-parallel ranks.
         device: auto, cuda or cpu.
         dtype: auto, float32, bfloat16 or float16.
-        overrides: any configuration, as on the command line: ``["cache.num_blocks=64"]``. They come last, and win over
-            what the other arguments say of the same key.
-        **options: vLLM's names for some of them (``max_model_len``, ``gpu_memory_utilization``, ``seed`` …).
+        overrides: any configuration, as on the command line: ``["cache.num_blocks=64"]``. They are applied last and win
+            over the other arguments.
+        **options: settings under vLLM's names (``max_model_len``, ``gpu_memory_utilization``, ``seed`` …).
 
     Raises:
-        ConfigError, CheckpointError, PluginError: what cannot run, with what to change.
+        ConfigError, CheckpointError, PluginError: the setup cannot run; the message says what to change.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """An LLM from a composed configuration."""
+        """Create an LLM from a composed configuration."""
         llm = cls.__new__(cls)
         llm._begin(LLMEngine.from_config(config))
         return llm
@@ -99,17 +99,17 @@ class LLM:
         priority: Sequence[int] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs come in the order of the prompts.
+        """Complete each prompt; outputs are in the order of the prompts.
 
-        Of more than run at once those with the largest ``max_tokens`` begin first, if the cache has room for that.
+        If there are more prompts than run at once, those with the largest ``max_tokens`` start first, cache permitting.
 
         ``prompts``: a string, a list of token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of
-        these. ``sampling_params``: one for all, or one a prompt. ``use_tqdm``: whether to show progress, or what makes
-        the bar, called as ``tqdm`` is. ``priority``: one a prompt, smaller ones are served earlier; for schedulers that
-        have priorities. vLLM's other arguments are taken where they ask for nothing.
+        these. ``sampling_params``: one for all prompts, or one per prompt. ``use_tqdm``: whether to show progress, or a
+        callable that is used like ``tqdm``. ``priority``: one per prompt, smaller is served earlier; only for
+        schedulers that have priorities. vLLM's other arguments are accepted only at values that change nothing.
 
         Raises:
-            RequestError: a prompt that can never run; the others are dropped, and the engine goes on.
+            RequestError: a prompt can never run; the other prompts are dropped, the engine stays usable.
         """
         refuse(others, _GENERATE_NEUTRAL, _INSTEAD)
         if prompts is None:
@@ -128,7 +128,7 @@ class LLM:
         many = len(prompts)
         params = self._params(sampling_params, many)
         given: Any = priority
-        priority = given.tolist() if hasattr(given, "tolist") else given  # of an array
+        priority = given.tolist() if hasattr(given, "tolist") else given  # it may be an array
         if not isinstance(priority, Sequence | None):
             raise RequestError(f"priority={shown(priority)} is not a list; give one a prompt")
         if priority is not None and len(priority) != many:
@@ -148,7 +148,7 @@ class LLM:
                         raise
                     self.engine.abort(ids)
                     self.engine.num_requests_added = first
-                    add(ids, range(many))  # the first that is refused is named
+                    add(ids, range(many))  # so that the error names the first refused prompt
                 return self._run(ids, use_tqdm)
             except BaseException:
                 self.engine.abort(ids)
@@ -179,12 +179,12 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of ``{"role", "content"}``), or each of a list of conversations.
+        """Reply to one conversation (a list of ``{"role", "content"}``), or to each of a list of conversations.
 
-        ``content``: a string, or OpenAI's text parts; as a template wants them, or joined with line ends. ``tools``:
-        OpenAI's, which the template tells the model of; what it answers is text, with calls as the model writes them.
-        ``chat_template``: instead of the checkpoint's own; ``continue_final_message``, with
-        ``add_generation_prompt=False``: the answer goes on with the last message. Other arguments as in ``generate``.
+        ``content``: a string, or OpenAI's text parts, which are joined with newlines unless the template takes parts.
+        ``tools``: in OpenAI's format, for the template; tool calls in the reply are returned as the model's raw text.
+        ``chat_template``: replaces the checkpoint's. ``continue_final_message``, with ``add_generation_prompt=False``:
+        the reply continues the last message. Other arguments as in ``generate``.
         """
         refuse(others, _CHAT_NEUTRAL, _INSTEAD)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -204,7 +204,7 @@ class LLM:
         return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:
-        """The checkpoint's tokenizer as transformers made it, as in vLLM."""
+        """The checkpoint's transformers tokenizer, as in vLLM."""
         return self.engine.tokenizer.hf_tokenizer
 
     @property
@@ -213,15 +213,15 @@ class LLM:
         return self.engine
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """vLLM's defaults; nothing is taken from a checkpoint's generation_config.json."""
+        """vLLM's defaults; a checkpoint's generation_config.json is not used."""
         return SamplingParams()
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
+        """Drop all cached prefixes."""
         self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Give back processes and memory; safe to call twice."""
+        """Release processes and memory; safe to call twice."""
         self.engine.shutdown()
 
     if not TYPE_CHECKING:
@@ -238,7 +238,7 @@ class LLM:
     # ------------------------------------------------------------------ inside
 
     def _free_id(self) -> str:
-        """The next number that nobody who uses the engine beneath has taken."""
+        """The next number that is not already a request id of the engine."""
         name = str(self._number)
         while self.engine.has_request(name):
             self._number += 1
@@ -269,12 +269,12 @@ class LLM:
                     raise RequestError(f"{len(ids) - len(done)} of {len(ids)} requests were aborted from elsewhere")
                 for output in outputs:
                     if output.request_id not in ours:
-                        continue  # of somebody who uses the engine beneath
+                        continue  # added to the engine directly
                     done[output.request_id] = output
                     tokens += sum(len(c.token_ids) for c in output.outputs)
                     if bar is not None:
                         bar.postfix = f"{tokens / (time.perf_counter() - began):.0f} tok/s"
-                        bar.update(1)  # draws it, ten times a second at most
+                        bar.update(1)  # redraws at most ten times a second
         finally:
             if bar is not None:
                 bar.close()
@@ -287,20 +287,20 @@ def _prompts(prompts: Any) -> list[Prompt]:
     if not isinstance(prompts, Iterable):  # the engine refuses it
         return [prompts]
     many = list(prompts)
-    if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have it, too
+    if many and all(hasattr(p, "__index__") and not getattr(p, "ndim", 0) for p in many):  # arrays have __index__ too
         return [many]
-    return [p.tolist() if hasattr(p, "tolist") else p for p in many]  # of arrays and tensors
+    return [p.tolist() if hasattr(p, "tolist") else p for p in many]  # arrays and tensors
 
 
 def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bool) -> Iterator[Prompt]:
-    """The prompts with token ids, some at a time: a batch is encoded on all cores, and the first step need not wait for
-    the last text."""
+    """The prompts with token ids, encoded in groups: each group uses all cores, and the first step need not wait for
+    the last prompt."""
     for start in range(0, len(prompts), _ENCODED_AT_ONCE):
         some = prompts[start : start + _ENCODED_AT_ONCE]
         texts = {i: text for i, prompt in enumerate(some) if (text := _text_of(prompt)) is not None}
         try:
             batch = tokenizer.encode_batch(list(texts.values()), add_special_tokens=add_special_tokens)
-        except RequestError:  # the engine will say of which
+        except RequestError:  # the engine will name the prompt
             yield from some
             continue
         for (i, text), ids in zip(texts.items(), batch, strict=True):
@@ -310,7 +310,7 @@ def _encoded(prompts: list[Prompt], tokenizer: Tokenizer, add_special_tokens: bo
 
 
 def _size(prompt: Prompt) -> int:
-    """Its tokens, or its letters; 0 of what the engine will refuse."""
+    """Its number of tokens or characters; 0 if the engine will refuse it."""
     given: Any = prompt
     if isinstance(given, Mapping):
         given = given.get("prompt") if given.get("prompt_token_ids") is None else given["prompt_token_ids"]
@@ -318,7 +318,7 @@ def _size(prompt: Prompt) -> int:
 
 
 def _text_of(prompt: Prompt) -> str | None:
-    """What has to be encoded of it."""
+    """The text to encode, if there is any."""
     text: Any = prompt
     if isinstance(prompt, Mapping):
         text = prompt.get("prompt") if prompt.get("prompt_token_ids") is None else None
@@ -349,7 +349,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _progress(total: int, show: bool | Callable[..., Any]) -> Any:
-    """A bar, made as vLLM makes it, or None."""
+    """A progress bar like vLLM's, or None."""
     if not show or not total:
         return None
     from tqdm import tqdm

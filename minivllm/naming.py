@@ -1,16 +1,16 @@
-"""How an unknown name is refused: the value, the nearest names, all allowed ones. One wording for every room."""
+"""How errors suggest names for an unknown one: the nearest names, and all allowed ones, in one wording everywhere."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-_ALIKE = 0.6  # difflib's ratio from which a name is worth naming
-_CLOSE = 0.12  # and how much less than the best match the others may have
+_ALIKE = 0.6  # the lowest difflib ratio of a suggestion
+_CLOSE = 0.12  # how far below the best ratio further suggestions may be
 
 
 def nearest(value: str, allowed: Iterable[str]) -> list[str]:
-    """The names most like ``value``, best first; case does not matter."""
+    """The names most like ``value``, best first; case is ignored."""
     by_lower = {name.lower(): name for name in allowed}
     matches = difflib.get_close_matches(value.lower(), by_lower, n=3, cutoff=_ALIKE)
     ratios = [difflib.SequenceMatcher(None, m, value.lower()).ratio() for m in matches]
@@ -18,7 +18,7 @@ def nearest(value: str, allowed: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:
-    """`` Did you mean a or b?`` with a leading space, or nothing."""
+    """`` Did you mean a or b?`` with a leading space, or empty."""
     names = nearest(value, allowed)
     return f" Did you mean {either(names)}?" if names else ""
 

@@ -1,4 +1,4 @@
-"""What may enter an engine: each request is checked here and made into sequences, or refused before any of it runs."""
+"""Request admission: each request is validated and turned into sequences, or refused before any of it runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _KEYS = frozenset(("prompt", "prompt_token_ids", "cache_salt"))
-# Keys that vLLM's prompts have, too; empty ones ask for nothing.
+# Other keys of vLLM's prompts; accepted only if empty.
 _NOT_HERE = frozenset(("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids", "prompt_embeds"))
 
 
 class Admission:
-    """Makes requests of prompts and parameters. What can never run is a RequestError that names the numbers."""
+    """Makes requests from prompts and parameters. Raises RequestError, with the numbers, for what can never run."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Admission:
         self.sampler_class = sampler_class
         self._vocab = model_config.vocab_size
         ends = dict.fromkeys((*model_config.eos_token_ids, *tokenizer.eos_token_ids))
-        self._eos = tuple(token for token in ends if 0 <= token < self._vocab)  # of others none is sampled
+        self._eos = tuple(token for token in ends if 0 <= token < self._vocab)  # others are never sampled
         self.guides = Guides(tokenizer, self._vocab, self._eos)
         self._token_texts = TokenTexts(tokenizer)
         self._params = SamplingParams()  # a copy of the newest request's
@@ -62,8 +62,8 @@ class Admission:
         priority: int,
         number: int,
     ) -> Request:
-        """With its completions, whose sequences no scheduler has seen yet. ``number``: from which it draws if it names
-        no seed. The rest: ``LLMEngine.add_request``.
+        """A request with its completions; their sequences are not yet added to the scheduler. ``number``: seeds the
+        request if it has no seed. Other arguments as in ``LLMEngine.add_request``.
 
         Raises RequestError.
         """
@@ -81,9 +81,9 @@ class Admission:
         _check_salt(cache_salt)
         request = Request(request_id, text, ids, params)
         max_len, stops = self._max_len(len(ids), params), self._stops(params)
-        held_ids = tuple(dict.fromkeys((*self._eos, *stops)))  # with ignore_eos, too, as in vLLM
+        held_ids = tuple(dict.fromkeys((*self._eos, *stops)))  # also with ignore_eos, as in vLLM
         stop_ids = stops if params.ignore_eos else held_ids
-        guides = self.guides.of(params)  # a grammar may take long: behind what is refused at once
+        guides = self.guides.of(params)  # last, as compiling a grammar may take long
         seed = params.seed if params.seed is not None else self._seed_of(number)
         for index, guide in enumerate(guides):
             seq = Sequence(
@@ -97,7 +97,7 @@ class Admission:
         return request
 
     def _encode(self, seq: Sequence, seed: int) -> None:
-        """What the sampler is told of a sequence. Raises RequestError; PluginError: a plugin's sampler is broken."""
+        """Fill in the sequence's sampler fields. Raises RequestError; PluginError if a plugin's sampler is broken."""
         sampler, name, method = self.sampler_class, self.config.sampler.name, "encode"
         try:
             seq.sampler_row = row = sampler.encode(seq, seed)
@@ -114,7 +114,7 @@ class Admission:
             raise new from error
 
     def _own(self, params: SamplingParams) -> SamplingParams:
-        """A copy, as the caller may change theirs; the same one for requests that ask for the same, one by one."""
+        """A copy, as the caller may modify theirs; successive requests with equal parameters share one."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters are SamplingParams(...), not {type(params).__name__}")
         if not _alike(params, self._params):
@@ -122,7 +122,7 @@ class Admission:
         return self._params
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int], np.ndarray]:
-        """The text if there is one, the token ids, and these as an array (t,), of whatever kind of whole numbers."""
+        """The text if there is one, the token ids, and the ids as an array (t,) of any integer type."""
         text: str | None = None
         ids: Any = prompt
         if isinstance(prompt, Mapping):
@@ -140,7 +140,7 @@ class Admission:
         elif isinstance(ids, Mapping):
             raise RequestError(f"prompt_token_ids is a {type(ids).__name__}, not a list; {_its_ids(ids)}")
         elif hasattr(ids, "tolist") and not isinstance(ids, np.ndarray) and getattr(ids, "ndim", None) != 0:
-            ids = ids.tolist()  # of tensors
+            ids = ids.tolist()  # tensors
         if not isinstance(text, str | None):
             raise RequestError(f"prompt={text!r} is not text; token ids are prompt_token_ids")
         if not isinstance(ids, list | tuple | np.ndarray) or getattr(ids, "ndim", 1) == 0:
@@ -216,7 +216,7 @@ class Admission:
                 raise RequestError(f"{name}: {token} is outside the vocabulary: 0 to {self._vocab - 1}")
 
     def _seed_of(self, number: int) -> int:
-        """A seed for a request that names none: the engine's seed and the request's number, mixed (splitmix64)."""
+        """The seed of a request without one: the engine's seed and the request's number, mixed (splitmix64)."""
         x = (self.config.seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
@@ -224,7 +224,7 @@ class Admission:
 
 
 def _alike(one: SamplingParams, other: SamplingParams) -> bool:
-    """As many requests are. False where that cannot be told, as of arrays."""
+    """Whether they are equal, as is common in successive requests. False if that cannot be decided (for arrays)."""
     try:
         if one != other:
             return False
@@ -233,12 +233,12 @@ def _alike(one: SamplingParams, other: SamplingParams) -> bool:
     asked, before = one.structured_outputs, other.structured_outputs
     if asked is None or before is None:
         return True
-    text = text_of(asked)  # to Python true is 1, and not to a schema
+    text = text_of(asked)  # Python's True equals 1, a schema's does not
     return text is not None and text == text_of(before)
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
-    """Of a prompt that is a mapping."""
+    """Validate the keys of a prompt that is a mapping."""
     if "input_ids" in prompt and prompt.keys().isdisjoint(_KEYS):
         raise RequestError(f"a prompt is not a tokenizer's {type(prompt).__name__}; {_its_ids(prompt)}")
     for name in prompt.keys() - _KEYS:
@@ -254,7 +254,7 @@ def _its_ids(encoding: Mapping[str, Any]) -> str:
 
 
 def _check_salt(salt: Any) -> None:
-    """It is hashed in a step, which must not fail."""
+    """Validate it here, as it is hashed during a step, which must not fail."""
     if salt is None:
         return
     if salt == "":
@@ -264,10 +264,10 @@ def _check_salt(salt: Any) -> None:
 
 
 def _array_of(ids: Any) -> np.ndarray:
-    """``np.asarray``, of a list of Python's own integers in a third of the time: 15 µs for 1,024."""
+    """``np.asarray``, but three times as fast for a list of Python integers: 15 µs for 1,024."""
     if type(ids) is list and type(ids[0]) is int:
         try:
             return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), dtype=np.int64)
-        except struct.error:  # something else is among them, or a number too large
+        except struct.error:  # an element of another type, or a number that is too large
             pass
     return np.asarray(ids)

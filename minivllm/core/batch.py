@@ -1,6 +1,6 @@
-"""One step as data: what the scheduler decides, and what the attention backends are told of it.
+"""One step as data: the scheduler's decisions, and what attention backends get of them.
 
-``Batch`` crosses rooms (and processes): numpy arrays only. ``AttentionBatch`` is made from it on the device.
+``Batch`` is passed between modules and processes: numpy arrays only. ``AttentionBatch`` is made from it on the device.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     import torch
 
 NO_INTS = np.empty(0, dtype=np.int32)
-NO_INTS.flags.writeable = False  # everybody's
+NO_INTS.flags.writeable = False  # shared
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The tokens of prompts whose log-probabilities a step is to find, one row after another. Each row's are those that
-    stand behind its first ones: a token's come from the one before it."""
+    """The prompt tokens whose log-probabilities a step computes, one row after another. They start one position after
+    the row's new tokens: a token's log-probability comes from the position before it."""
 
     rows: np.ndarray  # (s,) int32: rows of the batch
-    lens: np.ndarray  # (s,) int32: how many tokens of each
+    lens: np.ndarray  # (s,) int32: number of tokens per row
     ids: np.ndarray  # (sum of lens,) int32
-    best: int  # so many of the best tokens, too, at each place
+    best: int  # how many top tokens to return at each position as well
 
     def places(self, batch: Batch) -> np.ndarray:
-        """(len(ids),) int64: the tokens of the batch from which they come."""
+        """(len(ids),) int64: the indices of the batch's tokens that they are computed from."""
         starts = np.cumsum(batch.num_new, dtype=np.int64) - batch.num_new
         before = np.cumsum(self.lens) - self.lens
         return np.repeat(starts[self.rows] - before, self.lens) + np.arange(len(self.ids))
@@ -36,14 +36,14 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens a step may sample for sequences that have a guide: of those slots where that is not as before."""
+    """Which tokens a step may sample for guided sequences; only slots whose mask has changed."""
 
     slots: np.ndarray  # (m,) int32
-    bits: np.ndarray  # (m, mask_words) int32: bit t % 32 of word t // 32 is 1 where token t may come
+    bits: np.ndarray  # (m, mask_words) int32: bit t % 32 of word t // 32 is 1 if token t is allowed
 
 
 def mask_words(vocab_size: int) -> int:
-    """Of one row of ``TokenMasks.bits``."""
+    """Words per row of ``TokenMasks.bits``."""
     return -(-vocab_size // 32)
 
 
@@ -51,28 +51,28 @@ def mask_words(vocab_size: int) -> int:
 class Batch:
     """The sequences of one step. Rows are sequences: decodes first, then prompt chunks, in the scheduler's order.
 
-    n rows, t tokens. A decode row has one new token, which the device already holds (it sampled it); the tokens of
-    prompt chunks travel in ``token_ids``.
+    n rows, t tokens. A decode row has one new token, which is already on the device where it was sampled; the tokens of
+    prompt chunks are in ``token_ids``.
     """
 
     step: int
     slots: np.ndarray  # (n,) int32: each row's slot
-    generations: np.ndarray  # (n,) int64: the slot's generation; a row whose slot has moved on is dropped at commit
+    generations: np.ndarray  # (n,) int64: the slot's generation; if it has changed by commit, the row is dropped
     num_computed: np.ndarray  # (n,) int32: tokens of the row whose keys and values are in the cache before this step
     num_new: np.ndarray  # (n,) int32: tokens of the row that this step computes
-    samples: np.ndarray  # (n,) bool: whether the row's last token is its newest, so that a next one is sampled
+    samples: np.ndarray  # (n,) bool: whether the step reaches the row's newest token, so that the next one is sampled
     num_decodes: int  # rows [0, num_decodes) are decodes
     token_ids: np.ndarray  # int32: the new tokens of the prompt rows, one row after another
-    block_slots: np.ndarray  # (b,) int32 ┐ block tables' new entries:
+    block_slots: np.ndarray  # (b,) int32 ┐ new entries of block tables:
     block_indices: np.ndarray  # (b,) int32 │ table[block_slots, block_indices] = block_ids
     block_ids: np.ndarray  # (b,) int32 ┘
     admitted_slots: np.ndarray  # (a,) int32: slots that start a sequence in this step
     admitted_params: np.ndarray  # (a,) of Sampler.row: their sampling parameters
-    # Tokens of those whose sampler asks, one sequence after another, int32; (a,) int32 how many of each: none if none.
+    # ``Sequence.told`` of the admitted sequences, one after another, int32; (a,) int32, its lengths. Both may be empty.
     known_ids: np.ndarray = field(default_factory=lambda: NO_INTS)
     known_lens: np.ndarray = field(default_factory=lambda: NO_INTS)
     scored: Scored | None = None
-    # Whether it samples for sequences that have a guide, and so not before ``Executor.guide``. The engine says so.
+    # Whether it samples for guided sequences, and so must wait for ``Executor.guide``. Set by the engine.
     guided: bool = False
 
     @property
@@ -80,9 +80,8 @@ class Batch:
         return self.num_decodes + len(self.token_ids)
 
     def apart(self) -> tuple[Batch, Batch]:
-        """The decodes, with all new blocks, and the prompts, with all admissions, as two batches to launch in turn.
-
-        In this order: a prompt may share a block that a decode of the same step completes.
+        """Split into two batches to launch in this order: the decodes with all new blocks, then the prompts with all
+        admissions. Decodes go first because a prompt may share a block that a decode of the same step completes.
         """
         d = self.num_decodes
 
@@ -101,35 +100,35 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """What decode rows share and read once, see ``core/cascade.py``: int32, device.
+    """The shared prefixes that decode rows read once, see ``core/cascade.py``: int32, device.
 
-    An item is one piece of work: ``count`` rows, those from ``order[first]`` on, attend to the keys [begin, end) that
-    they have in common (``block_tables[row]`` says where these are). It leaves one partial result a row; those of row r
-    are the ``parts[r, 1]`` from ``parts[r, 0]`` on.
+    An item is one unit of work: ``count`` rows, starting at ``order[first]``, attend to the keys [begin, end) that they
+    share (``block_tables[row]`` locates them). It writes one partial result per row; row r's partial results are the
+    ``parts[r, 1]`` starting at ``parts[r, 0]``.
     """
 
-    order: torch.Tensor  # (n,): the decode rows, those with common prefixes side by side
-    skips: torch.Tensor  # (n,): first blocks of each row's context that items read
-    parts: torch.Tensor  # (n, 2): where each row's parts begin, and how many there are
+    order: torch.Tensor  # (n,): the decode rows, those with common prefixes next to each other
+    skips: torch.Tensor  # (n,): how many leading blocks of each row's context the items read
+    parts: torch.Tensor  # (n, 2): index of each row's first partial result, and how many it has
     items: torch.Tensor  # (m, 6): first, count (0: no item), row, begin, end, which of its rows' parts this makes
-    # Whether items leave half of the device to what rows read alone, at the same time: that is far more. A constant of
-    # a captured step.
+    # Whether items use only half of the device while each row reads its own keys, of which there are far more, at the
+    # same time. Constant within a captured step.
     beside: bool
 
     @classmethod
     def of(cls, numbers: torch.Tensor, rows: int, beside: bool) -> Cascade:
-        """Views of ``CascadePlan.padded``'s, on the device."""
+        """Views of ``numbers``, a device copy of ``CascadePlan.padded``."""
         order, skips, parts, items = numbers.split([rows, rows, 2 * rows, len(numbers) - 4 * rows])
         return cls(order, skips, parts.view(rows, 2), items.view(-1, 6), beside)
 
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """What a backend plans from. n sequences, t tokens; the first ``num_decodes`` sequences have one query token.
+    """The input of ``AttentionBackend.plan``: n sequences, t tokens; the first ``num_decodes`` have one query token.
 
-    Query tokens lie one sequence after another: sequence i's are rows ``query_start[i]:query_start[i + 1]`` of q, and
-    they are the *last* tokens of its context: query token j of sequence i sees the first
-    ``seq_lens[i] - query_len[i] + j + 1`` tokens of the context.
+    Query tokens are stored one sequence after another: those of sequence i are rows
+    ``query_start[i]:query_start[i + 1]`` of q. They are the *last* tokens of its context: query token j attends to the
+    first ``seq_lens[i] - query_len[i] + j + 1`` tokens of the context.
     """
 
     num_decodes: int
@@ -140,15 +139,15 @@ class AttentionBatch:
     host_query_lens: np.ndarray  # (n,) int32
     host_seq_lens: np.ndarray  # (n,) int32
     host_block_tables: np.ndarray  # (n, max_blocks) int32
-    # Captured: rows of a decode batch, or tokens of one with prompts, padded; several graphs of a size may differ in
-    # their number of sequences. 0: eager.
+    # In a captured step: the padded number of rows (decode-only) or of tokens (with prompts); graphs of the same size
+    # may differ in their number of sequences. 0: eager.
     graph_size: int = 0
-    graph_whole: bool = False  # captured: for steps of ``whole_prompts`` only
-    # (r,) int64, device: the row of each sequence's last query token, where no other's hidden state is asked for;
-    # None: every token's is. Behind the last sequence there may be padding; captured, r is a constant.
+    graph_whole: bool = False  # in a captured step: only for steps with ``whole_prompts``
+    # (r,) int64, device: the row of each sequence's last query token, if only these hidden states are needed; None: all
+    # tokens' are. Padding may follow the last sequence; in a captured step r is constant.
     last_tokens: torch.Tensor | None = None
     cascade: Cascade | None = None  # of the decode rows, for a backend that has ``cascade_limits``
-    prompt_words: torch.Tensor | None = None  # int32, device: the backend's ``prompt_words``; None: it has to make them
+    prompt_words: torch.Tensor | None = None  # int32, device: the backend's ``prompt_words``; None: not computed yet
 
     @property
     def num_seqs(self) -> int:
@@ -156,7 +155,7 @@ class AttentionBatch:
 
     @property
     def whole_prompts(self) -> bool:
-        """Whether every prompt row starts in this step: it sees the step's own tokens, and none before."""
+        """Whether every prompt row starts in this step, so that it attends only to tokens of this step."""
         if self.graph_size:
             return self.graph_whole
         d = self.num_decodes

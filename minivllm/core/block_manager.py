@@ -1,8 +1,8 @@
-"""The pool of cache blocks: who holds which, which can be shared, which can be reused.
+"""The pool of cache blocks: which slots hold which blocks, and which blocks can be shared or reused.
 
-# ref (num_blocks + 1,) int32: tables that name a block          tables (num_slots, max_blocks) int32: a slot's blocks
+# ref (num_blocks + 1,) int32: how many tables list a block      tables (num_slots, max_blocks) int32: a slot's blocks
 # free: blocks without content (a stack)                         held (num_slots,) int32: how many of them are valid
-# evictable: blocks with content that nobody holds, least recently used first
+# evictable: blocks with content that no slot holds, least recently used first
 # cached: content hash → block. Every block is in exactly one of: free, evictable, referenced.
 """
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 class PagedBlockManager(BlockManager):
     """Reference-counted blocks with prefix reuse.
 
-    A whole block is known by a 128-bit hash of its tokens chained to its parent's hash (and the request's
-    ``cache_salt`` at the root), so equal hashes mean equal prefixes. Hashes begin with a number that nobody else
-    knows: who could make two prompts with the same hash would read what another's keys and values say. Blocks nobody
-    holds are kept until they are needed, the least recently used given away first; of one sequence, its last blocks
-    before its first.
+    A full block is identified by a 128-bit hash of its tokens and its parent's hash (at the root, the request's
+    ``cache_salt``), so equal hashes mean equal prefixes. The hash has a secret random seed: whoever could construct two
+    prompts with the same hash could read another request's keys and values. Unreferenced blocks are kept until they
+    are needed and evicted least recently used first; within a sequence, last blocks first.
     """
 
     def __init__(
@@ -49,9 +48,9 @@ class PagedBlockManager(BlockManager):
         self._digest = partial(xxhash.xxh3_128_digest, seed=secrets.randbits(64))
         self._cached: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
-        self._offered = [0] * num_slots  # of each slot's first blocks, how many are shared or were offered for sharing
-        self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # as ``take_updates`` tells them
-        self._allocated: list[tuple[int, int]] = []  # slots, and how many blocks they got at once
+        self._offered = [0] * num_slots  # how many of each slot's leading blocks are shared or registered for sharing
+        self._appended: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # in the format of ``take_updates``
+        self._allocated: list[tuple[int, int]] = []  # slots, and how many blocks ``allocate`` gave them
 
     # ------------------------------------------------------------------ asking
 
@@ -69,7 +68,7 @@ class PagedBlockManager(BlockManager):
         found: list[int] = []
         hashes = seq.block_hashes
         for i in range(whole):
-            if i == len(hashes):  # not all at once: most prompts share few blocks or none
+            if i == len(hashes):  # hash a few at a time: most prompts share few blocks or none
                 self._hash(seq, seq.known, min(2 * i + 1, whole))
             block = self._cached.get(hashes[i])
             if block is None:
@@ -124,7 +123,7 @@ class PagedBlockManager(BlockManager):
         self._hash(seq, tokens, whole)
         cached, hashes = self._cached, seq.block_hashes
         for i in range(first, whole):
-            if (digest := hashes[i]) not in cached:  # else an equal block is known already: this one stays private
+            if (digest := hashes[i]) not in cached:  # else an equal block is cached already: this one stays private
                 cached[digest] = block = self.tables.item(slot, i)
                 self._hash_of[block] = digest
         self._offered[slot] = whole
@@ -167,12 +166,12 @@ class PagedBlockManager(BlockManager):
         return blocks
 
     def _hash(self, seq: Sequence, tokens: np.ndarray, count: int) -> None:
-        """Chained hashes of at least the first ``count`` blocks, each once a sequence."""
+        """Compute the chained hashes of at least the first ``count`` blocks; each only once per sequence."""
         hashes, size = seq.block_hashes, self.block_size
         if len(hashes) >= count:
             return
         digest = hashes[-1] if hashes else self._digest((seq.cache_salt or "").encode())
-        data = tokens[len(hashes) * size : count * size].tobytes()  # bytes take less to slice than an array
+        data = tokens[len(hashes) * size : count * size].tobytes()  # bytes are faster to slice than an array
         step = size * tokens.itemsize
         for at in range(0, len(data), step):
             digest = self._digest(digest + data[at : at + step])

@@ -1,10 +1,10 @@
-"""Which prefixes decode rows have in common, and how they are read once for all of these rows: cascade attention.
+"""Cascade attention: finds prefixes that decode rows share, so that they are read once for all of these rows.
 
-Rows whose block tables begin with the same blocks (a system prompt, examples, samples of one prompt) would each read
-them. Here the rows are sorted by their tables, so that those with a common prefix are neighbours; what neighbours share
-is a tree, and each of its nodes is some blocks that some rows have in common. Nodes are cut into items of about equal
-work. A backend attends for all rows of an item at once and leaves a part for each; a row puts its parts together with
-what it attends to alone. After Hydragen (Juravsky et al., 2024) and FlashInfer's cascades (Ye et al., 2025).
+Without it, rows whose block tables start with the same blocks (a system prompt, examples, samples of one prompt) each
+read them. Here rows are sorted by block table, so that rows with a common prefix are adjacent. The shared prefixes form
+a tree; each node is a range of blocks shared by a range of rows. Nodes are cut into items of about equal work. A
+backend computes an item for all its rows at once and writes one partial result per row; each row then merges its
+partial results with its own keys'. After Hydragen (Juravsky et al., 2024) and FlashInfer's cascades (Ye et al., 2025).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import numpy as np
 from minivllm.core.batch import Batch
 
 ITEM = 6  # numbers of an item, see ``Cascade``
-_MANY_ALONE = 4  # times as many keys to read alone as together: from here on both are read at once (``Cascade.beside``)
+_MANY_ALONE = 4  # from this ratio of unshared to shared keys on, both are read concurrently (``Cascade.beside``)
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeLimits:
-    """What a backend takes, and when it pays."""
+    """A backend's limits, and from when on cascade attention pays off."""
 
     rows: int  # most rows in an item
-    keys: int  # items begin at multiples of so many keys in their node
-    beside: int  # items into which shared keys are cut while rows read their own at the same time
-    alone: int  # items into which they are cut where they keep the device busy by themselves
+    keys: int  # items begin at multiples of this many keys in their node
+    beside: int  # number of items to cut shared keys into if rows read their own keys concurrently
+    alone: int  # number of items if they have the device to themselves
     items: int  # most items in a step
-    parts: int  # most partial results in a step, of all rows together
-    saved_keys: int  # least keys, read once less, for which a step pays
-    node_keys: int = 64  # least keys in a node: fewer are read by the nodes below it
-    node_saved: int = 256  # least keys that a node saves: (rows - 1) * its keys
+    parts: int  # most partial results in a step, over all rows
+    saved_keys: int  # fewest key reads that a step must save
+    node_keys: int = 64  # fewest keys in a node; a smaller node is merged into those below it
+    node_saved: int = 256  # fewest key reads that a node must save: (rows - 1) * its keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CascadePlan:
-    """``Cascade`` on the host: see there."""
+    """``Cascade`` on the host; see there."""
 
     order: np.ndarray
     skips: np.ndarray
@@ -46,7 +46,7 @@ class CascadePlan:
     beside: bool
 
     def padded(self, rows: int, items: int) -> np.ndarray:
-        """As one array, int32, for ``Cascade.of``: with rows that share nothing, items without rows, up to so many."""
+        """One int32 array for ``Cascade.of``, padded to this many rows and items (sharing nothing, without rows)."""
         n, m = len(self.order), len(self.items)
         more, none = np.arange(n, rows, dtype=np.int32), np.zeros(rows - n, dtype=np.int32)
         return np.concatenate(
@@ -60,8 +60,8 @@ class CascadePlan:
 def plan_cascade(
     tables: np.ndarray, slots: np.ndarray, computed: np.ndarray, block_size: int, limits: CascadeLimits
 ) -> CascadePlan | None:
-    """How decode rows read what they share: of row i, ``tables[slots[i]]`` and ``computed[i]`` tokens in the cache.
-    tables (num_slots, max_blocks) int32; slots, computed (n,) int32. None: they share so little that it does not pay.
+    """Plan how decode rows read what they share. Row i has block table ``tables[slots[i]]`` and ``computed[i]`` tokens
+    in the cache. tables (num_slots, max_blocks) int32; slots, computed (n,) int32. None: they share too little.
     """
     whole = computed // block_size
     first = np.where(whole > 0, tables[slots, 0], 0)
@@ -81,8 +81,8 @@ def plan_cascade(
 
 
 def _sorted_by_prefix(tables: np.ndarray, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """An order in which rows with equal prefixes are neighbours, and (n - 1,) blocks that neighbours share, of tables
-    (n, width) whose first ``whole`` entries count."""
+    """An order in which rows with equal prefixes are adjacent, and the number of blocks that adjacent rows share,
+    (n - 1,). tables (n, width), of which the first ``whole`` entries of each row count."""
     width = tables.shape[1]
     order = np.argsort(tables.view(np.dtype((np.void, width * tables.itemsize))).ravel(), kind="stable")
     ordered, whole = tables[order], whole[order]
@@ -99,12 +99,12 @@ class _Tree:
     last: np.ndarray
     begin: np.ndarray
     end: np.ndarray
-    above: np.ndarray  # (k,): which one is each node's parent, -1: none
-    deepest: np.ndarray  # (rows,): the last node of each row, -1: none
+    above: np.ndarray  # (k,): each node's parent; -1: none
+    deepest: np.ndarray  # (rows,): the deepest node of each row; -1: none
 
 
 def _tree(common: np.ndarray, block_size: int, limits: CascadeLimits) -> _Tree:
-    """Of the prefixes that sorted rows share with the next, without nodes that do not pay."""
+    """Build the tree from the block counts that adjacent rows share, without nodes that do not pay off."""
     found: list[tuple[int, int, int]] = []
     open_: list[tuple[int, int]] = []  # first row, blocks: each deeper than the one before
     for i, depth in enumerate([*common.tolist(), 0]):
@@ -144,9 +144,9 @@ def _cut(
         if (tiles * pieces).sum() <= limits.items and (members * pieces).sum() <= limits.parts:
             break
         if share >= blocks.max():
-            return None  # more nodes than are taken; so many save little each
+            return None  # too many nodes; each would save little
         share *= 2
-    before = np.zeros_like(pieces)  # parts that a row has of the nodes above
+    before = np.zeros_like(pieces)  # a row's partial results from the nodes above
     for i, above in enumerate(tree.above.tolist()):
         if above >= 0:
             before[i] = before[above] + pieces[above]
@@ -171,8 +171,8 @@ def _cut(
 
 
 class CascadePlanner:
-    """``plan_cascade`` for one runner: again only when other sequences decode. What rows share does not change while
-    they do: their tables only grow."""
+    """``plan_cascade`` for one runner; plans again only when different sequences decode. What the same rows share does
+    not change: their tables only grow."""
 
     def __init__(self, host_tables: np.ndarray, block_size: int, limits: CascadeLimits) -> None:
         self._tables, self._block_size, self.limits = host_tables, block_size, limits
@@ -180,7 +180,7 @@ class CascadePlanner:
         self._plan: CascadePlan | None = None
 
     def plan(self, batch: Batch) -> CascadePlan | None:
-        """Of the batch's decodes. None: they share little, or nothing."""
+        """The plan of the batch's decodes; None if they share too little."""
         if batch.num_decodes < 2:
             return None
         slots, generations = batch.slots[: batch.num_decodes], batch.generations[: batch.num_decodes]

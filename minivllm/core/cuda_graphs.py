@@ -1,11 +1,11 @@
-"""The decode step as one CUDA graph a batch size: from gathering the input tokens to writing the sampled ones back.
+"""Decode steps as CUDA graphs, one per batch size: from gathering the input tokens to writing back the sampled ones.
 
-Static buffers, shared by all sizes (their first rows are used), owned by DecodeGraphs:
+Static buffers, shared by all sizes (which use their first rows), owned by DecodeGraphs:
 # slots, input_ids, positions, after (positions + 1), slot_mapping (max,) int64
 # seq_lens (max,) int32
 # block_tables (max, max_blocks) int32
-Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which nobody owns. Where a
-step leaves its tokens: ``core/landing.py``.
+Rows past the batch hold the padding slot: its table row is all zeros, so they use block 0, which is never allocated.
+How a step's tokens get to the host: ``core/landing.py``.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import AttentionBackend, StepHandle
     from minivllm.core.model_runner import ModelRunner
 
-_Key = tuple[int, bool | None]  # rows, and ``Cascade.beside``, if they share prefixes that are read once
+_Key = tuple[int, bool | None]  # rows, and ``Cascade.beside`` of a step with cascade attention, else None
 Result = TypeVar("Result")
 _NOTHING = (0, b"")  # size, slots
-_KEEPS_LOGITS = 32  # rows, at most: of 152,000 tokens in bfloat16 10 MB, 26 with all smaller sizes
+_KEEPS_LOGITS = 32  # rows, at most: for 152,000 tokens in bfloat16 10 MB, 26 MB with all smaller sizes
 _TOLERANCE = 2e-2  # relative difference of hidden states between a replay and the eager step; bf16 noise is near 1e-3
-_ALIKE = 0.25  # the same of two sizes whose kernels add up in another order; wrong states differ by 1 or more
-_KINDS = (1, 2, 4, 8, 16, 24, 40, 72, 136, 264)  # rows: sizes between which kernels differ, as far as it is known here
+_ALIKE = 0.25  # same, between two sizes whose kernels sum in different orders; wrong states differ by 1 or more
+_KINDS = (1, 2, 4, 8, 16, 24, 40, 72, 136, 264)  # rows: sizes known to use different kernels
 
 
 def graph_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, then multiples of 8 until ``most`` fits."""
+    """1, 2, 4, 8, then multiples of 8 up to the first that is at least ``most``."""
     top = -(-most // 8) * 8
     return [n for n in (1, 2, 4) if n < most or n == 1] + list(range(8, top + 1, 8))
 
 
 def cascade_sizes(sizes: list[int]) -> list[int]:
-    """The sizes to capture for steps that share prefixes: a few of ``sizes``, because they are captured while requests
-    wait and more rows take little longer. Sizes that go through all layers in one kernel are left out: that kernel
-    reads for each row alone."""
+    """The sizes to capture with cascade attention: only a few of ``sizes``, because they are captured while requests
+    wait and padding rows cost little. Sizes that run all layers in one kernel are left out: that kernel has no cascade
+    attention."""
     return [n for n in sizes if n > MAX_MEGAKERNEL_ROWS and (n in (16, 32, sizes[-1]) or n % 64 == 0)]
 
 
-_capturing = Lock()  # of engines in threads beside each other, one
+_capturing = Lock()  # engines in different threads capture one at a time
 
 
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all graphs: for each other one cuBLAS would keep 32 MiB for ever."""
+    """One stream for all graphs: for each further one cuBLAS would keep 32 MiB forever."""
     return torch.cuda.Stream(device)
 
 
 def capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """``run`` as a graph, and the tensors that hold its result after a replay. It must have run in this shape before:
-    what it needs is loaded outside the capture. Unlike ``torch.cuda.graph`` this leaves torch's cache as it is and
-    does not wait for the device, so that dozens are captured in a second."""
+    """Capture ``run``; returns the graph and the tensors that hold its result after a replay. It must have run in this
+    shape before, so that everything it needs is loaded. Unlike ``torch.cuda.graph`` this keeps torch's memory cache and
+    does not wait for the device, so dozens can be captured in a second."""
     graph = torch.cuda.CUDAGraph()
     with _capturing, torch.cuda.stream(_capture_stream(torch.cuda.current_device())):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -77,13 +77,13 @@ def capture_graph(run: Callable[[], Result], pool: Any) -> tuple[torch.cuda.CUDA
 
 
 def difference(expected: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
-    """How far a replay's hidden states are from the eager step's, relative to these: a scalar on the device."""
+    """The relative difference of a replay's hidden states to the eager step's: a scalar on the device."""
     expected = expected.float()
     return (expected - replayed.float()).norm() / expected.norm().clamp_min(1e-6)
 
 
 def check_differences(differences: dict[str, torch.Tensor], attention: AttentionBackend) -> None:
-    """Waits for the device. Raises MinivllmError: one of them, which are named by what was captured, is too large."""
+    """Raise MinivllmError if a difference is too large; keys name what was captured. Waits for the device."""
     for what, error in zip(differences, torch.stack(list(differences.values())).tolist(), strict=True):
         if not error < _TOLERANCE:
             raise MinivllmError(
@@ -93,18 +93,18 @@ def check_differences(differences: dict[str, torch.Tensor], attention: Attention
 
 
 class Kept(NamedTuple):
-    """What a step leaves behind for ``Sampler.refine``."""
+    """What a step keeps for ``Sampler.refine``."""
 
     hidden: torch.Tensor  # (rows, hidden_size)
     tokens: torch.Tensor  # (rows,) int64
-    logits: torch.Tensor | None  # (rows, vocab), of few rows: of many they would take much memory
+    logits: torch.Tensor | None  # (rows, vocab), only for few rows, to save memory
 
 
 class DecodeGraphs:
     """Captures and replays decode steps for one runner."""
 
     def __init__(self, runner: ModelRunner, most: int) -> None:
-        """``most``: sequences of the largest step, rounded up to what ``graph_sizes`` has."""
+        """``most``: sequences in the largest step; ``graph_sizes`` rounds it up."""
         self.runner = runner
         self.sizes = graph_sizes(most)
         top, device = self.sizes[-1], runner.device
@@ -122,7 +122,7 @@ class DecodeGraphs:
         self._kept: dict[_Key, Kept] = {}
         self._refinements: dict[tuple[_Key, Hashable], tuple[torch.cuda.CUDAGraph, Packed]] = {}
         self.pool: Any = None
-        self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded``'s
+        self._cascade: torch.Tensor | None = None  # int32: ``CascadePlan.padded`` on the device
         self._cascade_sizes: list[int] = []
         self._cascade_on_device: tuple[CascadePlan, int] | None = None
         keys: list[_Key] = [(size, None) for size in self.sizes]
@@ -139,8 +139,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def launch_all_kinds(self) -> None:
-        """Steps of sizes between which kernels differ, for ``compile_only``: fewest rows first, their kernels take the
-        compiler longest."""
+        """Launch steps of all sizes that use different kernels, for ``compile_only``; fewest rows first, as their
+        kernels take longest to compile."""
         alone, shared = self._kinds(), (16, 32, self.sizes[-1])
         for (size, beside), plan in self._plans.items():
             if size in (alone if beside is None else shared if beside else ()):
@@ -148,7 +148,7 @@ class DecodeGraphs:
                 self._step(size)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
-        """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
+        """Capture every size, largest first so that smaller ones reuse its memory, and verify it."""
         self.pool = torch.cuda.graph_pool_handle()
         self._compare(num_blocks, vocab_size, self._kinds(), lambda size: self._capture((size, None)))
 
@@ -174,7 +174,7 @@ class DecodeGraphs:
         )
 
     def _numbers(self, size: int) -> torch.Tensor:
-        """Where the cascade of steps of so many rows lies."""
+        """The part of ``_cascade`` that steps of ``size`` rows use."""
         assert self._cascade is not None
         return self._cascade[: len(self._cascade) - 4 * (self.sizes[-1] - size)]
 
@@ -217,7 +217,7 @@ class DecodeGraphs:
         return self.landing.step(n, run.done())
 
     def hidden(self, size: int) -> torch.Tensor:
-        """(size, hidden_size): what a captured step of so many rows sampled from last."""
+        """(size, hidden_size): the hidden states that the captured step of this size last sampled from."""
         return self._kept[size, None].hidden
 
     def _key_for(self, rows: int, cascade: CascadePlan | None) -> _Key:
@@ -232,8 +232,8 @@ class DecodeGraphs:
         return self.runner.land(n, np.arange(n), self._refined(key, kept, host_slots))
 
     def _refined(self, key: _Key, kept: Kept, host_slots: np.ndarray) -> Packed:
-        """What requests want of the step just replayed beyond its tokens; captured behind the first time that a size
-        needs it, if the sampler's can be."""
+        """Run the sampler's ``refine`` for the step just replayed; captured the first time a size needs it, if the
+        sampler allows it."""
         run = self.runner
         kind = run.sampler.refinement(host_slots) if run.captures_refine else None
         if kind is None:
@@ -248,7 +248,7 @@ class DecodeGraphs:
         return packed
 
     def _refine(self, kept: Kept, rows: int, kind: Hashable | None, host_slots: np.ndarray) -> Packed:
-        """What is captured, unless there is no ``kind``."""
+        """What is captured if there is a ``kind``."""
         run, slots, positions, given = self.runner, self.slots[:rows], self.after[:rows], kept.tokens[:rows]
         logits = run.model.compute_logits(kept.hidden[:rows]) if kept.logits is None else kept.logits[:rows]
         tokens, logprobs = run.refine(logits, slots, positions, given, host_slots, kind)
@@ -261,7 +261,7 @@ class DecodeGraphs:
         return self._kept[key]
 
     def _run_and_capture(self, key: _Key) -> Kept:
-        """The first step of a kind that few runs need; what follows replays it."""
+        """Run the first step of a rarely needed kind eagerly, then capture it for later steps."""
         first = self._step(key[0])
         self.landing.replays += 1
         self._capture(key)
@@ -276,7 +276,7 @@ class DecodeGraphs:
         return padded
 
     def _update(self, batch: Batch, size: int, cascade: CascadePlan | None) -> None:
-        """Tell the device what changed since the last replay, in one copy; nothing changed: no copy."""
+        """Copy what changed since the last replay to the device, in one copy; none if nothing changed."""
         run, wanted = self.runner, (size, batch.slots.tobytes())
         slots = numbers = batch.slots[:0]
         if wanted != self._on_device:
@@ -301,7 +301,7 @@ class DecodeGraphs:
         """Replay each size once on random state and compare with the same step run eagerly. Leaves the cache empty.
 
         Raises:
-            MinivllmError: they differ; backend and size are named.
+            MinivllmError: they differ; the message names backend and size.
         """
         self._compare(num_blocks, vocab_size, self.sizes, lambda size: None)
 
@@ -309,14 +309,15 @@ class DecodeGraphs:
     def _compare(
         self, num_blocks: int, vocab_size: int, eagerly: Collection[int], capture: Callable[[int], None]
     ) -> None:
-        """``verify``, with ``capture`` behind a step of each size that has loaded what the size needs. Replays come
-        when all are captured. Sizes ``eagerly`` are compared with that step, others with the next larger of these,
-        where the same sequences are rows; should one be too far from that, with a step of its own."""
+        """``verify``, calling ``capture`` for each size after a step has loaded what the size needs. All are captured
+        before the replays. Sizes in ``eagerly`` are compared with an eager step of their own, others with that of the
+        next larger size in it, whose rows include the same sequences; if one differs too much, with a step of its own.
+        """
         run, rng, top = self.runner, np.random.default_rng(0), self.sizes[-1]
-        rows = min(top, run.num_slots, num_blocks)  # each with blocks of its own; more are padding
+        rows = min(top, run.num_slots, num_blocks)  # each with its own blocks; further rows are padding
         per_slot = min(num_blocks // rows, run.block_table.shape[1], 4)
         blocks = 1 + np.arange(rows * per_slot, dtype=np.int32).reshape(rows, per_slot)
-        longest = (run.block_table.shape[1] - 1) * run.block_size + 1  # a model's length may have no more than this
+        longest = (run.block_table.shape[1] - 1) * run.block_size + 1  # max_model_len may be as small as this
         room = min(per_slot * run.block_size, longest)
         lengths = rng.integers(0, room, rows).astype(np.int32)
         used = torch.from_numpy(np.unique(blocks)).to(run.device)
@@ -340,7 +341,7 @@ class DecodeGraphs:
 
         def differences() -> dict[int, torch.Tensor]:
             found = {}
-            self.landing.forget()  # eager steps count, too, unless they are only compiled; from here on there are none
+            self.landing.forget()  # eager steps count too, unless only compiled; none follow from here on
             for size in self.sizes:
                 replayed = hidden(size, lambda n: self._replay((n, None)))
                 expected = eager[next(n for n in self.sizes if n >= size and n in eager)]
@@ -369,14 +370,14 @@ class DecodeGraphs:
         self._on_device = _NOTHING
 
     def _doubtful(self, differences: list[torch.Tensor]) -> bool:
-        """Whether these, each of two sizes, are too large, of any rank's. Waits for the device."""
+        """Whether any of these differences between two sizes is too large on any rank. Waits for the device."""
         if not differences:
             return False
         alike = bool((torch.stack(differences) < _ALIKE).all())
         return not self.runner.tp.minimum(alike, self.runner.device)
 
     def _check_landing(self, tokens: list[int]) -> None:
-        """Whether the last replay, which is done, has left its tokens on the host."""
+        """Raise MinivllmError unless the last replay, which has completed, wrote its tokens to the host."""
         replays = self.landing.replays
         number, *landed = self.landing.last()[: 1 + len(tokens)].tolist()
         if (number, landed) != (replays, tokens):

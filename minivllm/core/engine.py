@@ -1,4 +1,4 @@
-"""Requests in, outputs out: the loop that keeps two steps under way. It is handed all its parts."""
+"""The engine loop: requests in, outputs out, two steps in flight. All its components are passed in."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-# vLLM's arguments of ``add_request`` that are not supported; None asks for what happens anyway.
+# vLLM's arguments of ``add_request`` that are not supported and must be None.
 _NEUTRAL = dict.fromkeys(("arrival_time", "lora_request", "tokenization_kwargs", "trace_headers"))
-_PATIENCE = 10.0  # seconds that a scheduler may have work and give no step
+_PATIENCE = 10.0  # seconds that a scheduler may have work without scheduling a step
 
 
 @dataclass(slots=True)
@@ -47,19 +47,19 @@ class EngineStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
-    host_time: float = 0.0  # of steps, less the time they waited for the device
-    wait_time: float = 0.0
-    launch_time: float = 0.0  # of host_time: in Executor.launch (on a CPU, the model itself)
+    host_time: float = 0.0  # of steps, without waiting for the device
+    wait_time: float = 0.0  # for the device
+    launch_time: float = 0.0  # part of host_time: in Executor.launch (on a CPU, the model itself)
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A step that is launched and not taken in."""
+    """A step that is launched and not yet committed."""
 
     batch: Batch
     handle: StepHandle
-    scored: list[Request]  # of ``Batch.scored``
-    guided: list[tuple[int, Guide]]  # of rows that it samples for when all that came before is known
+    scored: list[Request]  # of the rows of ``Batch.scored``
+    guided: list[tuple[int, Guide]]  # rows, and the guides that need all earlier tokens before the step can sample
 
 
 class LLMEngine:
@@ -87,14 +87,14 @@ class LLMEngine:
             executor=executor, num_blocks=num_blocks,
         )  # fmt: skip
         self.stats = EngineStats()
-        self.observer: StepObserver | None = None  # told of each step while somebody looks
-        # While true, what requests that have begun and go on have to say may wait for the next step: a caller that is
-        # busy with many outputs gets fewer and longer ones. Any thread may set it.
+        self.observer: StepObserver | None = None  # called at each step if set
+        # While true, outputs other than a request's first and last may wait for a later step: a caller that is busy
+        # with many outputs gets fewer and longer ones. Any thread may set it.
         self.hold_outputs = False
-        self._touched: dict[str, Request] = {}  # those with something to say
+        self._touched: dict[str, Request] = {}  # those with new output
         self._depth = 2 if config.scheduler.async_scheduling else 1
         self._under_way: deque[_UnderWay] = deque()
-        self._unscored: set[Request] = set()  # they wait for their prompts' log-probabilities before they say anything
+        self._unscored: set[Request] = set()  # no output until their prompts' log-probabilities are complete
         self._guided: set[Request] = set()  # those whose sequences have guides
         self._requests: dict[str, Request] = {}
         self._by_sequence: dict[str, tuple[Request, Completion]] = {}
@@ -103,13 +103,13 @@ class LLMEngine:
         self._prompt_tokens_since_step = 0
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
-        self._untold: list[RequestOutput] = []  # of a step that a Ctrl-C ended
+        self._untold: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
         self._uninterrupted = Uninterrupted()
         self._closed = False
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
-        """Load and start everything that ``config`` names."""
+        """Load and start everything in ``config``."""
         collect_engines()
         with kept_bytecode(), uncollected():
             from minivllm.assemble import build_engine
@@ -132,17 +132,17 @@ class LLMEngine:
         """Queue a request.
 
         ``prompt``: text, token ids, or vLLM's mapping with ``prompt`` or ``prompt_token_ids`` (and ``cache_salt``).
-        Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier, by
-        schedulers that have priorities; with others only 0 is allowed. ``number``: its place among all
-        requests, from which it draws if it names no seed; ``num_requests_added`` unless it is given. vLLM's other
-        arguments are taken where they ask for nothing.
+        Requests with different ``cache_salt`` share no cached prefix. A smaller ``priority`` is served earlier by
+        schedulers that have priorities; others accept only 0. ``number``: the request's index, which determines its
+        random numbers if it has no seed; default: ``num_requests_added``. vLLM's other arguments are accepted only at
+        values that change nothing.
 
-        Where nothing is under way and the requests since the last ``step`` fill one, it is launched here: the device
-        need not wait for the requests behind.
+        If no step is in flight and the requests added since the last ``step`` fill one, it is launched here, so that
+        the device need not wait for later requests.
 
         Raises:
-            RequestError: it can never run; the engine is as before.
-            EngineDeadError: as ``step``.
+            RequestError: the request can never run; the engine is unchanged.
+            EngineDeadError: as in ``step``.
         """
         self.check_health()
         if others:
@@ -153,7 +153,7 @@ class LLMEngine:
             raise RequestError(f"request_id {request_id!r} is already waiting or running; choose another")
         number = self.num_requests_added if number is None else number
         request = self._admission.request(request_id, prompt, params, cache_salt, priority, number)
-        with self._uninterrupted:  # or the scheduler would know a sequence that nobody can abort
+        with self._uninterrupted:  # else the scheduler might have a sequence that cannot be aborted
             self._take_on(request)
         full = self._prompt_tokens_since_step >= self.config.scheduler.max_num_batched_tokens
         if full and not self._under_way and self._depth > 1 and not self.scheduler.uses_priority:
@@ -184,7 +184,7 @@ class LLMEngine:
         self._prompt_tokens_since_step += len(request.prompt_token_ids)
 
     def abort(self, request_id: str | list[str]) -> None:
-        """End requests wherever they are; ids that are not known (any more) are passed over.
+        """End requests in any state; ids that are unknown or already finished are ignored.
 
         Raises:
             EngineDeadError: a scheduler's ``abort`` failed.
@@ -202,14 +202,14 @@ class LLMEngine:
             self._unscored.discard(request)
             self._guided.discard(request)
             for completion in request.completions:
-                if completion.finish_reason is None:  # else its name may be another request's by now
+                if completion.finish_reason is None:  # else another request may have its id by now
                     self.scheduler.abort(completion.seq.request_id)
                     self._by_sequence.pop(completion.seq.request_id, None)
 
     abort_request = abort  # vLLM's name
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request of that name waits or runs."""
+        """Whether a request with this id is waiting or running."""
         return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
@@ -225,12 +225,12 @@ class LLMEngine:
 
     @property
     def num_steps_under_way(self) -> int:
-        """Steps that are launched and not taken in."""
+        """Steps that are launched and not yet committed."""
         return len(self._under_way)
 
     @property
     def decodes_next(self) -> bool:
-        """Whether the next step is of decodes alone, unless a request comes: none waits, and no prompt is left over."""
+        """Whether the next step is decode-only unless a request is added: none waits, and no prompt is unfinished."""
         if not self._under_way:
             return False
         batch = self._under_way[-1].batch
@@ -240,12 +240,12 @@ class LLMEngine:
     # ------------------------------------------------------------------ a step
 
     def step(self) -> list[RequestOutput]:
-        """Launch the next step, take in the oldest under way; returns the outputs of requests with new tokens.
+        """Launch the next step and commit the oldest in flight; returns the outputs of requests with new tokens.
 
-        A Ctrl-C is raised at the end of the step, whose outputs the next call returns.
+        Ctrl-C raises KeyboardInterrupt at the end of the step; the next call returns the step's outputs.
 
         Raises:
-            EngineDeadError: a rank failed; every request of this engine is lost.
+            EngineDeadError: a rank failed; all requests of this engine are lost.
         """
         self.check_health()
         self._uninterruptedly(self._step)
@@ -253,7 +253,7 @@ class LLMEngine:
         return outputs
 
     def _uninterruptedly(self, act: Callable[[], _T], what: str = "a step") -> _T:
-        """Nobody knows how far an act came that failed: the engine is dead then."""
+        """Call ``act``. If it fails the engine is dead, as the state it left is unknown."""
         with self._uninterrupted:
             try:
                 return act()
@@ -293,7 +293,7 @@ class LLMEngine:
         self.stats.host_time += time.perf_counter() - began - (done - waited)
 
     def _check_progress(self, now: float) -> None:
-        """Of a scheduler that has work and gives no step, although none is under way. Raises MinivllmError."""
+        """Raise MinivllmError if the scheduler has work but schedules nothing for too long with no step in flight."""
         if not self.scheduler.has_work:
             self._stuck_since = None
             return
@@ -305,12 +305,12 @@ class LLMEngine:
             )
 
     def _launch(self) -> bool:
-        """Schedule and launch a step; False if none can run before one under way is taken in."""
+        """Schedule and launch a step; False if none can run until a step in flight is committed."""
         planned = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        # whose rows these are, while it is known: slots may change hands until the step comes back
+        # find out now whose rows these are: slots may be reassigned before the step is committed
         scored: list[Request] = []
         if batch.scored is not None:
             scored = [self._by_sequence[seq.request_id][0] for _, seq in self._sequences(batch, batch.scored.rows)]
@@ -331,12 +331,12 @@ class LLMEngine:
         return True
 
     def _sequences(self, batch: Batch, rows: np.ndarray) -> list[tuple[int, Sequence]]:
-        """Those that run in these rows of a step that was just scheduled, each with its row."""
+        """The sequences in these rows of the batch just scheduled, each with its row."""
         found = [self.scheduler.sequences[slot] for slot in batch.slots[rows].tolist()]
         return [(row, seq) for row, seq in zip(rows.tolist(), found, strict=True) if seq is not None]
 
     def _guide_first(self) -> None:
-        """Let the oldest step under way sample, if it waits for that: all that came before it is known now."""
+        """Let the oldest step in flight sample if it waits for masks: all earlier tokens are known now."""
         if self._under_way and (guided := self._under_way[0].guided):
             rows, batch = [row for row, _ in guided], self._under_way[0].batch
             self._under_way[0].guided = []
@@ -346,7 +346,7 @@ class LLMEngine:
             self.executor.guide(masks)
 
     def _take_scores(self, batch: Batch, scored: Scored, requests: list[Request], found: Logprobs | None) -> None:
-        """Hand each row's to its request, which may be gone. Raises MinivllmError: there are none."""
+        """Give each row's log-probabilities to its request, which may be gone. Raises MinivllmError if None."""
         if found is None:
             name = self.config.executor.name
             raise MinivllmError(f"executor={name} returned a step without the prompt_logprobs that it was asked for")
@@ -362,7 +362,7 @@ class LLMEngine:
         ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
-            if not request.needs_tokens:  # nobody watched it grow: it has no stop strings
+            if not request.needs_tokens:  # its tokens were not read at each step
                 completion.token_ids = seq.output_token_ids
             if seq.guide is not None and (seq.guide.failed or seq.guide.cut_by(int(seq.known[-1]))):
                 reason = FinishReason.LENGTH
@@ -377,7 +377,7 @@ class LLMEngine:
                 scheduler = self.config.scheduler.name
                 raise MinivllmError(f"scheduler={scheduler} left out log-probabilities of the prompt of {name!r}")
         telling, self._touched, hold = self._touched, {}, self._may_hold()
-        if hold or self._unscored:  # of several completions one may be ahead of that which computes the prompt
+        if hold or self._unscored:  # a completion may be ahead of the one that computes the prompt
             self._touched = {
                 name: request
                 for name, request in telling.items()
@@ -391,13 +391,13 @@ class LLMEngine:
         ]
 
     def _may_hold(self) -> bool:
-        """Whether all but beginnings and ends may be said later: it is wanted, and later is soon, as the step under way
-        is one of decodes alone."""
+        """Whether outputs other than first and last ones may wait: the caller wants it, and the step in flight is
+        decode-only, so the wait is short."""
         return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0].batch.token_ids)
 
     def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
-        """Hand each watched slot's new token to its completion, and end those whose stop string is complete; returns
-        the requests of these."""
+        """Give each watched slot's new token to its completion, and end completions whose stop string is complete;
+        returns the requests of these."""
         stopped: dict[str, Request] = {}
         finished = {seq.request_id for seq, _ in committed.finished}
         of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
@@ -439,7 +439,7 @@ class LLMEngine:
     # ------------------------------------------------------------------ life and death
 
     def describe(self) -> dict[str, Any]:
-        """What runs where: ``model``, ``device``, ``attention``, ``dtype``, ``num_blocks``, ``block_size`` …"""
+        """What is running: ``model``, ``device``, ``attention``, ``dtype``, ``num_blocks``, ``block_size`` …"""
         about = {
             "model": self.config.model.path or self.config.model.name,
             "num_blocks": self.num_blocks,
@@ -451,11 +451,11 @@ class LLMEngine:
         return about | self.executor.describe()
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; running requests keep what they hold."""
+        """Drop all cached prefixes; running requests keep their blocks."""
         self.scheduler.blocks.reset_prefix_cache()
 
     def check_health(self) -> None:
-        """Raises EngineDeadError: the engine was shut down, or it or one of its ranks is dead."""
+        """Raise EngineDeadError if the engine was shut down, or if it or one of its ranks is dead."""
         if self._closed:
             raise EngineDeadError("the engine was shut down; make a new one")
         if self._dead is not None:
@@ -470,7 +470,7 @@ class LLMEngine:
             raise self._dead from error
 
     def shutdown(self) -> None:
-        """Drop all requests and give back processes and memory; safe to call twice."""
+        """Drop all requests and release processes and memory; safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -491,7 +491,7 @@ class LLMEngine:
 
 
 def _ended_by(guide: Guide, completion: Completion, token: int) -> bool:
-    """Tell a guide of its completion's newest token; returns whether that was the last one."""
+    """Give a guide its completion's newest token; returns whether that was the last one."""
     guide.take(token)
     if not guide.failed and not guide.ended:
         return False

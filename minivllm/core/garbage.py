@@ -1,5 +1,5 @@
-"""When Python's garbage collector had better not run: while an engine is made, and, in processes of our own, over what
-stood at the start.
+"""Keeps Python's garbage collector from running while an engine is created and, in our own processes, from scanning
+objects that exist from the start.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from contextlib import contextmanager
 
 
 def collect_engines() -> None:
-    """Collect garbage where there may have been engines: one that nobody has any more may hold a device's memory."""
+    """Collect garbage if there may have been engines: an unreferenced one may still hold device memory."""
     if "torch" in sys.modules:
         gc.collect()
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect nothing while modules are imported and an engine is made, nearly all of which stays: that took a seventh
-    of a start. Behind it, what there is now is as old as if it had been looked at."""
+    """Disable collection while modules are imported and an engine is created: nearly all of these objects stay alive,
+    and collecting took a seventh of startup. Afterwards all objects are in the oldest generation."""
     if not gc.isenabled():
         yield
         return
@@ -27,7 +27,7 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # or what a user has frozen would be no more
+        if not gc.get_freeze_count():  # else this would unfreeze what a user has frozen
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         gc.enable()
@@ -35,9 +35,9 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Leave out of collections all that there is now: a full one walks torch's 250,000 objects, 0.1 s between steps.
+    """Exclude all current objects from collection: a full one walks torch's 250,000 objects, 0.1 s between steps.
 
-    For a process that is ours: in a user's, cycles that were garbage already would never be collected.
+    Only for our own processes: in a user's, existing garbage cycles would not be collected.
     """
     gc.freeze()
     try:

@@ -1,5 +1,5 @@
-"""What an answer has to be as llguidance's matcher, which says which tokens may come: an Earley parser over a lexer of
-derivatives of regular expressions, asked for all tokens at once along the trie of the vocabulary
+"""Turns ``structured_outputs`` into llguidance matchers, which compute the allowed next tokens: an Earley parser over a
+lexer of regular expression derivatives, run for all tokens at once along the trie of the vocabulary
 (https://github.com/guidance-ai/llguidance).
 """
 
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +21,27 @@ from minivllm.errors import RequestError, shown
 if TYPE_CHECKING:
     from minivllm.core.structured_outputs import StructuredOutputsParams
 
-_SPACES = r"[ \n\r\t]{1,20}"  # in JSON, between its tokens: small models go on and on
-_LINES, _WIDTH = 4, 200  # of what llguidance says of a grammar, at most
-# What a grammar may take: as many items as objects with thousands of properties have, and half of what llguidance
-# itself allows for a regular expression's repeats, 0.4 s of everybody's time.
+_SPACES = r"[ \n\r\t]{1,20}"  # between JSON tokens; limited, as small models may never stop adding white space
+_LINES, _WIDTH = 4, 200  # most lines and columns quoted of llguidance's error messages
+# Limits of a grammar: enough items for objects with thousands of properties, and half of llguidance's default fuel for
+# repeats in regular expressions, which is 0.4 s that all requests wait.
 _ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
-_MOST_REMAINDERS = 1 << 16  # of ``multipleOf``s, whose automaton has a state for each: 0.2 s
-_MOST_PROPERTIES = 2000  # of an object: 0.4 s, which grow with their square
+_MOST_REMAINDERS = 1 << 16  # of all ``multipleOf``, whose automaton has a state for each: 0.2 s
+_MOST_PROPERTIES = 2000  # of an object: 0.4 s, quadratic in their number
+
+
+# What llguidance knows of the formats of strings; others are annotations, as JSON Schema has it.
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+_OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_DATA = frozenset(("const", "enum", "default", "examples"))  # which hold no schemas
+_START = re.compile(r"^\s*[?!]?start\s*(\.\d+)?\s*:(?!:=)", re.MULTILINE)  # of Lark's grammars
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """llguidance's matcher of a ``grammar_of``, with its own kind of ``tokenizer``. Raises RequestError: there is no
-    such grammar, no answer that it allows, or it takes more than one may."""
+    """llguidance's matcher for a grammar from ``grammar_of``; ``tokenizer`` is llguidance's too. Raises RequestError:
+    the grammar is invalid, matches no text, or exceeds the limits."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_items_in_row=_ROW, step_max_items=_ITEMS, step_lexer_fuel=_FUEL, verbose_errors=False)
@@ -42,7 +52,7 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
             raise RequestError("structured_outputs: the grammar is too large; simplify it")
         raise RequestError(f"structured_outputs: this grammar is not supported: {why}")
     trial = matcher.deep_copy()
-    for place in ("begin", "go on"):  # what takes too much mostly does so at once
+    for place in ("begin", "go on"):  # grammars that exceed the limits mostly do so at once
         bits = np.frombuffer(trial.compute_bitmask(), dtype=np.int32).copy()
         clear_bits(bits, tokenizer.eos_tokens)
         if trial.is_error() or not (trial.is_accepting() or bits.any()):
@@ -59,7 +69,7 @@ def matcher_of(grammar: str, tokenizer: Any) -> Any:
 
 
 def clear_bits(bits: np.ndarray, tokens: Iterable[int]) -> None:
-    """bits (words,) int32: those of these tokens, as far as there are any, become 0."""
+    """bits (words,) int32: clear the bits of these tokens; tokens beyond the row are ignored."""
     words = bits.view(np.uint32)
     for token in tokens:
         if token // 32 < len(words):
@@ -67,7 +77,7 @@ def clear_bits(bits: np.ndarray, tokens: Iterable[int]) -> None:
 
 
 def grammar_of(asked: StructuredOutputsParams) -> str:
-    """In llguidance's own notation. Raises RequestError."""
+    """The grammar in llguidance's own notation. Raises RequestError."""
     from llguidance import LLMatcher, grammar_from
 
     spaces: Any = {"whitespace_pattern": asked.whitespace_pattern or _SPACES}
@@ -76,19 +86,22 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
     if asked.structural_tag is not None:
         tags = StructuralTag.of(asked.structural_tag)
         _check_cost([tag.schema for tag in tags.tags])
+        tags = replace(tags, tags=tuple(replace(tag, schema=without_annotations(tag.schema)) for tag in tags.tags))
         return LLMatcher.grammar_from_lark(tags.lark(spaces))
     if (schema := asked.schema()) is not None:
         _check_cost(schema)
         try:
-            return LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
+            return LLMatcher.grammar_from_json_schema(without_annotations(schema), overrides=spaces)
         except ValueError as error:  # a number of more than 64 bits, half of a character
             raise RequestError(f"structured_outputs: json has what cannot be followed: {error}") from None
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
-    if asked.choice is not None:  # as one terminal: as many rules they would be too many
+    if asked.choice is not None:  # as one terminal: one rule per choice would be too many
         return LLMatcher.grammar_from_lark("start: ONE\nONE: " + " | ".join(map(json.dumps, asked.choice)))
     if "%json" in (asked.grammar or ""):
         raise RequestError("structured_outputs: grammar has a %json in it, which is not supported; use json")
+    if _START.search(asked.grammar or "") and "::=" not in (asked.grammar or ""):
+        return LLMatcher.grammar_from_lark(asked.grammar or "")
     try:
         return grammar_from("grammar", asked.grammar or "")
     except ValueError as error:
@@ -97,13 +110,13 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
 
 
 def check_tags(asked: StructuredOutputsParams, tokenizer: Any) -> None:
-    """Raise RequestError for the first of its tags whose schema cannot be followed alone. Of all together llguidance
-    quotes its own notation."""
+    """Raise RequestError for the first tag whose schema is not supported by itself. (For all tags together llguidance's
+    error would quote its own notation.)"""
     from llguidance import LLMatcher
 
     for tag in StructuralTag.of(asked.structural_tag).tags if asked.structural_tag is not None else ():
         try:
-            matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(tag.schema)), tokenizer)
+            matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(tag.schema))), tokenizer)
         except RequestError as error:
             why = str(error).removeprefix("structured_outputs: ")
             said = f"structural_tag: the schema behind {shown(tag.begin)}: {why}"
@@ -111,16 +124,36 @@ def check_tags(asked: StructuredOutputsParams, tokenizer: Any) -> None:
 
 
 def text_of(asked: StructuredOutputsParams) -> str | None:
-    """All that it says, by which the same is known again. None: it has what is not JSON."""
+    """All its fields as text, to recognize equal ones. None: a field is not JSON."""
     try:
         return json.dumps([getattr(asked, field.name) for field in fields(asked)], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return None
 
 
+def without_annotations(schema: Any) -> Any:
+    """The same without keywords that constrain nothing and that llguidance refuses: names that are strings, and formats
+    that it does not know."""
+    if isinstance(schema, list):
+        return [without_annotations(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key == "propertyNames" and value in ({"type": "string"}, {}, True):
+            continue
+        if key == "format" and isinstance(value, str) and value not in _FORMATS:
+            continue
+        if key in _OF_NAMES and isinstance(value, dict):
+            kept[key] = {name: without_annotations(one) for name, one in value.items()}
+        else:
+            kept[key] = value if key in _DATA else without_annotations(value)
+    return kept
+
+
 def _check_cost(schema: Any) -> None:
-    """Raise RequestError for what would take seconds: many properties, and automata of ``multipleOf``, which grow with
-    the numbers' product, but for factors of ten."""
+    """Raise RequestError for schemas that would take seconds: many properties, or ``multipleOf`` automata, whose size
+    is the product of the numbers without factors of 2 and 5."""
     waiting, found, squares = [schema], set(), 0
     while waiting:
         part = waiting.pop()

@@ -1,7 +1,7 @@
-"""What a request's next token may be, where that follows from what it has said: a grammar, words that must not come.
+"""Guided decoding: which tokens are allowed next, given the output so far, by a grammar or by ``bad_words``.
 
-The host finds it, as one bit a token, while the layers of a step that is to sample for such a request run: that step is
-launched before the newest token is known, as any other is, and samples when it is (``Executor.guide``).
+The host computes the masks, one bit per token, while the layers of the step that will sample with them run: like any
+step it is launched before the newest token is known, and it samples once the masks arrive (``Executor.guide``).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
-_BYTES = 4  # of a word
-# To make a matcher takes a millisecond and more, with 150,000 tokens. Those that are copies of one share what they may
-# take, and are asked in turn. Of one that took longer there are more: making takes no more than this of each, seconds.
-_KEPT, _COPIES, _OF_EACH = 64, 16, 1e-3
-_THREADS = 12  # that find masks, at most: with 256 sequences 0.8 ms; 8 take 1.0, one 6
+_BYTES = 4  # per word
+# Making a matcher takes 1 ms or more with 150,000 tokens. Copies of one share its resource limits and run one at a
+# time. A matcher that took longer to make is copied more often, so that making costs each request at most 1 ms.
+_KEPT, _COPIES, _OF_EACH = 64, 16, 1e-3  # matchers, copies of each at least, seconds per copy
+_THREADS = 12  # that compute masks, at most: for 256 sequences 12 take 0.8 ms, 8 take 1.0 ms, one takes 6 ms
 
 
 class BadWords:
-    """What a request must not say, as tokens."""
+    """A request's ``bad_words`` as tokens."""
 
     def __init__(self, words: Iterable[Sequence[int]], num_words: int) -> None:
-        """``num_words``: of a row of bits."""
-        longer: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: those before, and the last
+        """``num_words``: int32 words in a row of bits."""
+        longer: dict[int, list[tuple[list[int], int]]] = {}  # by last token but one: all but the last, and the last
         single: set[int] = set()
         for *start, last in dict.fromkeys(map(tuple, words)):
             if start:
@@ -49,90 +49,90 @@ class BadWords:
         clear_bits(self._others, single)
 
     def hold_back(self, bits: np.ndarray, said: list[int]) -> None:
-        """Clear the bits of tokens that would complete one of them. said: the last ``reach`` tokens, or all."""
+        """Clear the bits of tokens that would complete a bad word. said: at least the last ``reach`` tokens, or all."""
         bits[: len(self._others)] &= self._others  # a row may be wider than the model's vocabulary
         ends = self._longer.get(said[-1], ()) if said else ()
         clear_bits(bits, (last for start, last in ends if said[-len(start) :] == start))
 
 
 class Guide:
-    """Of one completion."""
+    """The guided decoding state of one completion."""
 
     def __init__(
         self, matcher: Any, bad_words: BadWords | None, ends: frozenset[int], stand_ins: Iterable[int] = ()
     ) -> None:
-        """``matcher``: llguidance's, of whose grammar nothing is said yet, or None; ``ends``: the model's end tokens;
-        ``stand_ins``: what the matcher has in their place, which is not to be said."""
+        """``matcher``: a fresh llguidance matcher, or None; ``ends``: the model's end tokens; ``stand_ins``: the
+        matcher's end tokens that are not the model's, which must not be sampled."""
         self.matcher = matcher
         self._stand_ins = tuple(stand_ins)
         self._bad_words = bad_words
         self._ends = ends
-        self._said: list[int] = []  # as much as bad words need
-        self._told: tuple[tuple[int, int], bytes] | None = None  # the device: of which slot and generation what
+        self._said: list[int] = []  # the last tokens, as many as bad words need
+        self._told: tuple[tuple[int, int], bytes] | None = None  # last sent to the device: (slot, generation), mask
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can follow, and there is no token to say so."""
+        """Whether the grammar allows nothing more and there is no end token to sample."""
         return self.matcher is not None and not self._ends and self.matcher.is_stopped()
 
     @property
     def failed(self) -> bool:
-        """Whether its grammar cannot be followed any further: it takes more than llguidance allows. All that may come
-        then is an end token."""
+        """Whether its grammar can no longer be followed because it exceeds llguidance's limits. Then only an end token
+        is allowed."""
         return self.matcher is not None and self.matcher.is_error()
 
     def is_new(self, place: tuple[int, int], bits: np.ndarray) -> bool:
-        """Whether the device was not told that, of this slot in this generation, just before."""
+        """Whether this mask differs from the one last sent to the device for this slot and generation. Records it."""
         before, self._told = self._told, (place, bits.tobytes())
         return before != self._told
 
     def cut_by(self, token: int) -> bool:
-        """Whether an answer that ends with this token, which it was not told of, is not all that it was to be."""
+        """Whether output that ends with ``token`` (not yet taken) is incomplete under the grammar."""
         return self.matcher is not None and token in self._ends and not self.matcher.is_accepting()
 
     def take(self, token: int) -> None:
-        """It was said."""
+        """Record a sampled token."""
         if self._bad_words is not None and self._bad_words.reach:
             self._said = [*self._said, token][-self._bad_words.reach :]
         if self.matcher is None:
             return
         if token in self._ends and self.matcher.is_accepting():
-            self.matcher = None  # whoever goes on behind an end token (``ignore_eos``) is free to
+            self.matcher = None  # what follows an end token (``ignore_eos``) is unconstrained
         elif not self.matcher.consume_token(token):
             _log_failure(self.matcher)
 
     def hold_back(self, bits: np.ndarray) -> None:
-        """Of tokens that may come as far as the matcher goes, (words,) int32, those that may not for other reasons."""
+        """Clear from the matcher's mask, (words,) int32, the tokens that are not allowed for other reasons."""
         if self._stand_ins and self.matcher is not None:
             clear_bits(bits, self._stand_ins)
         if self._bad_words is None:
             return
         before = None if self.matcher is None else bits.copy()
         self._bad_words.hold_back(bits, self._said)
-        if before is not None and not bits[: self._bad_words.num_words].any():  # a grammar that has no other way
+        if before is not None and not bits[: self._bad_words.num_words].any():  # the grammar allows nothing else
             bits[:] = before
 
 
 class Guides:
-    """Makes an engine's guides, and finds what they allow."""
+    """Makes an engine's guides and computes their masks."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         self._tokenizer, self._vocab, self._ends = tokenizer, vocab_size, frozenset(ends)
         self._words = mask_words(vocab_size)
-        self._width = self._words  # of a row; more if the tokenizer has more tokens than the model
-        self._bits = np.empty((0, self._width), dtype=np.int32)  # to be written to
-        self._for_grammars: Any = None  # llguidance's tokenizer, and its threads, made when they are first needed
+        self._width = self._words  # of a row; larger if the tokenizer has more tokens than the model
+        self._bits = np.empty((0, self._width), dtype=np.int32)  # reused for all masks
+        self._for_grammars: Any = None  # llguidance's tokenizer and its threads, made when first needed
         self._threads: Any = None
-        self._refused = ""  # why there is none
-        self._known_ends: frozenset[int] = frozenset()  # of the model's end tokens those that grammars know
+        self._refused = ""  # why there is no such tokenizer
+        self._known_ends: frozenset[int] = frozenset()  # the model's end tokens that grammars know
         self._stand_ins: frozenset[int] = frozenset()
-        self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar, the last used ones, and how many copies are left
-        # What was made of the newest request's: the next one is mostly another prompt with the same.
+        self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar: the last used ones, and how many copies are left
+        # Results for the newest request: the next one often has another prompt and the same parameters.
         self._newest_words: tuple[list[str], BadWords] | None = None
         self._newest_grammar: tuple[str, str] | None = None  # by its text
 
     def of(self, params: SamplingParams) -> list[Guide | None]:
-        """For each completion. Raises RequestError: a grammar that is none, or more than llguidance can follow."""
+        """One per completion. Raises RequestError for a grammar that is invalid or too large for llguidance."""
         if not params.guided:
             return [None] * params.n
         words = self._bad_words(params.bad_words) if params.bad_words else None
@@ -149,15 +149,15 @@ class Guides:
             raise
 
     def masks(self, slots: np.ndarray, generations: np.ndarray, guides: Sequence[Guide]) -> TokenMasks:
-        """Which tokens may come next in these slots (m,), in those generations (m,), where that is not as before. They
-        stand until they are asked for again."""
+        """The allowed next tokens in slots (m,) of generations (m,), only where they have changed. Valid until the next
+        call."""
         bits = self.bits(guides)
         places = zip(slots.tolist(), generations.tolist(), strict=True)
         new = np.array([g.is_new(at, its) for at, g, its in zip(places, guides, bits, strict=True)], dtype=bool)
         return TokenMasks(slots, bits) if new.all() else TokenMasks(slots[new], bits[new])
 
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
-        """(m, words) int32: which tokens may come next, of each. They stand until they are asked for again."""
+        """(m, words) int32: the allowed next tokens of each guide. Valid until the next call."""
         words = self._width
         if len(guides) > len(self._bits) or words > self._bits.shape[1]:
             self._bits = np.empty((2 * len(guides), words), dtype=np.int32)
@@ -179,9 +179,9 @@ class Guides:
         return found[:, : self._words]
 
     def _make_ready(self) -> None:
-        """Make what grammars need beside themselves, when the first one comes: with 150,000 tokens it takes a second.
+        """Make llguidance's tokenizer and threads for the first grammar; takes a second with 150,000 tokens.
 
-        Raises RequestError: the tokenizer cannot, or llguidance is not installed.
+        Raises RequestError: the tokenizer does not support it, or llguidance is not installed.
         """
         if self._refused:
             raise RequestError(self._refused)
@@ -200,7 +200,7 @@ class Guides:
         self._width = mask_words(self._for_grammars.vocab_size)
 
     def _matcher(self, grammar: str) -> Any:
-        """A copy of the one that is kept. What copies share they find once, and in turn."""
+        """A copy of the cached matcher. Copies share their caches, and compute one at a time."""
         matcher, left = self._matchers.pop(grammar, (None, 0))
         if not left:
             began = time.thread_time()
@@ -225,8 +225,8 @@ class Guides:
         return self._newest_words[1]
 
     def _as_tokens(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word's tokens: as a text's first, and, where they are others, behind a space. vLLM keeps the latter only
-        if they are as many, so that a word that is one token behind a space, and two without, would be said."""
+        """Each word's tokens at the start of a text and, if they differ, after a space. vLLM keeps the latter only if
+        there are equally many, so a word that is one token after a space and two without is not blocked there."""
         bare = [word.lstrip() for word in dict.fromkeys(words)]
         found = self._tokenizer.encode_batch([*bare, *(" " + word for word in bare)], add_special_tokens=False)
         plain, spaced = found[: len(bare)], found[len(bare) :]

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The result of one step: ``slots[i]`` received ``token_ids[i]``; ``finished`` lists the sequences that ended, whose
-    ``slot`` still has its old value.
+    """The result of one step: ``slots[i]`` received ``token_ids[i]``; ``finished`` lists the sequences that ended, each
+    with its ``slot`` unchanged.
 
     ``rows`` are the batch rows that the tokens came from (without stale rows), for logprobs.
     """
@@ -142,7 +142,7 @@ class BlockManager(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Verify that each block is free, evictable, or referenced as often as tables list it. Raises AssertionError."""
+        """Verify that each block is free, cached, or referenced as often as tables list it. Raises AssertionError."""
 
 
 # --------------------------------------------------------------------------- attention
@@ -457,8 +457,7 @@ class Sampler(ABC):
     @classmethod
     @abstractmethod
     def encode(cls, seq: Sequence, seed: int) -> np.ndarray:
-        """A request's parameters: shape (), dtype ``row``. Raises RequestError for what this sampler does not support.
-        """
+        """A request's parameters: shape (), dtype ``row``. Raises RequestError for what it does not support."""
 
     @classmethod
     def words(cls, seq: Sequence) -> np.ndarray:

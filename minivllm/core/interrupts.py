@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a step: cut off within one, the scheduler and the device would tell different stories."""
+"""Delays Ctrl-C until the end of a step: if a step were interrupted, scheduler and device would disagree."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import signal
 import threading
 from types import FrameType
 
-try:  # what ``signal`` wraps, looking each handler up among its enums: 10 µs a step
+try:  # ``signal`` wraps this and looks each handler up in its enums: 10 µs per step
     import _signal as handlers
-except ImportError:  # another Python's
+except ImportError:  # not CPython
     handlers = signal
 
 
 class Uninterrupted:
-    """``with``: a Ctrl-C is raised at the end. A second one does not wait.
+    """A context manager that delays Ctrl-C to its end. A second Ctrl-C is raised at once.
 
-    Only where KeyboardInterrupt could come at all: in the main thread, under Python's own handler. Within another one,
-    as when a step's observer aborts a request, it is the outer one's.
+    Has an effect only where KeyboardInterrupt is possible: in the main thread, with Python's own handler. If nested, as
+    when a step's observer aborts a request, the outermost one raises.
     """
 
     _depth = 0

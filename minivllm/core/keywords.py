@@ -1,4 +1,4 @@
-"""Constructors that say what is wrong with a keyword that is no field."""
+"""Constructors with helpful errors for keywords that are not fields."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def refusing_by_name(check: Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], None]) -> Any:
-    """For a dataclass with slots. Of a keyword that is no field ``check(name, value, args, others)`` raises, or it asks
-    for nothing and is left out; ``args`` and ``others`` are what else was given."""
+    """Decorator for a dataclass with slots. For a keyword that is not a field, ``check(name, value, args, others)``
+    either raises or returns, and the keyword is dropped; ``args`` and ``others`` are the other arguments."""
 
     def decorate(cls: Any) -> Any:
         plain = cls.__init__

@@ -1,17 +1,17 @@
-"""What a step found, on its way to the host. Each kind is a ``StepHandle``:
+"""Brings a step's results to the host. Each kind is a ``StepHandle``:
 
-- ``PendingStep``, of ``ModelRunner.land``: copied in one piece (``Packed``), as eager steps are, and those that found
-  more than tokens.
-- ``ReplayedStep``, of ``Landing.step``: tokens alone, which a graph of decodes, of sampling or of both decodes and
-  prompts leaves in pinned host memory itself.
-- Around these: ``StepApart``, launched as two (``ModelRunner.launch``); ``GuidedStep``, which has yet to sample
+- ``PendingStep``, from ``ModelRunner.land``: copied in one piece (``Packed``); for eager steps, and steps with more
+  results than tokens.
+- ``ReplayedStep``, from ``Landing.step``: only tokens, which the CUDA graph (decode, sampling or mixed) itself writes
+  to pinned host memory.
+- Wrappers of these: ``StepApart``, launched as two (``ModelRunner.launch``); ``GuidedStep``, which has yet to sample
   (``sample_when_guided``); ``ScoredStep``, with log-probabilities of prompts (``_launch_eager``).
 
-What the device writes for graphs (``Landing``):
+What graphs write (``Landing``):
 # ring (IN_FLIGHT, 1 + width) int64: a step's number, then its tokens   steps (1,) int64, on the device
 
-The device counts the steps in ``steps``; step i goes to row i % IN_FLIGHT, behind i, by which the host, which counts
-the replays, sees that it reads the step that it waited for.
+The device counts steps in ``steps`` and writes i and the tokens of step i to row i % IN_FLIGHT. The host, which counts
+the replays, uses the number to check that it reads the right step.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from minivllm.kernels.decode_inputs import finish_decode
 if TYPE_CHECKING:
     from minivllm.core.interfaces import DeviceLogprobs, StepHandle
 
-IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so one is free again long before its turn
+IN_FLIGHT = 4  # host buffers; the engine keeps two steps in flight, so each is free long before it is reused
 
 
 class Layout(NamedTuple):
-    """Of a step's words, int32: tokens (n,) int64 and, where log-probabilities are wanted, those of l rows: sampled
-    (l,) float32, rank (l,) int32, top (l, k) float32, top_ids (l, k) int32."""
+    """Of a step's words, int32: tokens (n,) int64 and, if log-probabilities are requested, for l rows: sampled (l,)
+    float32, rank (l,) int32, top (l, k) float32, top_ids (l, k) int32."""
 
-    tokens: int  # n, of which the last may be padding
+    tokens: int  # n; the last ones may be padding
     rows: np.ndarray  # (l,): which of the n
     best: int  # k
 
 
 class Packed(NamedTuple):
-    """What a step found, in one piece on the device."""
+    """A step's results in one piece on the device."""
 
     words: torch.Tensor
     layout: Layout
@@ -63,13 +63,13 @@ class Packed(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step under way: what it found on its way to the host."""
+    """A step in flight whose results are being copied to the host."""
 
     num_rows: int
     rows: np.ndarray  # (m,) the rows that sampled, in the order of the first tokens
     words: np.ndarray  # memory that the device writes
     layout: Layout
-    done: torch.cuda.Event | None  # happens when they are there; None: they are
+    done: torch.cuda.Event | None  # completes when they are on the host; None: they are
 
     def result(self) -> StepResult:
         if self.done is not None:
@@ -95,11 +95,11 @@ class PendingStep:
 
 @dataclass(slots=True)
 class ReplayedStep:
-    """A step under way whose graph leaves its tokens on the host."""
+    """A step in flight whose graph writes its tokens to the host."""
 
     number: int
-    written: np.ndarray  # (1,) int64, memory that the device writes: of which step the tokens are
-    tokens: np.ndarray  # (n,) int64, the same
+    written: np.ndarray  # (1,) int64, written by the device: the number of the step that the tokens are from
+    tokens: np.ndarray  # (n,) int64, written by the device
     samples: np.ndarray | None  # (n,) bool: which of them count; None: all
     done: torch.cuda.Event | None
 
@@ -116,19 +116,19 @@ class ReplayedStep:
 
 
 class Landing:
-    """Shared by all graphs of a runner that leave tokens; ``width``: the most that one leaves."""
+    """Shared by all graphs of a runner that write tokens to the host; ``width``: the most tokens that one writes."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self.steps = torch.zeros(1, dtype=torch.int64, device=device)
         self.ring = torch.zeros((IN_FLIGHT, 1 + width), dtype=torch.int64, pin_memory=device.type == "cuda")
         self.rows = self.ring.numpy()
-        self.replays = 0  # what ``steps`` is when all that was launched is done
+        self.replays = 0  # the value of ``steps`` when all launched work is done
 
     def finish(
         self, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
         num_computed: torch.Tensor, padding: int,
     ) -> None:  # fmt: skip
-        """A captured step's last kernel, see ``finish_decode``."""
+        """The last kernel of a captured step, see ``finish_decode``."""
         finish_decode(tokens, slots, positions, last_token, num_computed, self.steps, self.ring, padding)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -137,24 +137,24 @@ class Landing:
         self.replays += 1
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Restart the count."""
         self.steps.zero_()
         self.replays = 0
 
     def last(self) -> np.ndarray:
-        """The last replay's row."""
+        """The row of the last replay."""
         row: np.ndarray = self.rows[self.replays % IN_FLIGHT]
         return row
 
     def step(self, n: int, done: torch.cuda.Event | None, samples: np.ndarray | None = None) -> ReplayedStep:
-        """The last replay's first n tokens, when it is ``done``."""
+        """The first n tokens of the last replay, once ``done`` completes."""
         row = self.last()
         return ReplayedStep(self.replays, row[:1], row[1 : n + 1], samples, done)
 
 
 @dataclass(slots=True)
 class StepApart:
-    """A step launched as two, its decodes and its prompts."""
+    """A step launched as two: its decodes and its prompts."""
 
     decodes: StepHandle
     prompts: StepHandle
@@ -168,7 +168,7 @@ class StepApart:
 
 
 class GuidedStep:
-    """A step with ``Batch.guided``, of which all but sampling is launched."""
+    """A step with ``Batch.guided``: everything but sampling is launched."""
 
     def __init__(self, sample: Callable[[], StepHandle]) -> None:
         self._sample: Callable[[], StepHandle] | None = sample
@@ -195,7 +195,7 @@ class ScoredStep:
 
 
 def _stacked(parts: list[tuple[Logprobs, int]]) -> Logprobs:
-    """One behind the other, each with its batch's first row; where one has fewer of a row's best, zeros follow them."""
+    """Concatenate parts, each given with its batch's first row; a part with fewer top tokens is padded with zeros."""
     k = max(part.top.shape[1] for part, _ in parts)
 
     def wide(x: np.ndarray) -> np.ndarray:

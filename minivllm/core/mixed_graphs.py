@@ -1,17 +1,17 @@
 """Steps of many decodes and a few prompts as one CUDA graph, from the batch's slots to the tokens on the host.
 
-Launched as two (``ModelRunner.launch``), such a step reads the weights twice, and what is around the prompts' layers is
-launched kernel by kernel. Most requests of a busy engine begin in such a step. A graph has D decode rows, padded,
-P = ``_PROMPTS`` prompt rows and T tokens of prompts, padded; it samples D rows, those of the batch in its order. None
-is captured before it has been wanted a few times: a hundred could be, of which a run needs ten. All ranks choose alike.
+Launched as two (``ModelRunner.launch``), such a step would read the weights twice and launch everything around the
+prompts' layers eagerly. Most requests of a busy engine start in such a step. A graph has D (padded) decode rows,
+P = ``_PROMPTS`` prompt rows and T (padded) prompt tokens; it samples D rows, in the batch's order. A graph is captured
+only after it was wanted a few times: there could be a hundred, and a run needs ten. All ranks choose the same graph.
 
-What a step is told crosses as one packet, int32, see ``core/staging.py``; the device fills in what of decodes it knows:
+The input of a step is one int32 packet, see ``core/staging.py``; the device fills in what it knows of the decodes:
 # | slots of decode rows, of sampled rows slots, positions sampled for, those computed, hidden rows: (5, D) int64 |
 # | input_ids (D + T) int64 | slots of prompt rows (P) | seq_lens (D + P) | query_start (D + P + 1) |
 # | the backend's prompt_words |
 Static buffers, shared by all graphs: the packet, and, for the largest:
 # positions, slot_mapping (D + T,) int64   block_tables (D + P, max_blocks) int32
-The prompt row behind the last one holds the tokens of the padding, as in ``core/prompt_graphs.py``.
+The prompt row after the last one holds the padding tokens, as in ``core/prompt_graphs.py``.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from minivllm.core.prompt_graphs import PromptGraphs
 
 _Key = tuple[int, int, bool]  # rows, tokens of prompts, and whether all prompts start in the step
-_PROMPTS = 8  # one of these rows is the padding's
-_ROWS = 64  # a graph's rows are a multiple, or all that there may be
+_PROMPTS = 8  # one of these rows is for padding
+_ROWS = 64  # a graph's rows are a multiple of this, or the most decode rows
 _TOKENS = (64, *range(128, 1025, 128), *range(1280, 2049, 256))
-_OFTEN = 8  # steps that want a graph until one is: a capture takes as long as ten to fifty steps save
+_OFTEN = 8  # capture a graph once this many steps wanted it: a capture costs what ten to fifty steps save
 _MOST_GRAPHS = 64
 
 
 class _Place(NamedTuple):
-    """Of a graph: its packet, and the packet's arrays on the device."""
+    """A graph's packet layout, and the packet's arrays on the device."""
 
     packing: Packing
     rows: torch.Tensor
@@ -66,7 +66,7 @@ class MixedGraphs:
         self.padding, top, device = decodes.padding, decodes.sizes[-1], runner.device
         self._rows = [n for n in decodes.sizes if n % _ROWS == 0 or n == top]
         self._tokens = [size for size in _TOKENS if size <= max_tokens]
-        self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launches
+        self._most = int(FULL_FLOP / prompts.flop)  # tokens of a step: larger ones hide their launch time
         longest = self._tokens[-1] if self._tokens else 0
         self.staging = Staging(device, self._packing(top, longest).words)
         self.positions, self.slot_mapping = torch.zeros((2, top + longest), dtype=torch.int64, device=device)
@@ -93,7 +93,7 @@ class MixedGraphs:
     # ------------------------------------------------------------------ choosing
 
     def key_for(self, batch: Batch) -> _Key | None:
-        """The graph for this step. None: it had better not be one, or is not wanted often enough yet."""
+        """The graph for this step. None: a graph would not pay off, or was not wanted often enough yet."""
         key = self._smallest(batch)
         if key is None or self._prompts.size_for(batch) is not None:
             return None
@@ -118,7 +118,7 @@ class MixedGraphs:
 
     @cached_property
     def _reads_fresh(self) -> bool:
-        """Whether the backend has a faster way for prompts that start in the step."""
+        """Whether the backend has a faster path for prompts that start in the step."""
         attention = self.runner.attention
         attention.plan(self._plan((self._rows[0], self._tokens[0], True)))
         return attention.fresh_prompts
@@ -127,8 +127,8 @@ class MixedGraphs:
 
     @torch.inference_mode()
     def launch_all_kinds(self) -> None:
-        """The smallest step of more rows than decodes alone have, for ``compile_only``: others take kernels that
-        decodes take, or prompts. Each prompt row has as many tokens of the padding's slot."""
+        """Launch the smallest step with the most decode rows, for ``compile_only``: others use the kernels of decode or
+        prompt steps. Each prompt row has equally many tokens of the padding slot."""
         if not self._tokens:
             return
         rows, size, _ = key = self._rows[-1], self._tokens[0], False
@@ -146,7 +146,7 @@ class MixedGraphs:
         run, n = self.runner, len(batch.slots)
         self._load(key, batch)
         if key not in self._graphs:
-            with loading():  # sampling is loaded: a graph of decodes samples as many rows
+            with loading():  # sampling is already loaded: a decode graph samples as many rows
                 self._forward(key)
             self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key), self._decodes.pool)
         self.landing.replay(self._graphs[key])
@@ -156,7 +156,7 @@ class MixedGraphs:
         return self.landing.step(n, run.done(), None if batch.samples.all() else batch.samples)
 
     def _load(self, key: _Key, batch: Batch) -> None:
-        """Tell the device what the step is, and plan it."""
+        """Copy the step's input to the device, and plan it."""
         (rows, size, _), place, run = key, self._place(key), self.runner
         n, d, t = len(batch.slots), batch.num_decodes, len(batch.token_ids)
         m, lens, new = n - d, batch.num_computed + batch.num_new, batch.num_new[d:]
@@ -220,12 +220,12 @@ class MixedGraphs:
             slot_mapping[rows:], tables[rows:], run.block_size,
         )  # fmt: skip
         hidden = run.model.forward(place.input_ids, positions, run.attention)
-        if len(hidden) == rows + size:  # few tokens, or a model that does not pick
+        if len(hidden) == rows + size:  # few tokens, or a model that ignores ``last_tokens``
             hidden = hidden.index_select(0, last)
         return hidden
 
     def _refined(self, key: _Key, kept: Kept, batch: Batch) -> StepHandle:
-        """What requests want of the step beyond its tokens."""
+        """Run the sampler's ``refine`` for the step just replayed."""
         run, rows = self.runner, np.nonzero(batch.samples)[0]
         (at,) = run.staging.send(rows)
         _, slots, after, _, _ = self._place(key).rows

@@ -1,4 +1,4 @@
-"""The shape of a model: what a checkpoint's config.json says, in the names that the layers use."""
+"""The shape of a model: the contents of a checkpoint's config.json under the names that the layers use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from minivllm.errors import CheckpointError
 
 _MOST_LAYERS = 10_000
-_OTHER_NAMES = {  # that some architectures have for what others call so
+_OTHER_NAMES = {  # usual key -> the keys that some architectures use instead
     "hidden_size": ("n_embd", "d_model"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_hidden_layers": ("n_layer", "n_layers"),
@@ -21,7 +21,7 @@ _OTHER_NAMES = {  # that some architectures have for what others call so
     "partial_rotary_factor": ("rotary_pct",),
     "hidden_act": ("hidden_activation", "activation_function"),
 }
-_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # every so many layers one attends to all
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # one layer in this many attends to the whole context
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
@@ -31,7 +31,7 @@ _ABOVE = {"rms_norm_eps": 0, "rope_theta": 1, "factor": 0, "beta_fast": 0, "beta
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that refuses changes after construction; it pickles and encodes as a dict."""
+    """A dict that cannot be changed after construction; it pickles and encodes like a dict."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("this mapping belongs to a frozen config")
@@ -49,7 +49,7 @@ class FrozenDict(dict[str, Any]):
 
 
 def frozen(value: Any) -> Any:
-    """Mappings as FrozenDict and lists as tuples, all the way down: what a plugin gets, in every process."""
+    """Convert mappings to FrozenDict and lists to tuples, recursively: what a plugin gets, in every process."""
     if isinstance(value, Mapping):
         return FrozenDict({key: frozen(inner) for key, inner in value.items()})
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
@@ -59,9 +59,9 @@ def frozen(value: Any) -> Any:
 class ModelConfig:
     """One decoder-only transformer.
 
-    ``rope_parameters`` holds what transformers 5 calls so: ``rope_type`` (default, linear, llama3, yarn),
-    ``rope_theta`` and the numbers of that type. ``hf_config`` is the whole config.json, for what only one model reads.
-    ``options`` is the user's ``model.options``, those that the model declares.
+    ``rope_parameters`` is as in transformers 5: ``rope_type`` (default, linear, llama3, yarn), ``rope_theta`` and that
+    type's parameters. ``hf_config`` is the whole config.json, for keys that only one model reads. ``options`` is the
+    user's ``model.options``; the model declares which ones exist.
     """
 
     architecture: str
@@ -86,7 +86,7 @@ class ModelConfig:
     options: FrozenDict = field(default_factory=FrozenDict)
 
     def sliding_window(self) -> int | None:
-        """In tokens, of all layers; None: they attend to all. Raises CheckpointError: of some layers alone."""
+        """The window of all layers in tokens; None: full attention. Raises CheckpointError if layers differ."""
         window, kinds = self.hf_config.get("sliding_window"), set(self.hf_config.get("layer_types") or ())
         if not window or not self.hf_config.get("use_sliding_window", True):
             return None
@@ -106,7 +106,7 @@ class ModelConfig:
         return window
 
     def refuse_sliding_window(self) -> None:
-        """For an architecture whose layers would differ with one. Raises CheckpointError if config.json asks for it."""
+        """For an architecture whose layers would then differ. Raises CheckpointError if config.json has a window."""
         uses, window = (self.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
         if window if uses is None else uses:
             raise CheckpointError(
@@ -120,7 +120,7 @@ class ModelConfig:
         """Read a config.json (as a mapping).
 
         Raises:
-            CheckpointError: a key that every decoder needs is missing, or no size; it is named, with ``where``.
+            CheckpointError: a key that every decoder needs is missing or invalid; the message has it and ``where``.
         """
         hf = _by_usual_names(hf)
         missing = [
@@ -139,7 +139,7 @@ class ModelConfig:
             size = hf.get(key)
             if size is not None and (type(size) is not int or size < 1):
                 raise CheckpointError(f"{where}: {key}={size} is not a whole number from 1")
-        if hf["num_hidden_layers"] > _MOST_LAYERS:  # each is made before the first weight is read
+        if hf["num_hidden_layers"] > _MOST_LAYERS:  # all are created before the first weight is read
             raise CheckpointError(f"{where}: num_hidden_layers={hf['num_hidden_layers']} is more than {_MOST_LAYERS:,}")
         rope = _rope_parameters(hf, where)
         for key, value in {"rms_norm_eps": hf.get("rms_norm_eps"), **rope}.items():
@@ -180,7 +180,7 @@ class ModelConfig:
 
 
 def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """A config's ``eos_token_id``: one, a list, or none. Raises CheckpointError, which names ``where``."""
+    """A config's ``eos_token_id``: one, a list, or none. Raises CheckpointError, with ``where``."""
     given = hf.get("eos_token_id")
     ids = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
     if any(type(token) is not int for token in ids):
@@ -189,19 +189,19 @@ def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def _by_usual_names(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with what this file reads under its usual name, where it has another there alone."""
+    """A copy in which keys that this file reads have their usual names, if only other names are present."""
     named = dict(hf)
     for key, others in _OTHER_NAMES.items():
         there = [hf[name] for name in (key, *others) if hf.get(name) is not None]
         if there:
             named[key] = there[0]
     if "n_inner" in hf and named.get("intermediate_size") is None and type(hidden := named.get("hidden_size")) is int:
-        named["intermediate_size"] = 4 * hidden  # as GPT-2's null says
+        named["intermediate_size"] = 4 * hidden  # what null means for GPT-2
     return named
 
 
 def _rope_parameters(hf: Mapping[str, Any], where: str) -> FrozenDict:
-    """transformers 5 writes ``rope_parameters``; before it there were ``rope_theta`` and ``rope_scaling``."""
+    """transformers 5 writes ``rope_parameters``; earlier versions ``rope_theta`` and ``rope_scaling``."""
     rope: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(given := hf.get(key) or {}, Mapping):

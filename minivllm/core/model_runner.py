@@ -1,8 +1,8 @@
-"""Runs one rank's part of a step: batch in, sampled tokens out, never waiting for the device in between.
+"""Runs one rank's part of a step: batch in, sampled tokens out, without waiting for the device in between.
 
-On the device, one row a slot (the last row is padding's), owned by the runner:
+On the device, one row per slot (the last is for padding), owned by the runner:
 # last_token (S + 1,) int64   num_computed (S + 1,) int64   block_table (S + 1, max_blocks) int32
-On the host: host_tables, the same block table, for what plans on the host.
+On the host: host_tables, the same block table, for backends that plan on the host.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from minivllm.core.prompt_graphs import PromptGraphs
     from minivllm.core.sample_graphs import SampleGraphs
 
-# Of a last layer, at least: kernels for fewer would be compiled at each start, and decodes need none where fewer go
-# through all layers in one kernel.
+# The fewest rows of a last layer: fewer would need more kernels to be compiled at each start, which decodes do not need
+# where so few rows go through all layers in one kernel.
 _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
-_SHARED_ROWS = 16  # from so many on, ranks sample together: gathering fewer rows' logits is faster than their messages
+_SHARED_ROWS = 16  # from this many on, ranks sample from shards: for fewer rows gathering the logits is faster
 
 
 class NewSlots(NamedTuple):
-    """Of new sequences, on the device: slots (a,) int64; int32, their rows' words and tokens that samplers ask for."""
+    """New sequences, on the device: slots (a,) int64; as int32, the words of their params and ``Batch.known_ids``."""
 
     slots: torch.Tensor
     params: torch.Tensor
@@ -48,8 +48,8 @@ class NewSlots(NamedTuple):
 class ModelRunner:
     """Owns the device's slot state and turns batches into launched work.
 
-    ``launch`` is called once a step and in order; work of later steps is queued behind that of earlier ones on the
-    device, which is what makes it safe to reuse blocks and slots as soon as the host has let go of them.
+    ``launch`` is called once per step, in order. The device runs the steps in that order too, which makes it safe to
+    reuse blocks and slots as soon as the host has released them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ModelRunner:
         self._waiting: list[GuidedStep] = []
         self._scores = PromptScores(self)
         on_gpu = device.type == "cuda"
-        # To make one takes 20 µs. Steps that land in two parts record two.
+        # Reused, as making one takes 20 µs. Steps that land in two parts record two.
         self._events = [torch.cuda.Event() for _ in range(2 * IN_FLIGHT)] if on_gpu else []
         self._turn = 0
 
@@ -100,7 +100,7 @@ class ModelRunner:
         return self._launch_eager(batch)
 
     def sample_when_guided(self, batch: Batch, sample: Callable[[], StepHandle]) -> StepHandle:
-        """What ends a step whose layers are launched: at once, or when it is known which tokens may come."""
+        """End a step whose layers are launched: now, or in ``guide`` if the batch is ``guided``."""
         if not batch.guided:
             return sample()
         self._waiting.append(GuidedStep(sample))
@@ -112,25 +112,25 @@ class ModelRunner:
         if len(masks.slots):
             slots, bits = self._masks.send(masks.slots.astype(np.int64), masks.bits.reshape(-1))
             self.sampler.take_masks(slots, bits.view(len(slots), -1))
-        for step in self._waiting:  # two of them if decodes and prompts were launched apart
+        for step in self._waiting:  # two of them if decodes and prompts were launched separately
             step.go_on()
         self._waiting = []
 
     def table_entries(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """What is new in the block table, for ``write_table``: (b,) int64, places, and (b,) int32."""
+        """The new block table entries, for ``write_table``: flat indices (b,) int64, and block ids (b,) int32."""
         rows = np.multiply(batch.block_slots, self.block_table.shape[1], dtype=np.int64)
         return rows + batch.block_indices, batch.block_ids
 
     def write_table(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Write ``table_entries``, on the device and ahead of all else that was sent with them."""
+        """Write ``table_entries`` on the device, before anything that was sent with them is used."""
         if len(blocks):
             self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def begin(
         self, batch: Batch, *arrays: np.ndarray, staging: Staging | None = None
     ) -> tuple[NewSlots, list[torch.Tensor]]:
-        """Let the batch's new blocks take effect. ``arrays`` go to the device in front of them, see ``Staging.send``,
-        and what ``admit`` needs before the step samples."""
+        """Write the batch's new blocks into the block table. Returns what ``admit`` needs before the step samples, and
+        ``arrays`` on the device, which are sent first in the same copy (``Staging.send``)."""
         admitted_slots = batch.admitted_slots.astype(np.int64)
         *sent, places, blocks, slots, params, known = (staging or self.staging).send(
             *arrays, *self.table_entries(batch), admitted_slots, batch.admitted_params.view(np.int32), batch.known_ids
@@ -139,18 +139,18 @@ class ModelRunner:
         return NewSlots(slots, params, known), sent
 
     def admit(self, batch: Batch, its: NewSlots) -> None:
-        """Tell the sampler of the batch's new sequences."""
+        """Tell the sampler about the batch's new sequences."""
         if rows := len(its.slots):
             self.sampler.prepare(batch.admitted_slots, batch.admitted_params, its.slots, its.params.view(rows, -1))
         if len(its.known):
             self.sampler.take_tokens(batch.admitted_slots, batch.known_lens, its.known)
 
     def host_tables_of(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """(n, width) int32: block tables of slots (n,), as wide as the longest of these contexts (n,)."""
+        """(n, width) int32: block tables of slots (n,), wide enough for the longest of ``seq_lens`` (n,)."""
         return self.host_tables[slots, : -(-int(seq_lens.max()) // self.block_size)]
 
     def hand_over(self, plan: AttentionBatch, slots: np.ndarray) -> None:
-        """Let the backend plan a captured step of these slots, one a row, with their blocks if it plans on the host."""
+        """Let the backend plan a captured step of these slots, one per row, with host block tables if it needs them."""
         if self.attention.plans_on_host:
             plan.host_block_tables = self.host_tables_of(slots, plan.host_seq_lens)
         self.attention.batch = plan
@@ -161,14 +161,14 @@ class ModelRunner:
     def _launch_eager(self, batch: Batch) -> StepHandle:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_INTS
-        graphs = self.prompt_graphs if batch.scored is None else None  # of which only last tokens' hidden states remain
+        graphs = self.prompt_graphs if batch.scored is None else None  # they may keep only last tokens' hidden states
         if graphs is not None and (key := graphs.key_for(batch)) is not None:
             told = graphs.told(key, batch)
             admission, (_, some_) = self.begin(batch, told.packet, some, staging=graphs.staging)
             hidden, ends = graphs.launch(key, told, batch.num_decodes)
         else:
             admission, some_, hidden, ends = self._launch_layers(batch, some)
-        self.admit(batch, admission)  # the device has the layers to go through meanwhile
+        self.admit(batch, admission)  # meanwhile the device runs the layers
         end = partial(self._end_step, batch, sampled, some_, hidden, ends)
         if batch.scored is None:
             return self.sample_when_guided(batch, end)
@@ -178,9 +178,9 @@ class ModelRunner:
     def _end_step(
         self, batch: Batch, sampled: np.ndarray, some: torch.Tensor, hidden: torch.Tensor, ends: torch.Tensor
     ) -> StepHandle:
-        """Behind the layers: sample the rows ``sampled``, which are ``some`` on the device unless all are."""
+        """After the layers: sample the rows ``sampled``; ``some``: the same on the device, empty if all rows sample."""
         n = len(batch.slots)
-        if len(hidden) == batch.num_tokens:  # a step too small to pick from, or a model that does not
+        if len(hidden) == batch.num_tokens:  # all tokens' states: few tokens, or a model that ignores ``last_tokens``
             hidden = hidden.index_select(0, ends[3, :n])
         if self.sample_graphs is not None and (size := self.sample_graphs.size_for(batch)) is not None:
             return self.sample_graphs.launch(size, hidden, ends, batch)
@@ -199,8 +199,8 @@ class ModelRunner:
     def _launch_layers(
         self, batch: Batch, some: np.ndarray
     ) -> tuple[NewSlots, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Kernel by kernel. Returns what is admitted, ``some`` on the device, hidden states, and ``prompt_inputs``'
-        ends of the rows, behind them padding's, whose hidden states nobody asks for."""
+        """Launch the layers eagerly. Returns the admissions, ``some`` on the device, hidden states, and the ``ends`` of
+        ``prompt_inputs`` for the rows, followed by padding's, whose hidden states are not needed."""
         d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
         cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
         shared = NO_INTS if cascade is None else cascade.padded(d, len(cascade.items))
@@ -215,8 +215,8 @@ class ModelRunner:
         some_, ids_, start_, seq_lens_, slots_, shared_, words_ = sent
         if d:
             ids_[:d] = self.last_token.index_select(0, slots_[:d])
-        # Zeros: what is only compiled finds nothing, and libraries read it.
-        positions, mapping = torch.zeros_like(ids_), torch.zeros_like(ids_)  # apart: both at aligned places
+        # Zeros: if kernels are only compiled nothing writes these, and libraries still read them.
+        positions, mapping = torch.zeros_like(ids_), torch.zeros_like(ids_)  # separate, so that both are aligned
         ends = torch.zeros((4, rows), dtype=torch.int64, device=self.device)
         tables = self.block_table.new_zeros(rows, -(-int(seq_lens.max()) // self.block_size))
         prompt_inputs(
@@ -252,13 +252,13 @@ class ModelRunner:
         self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, given: torch.Tensor,
         host_slots: np.ndarray, kind: Hashable | None = None,
     ) -> tuple[torch.Tensor, DeviceLogprobs | None]:  # fmt: skip
-        """The sampler's ``refine`` of the tokens ``given``; ``refine_captured`` if there is a ``kind``. The same tokens
-        on all ranks; ``given`` itself if it stands."""
-        # Each rank samples for itself: the all-gather behind the LM head gives all the same bytes of logits, a token is
-        # a function of logits, seed and position, and ``sample_shard`` ends in a sum over the ranks, the same on all.
-        # So ``last_token`` stays in step with no broadcast in the graph. Who chooses again may sum in an order that
-        # changes from run to run (a cumulative sum of one long row does, on a GPU), and a token at the border of top-p
-        # would differ between ranks: there rank 0's choice counts.
+        """The sampler's ``refine`` of the tokens ``given``, or ``refine_captured`` if there is a ``kind``. Returns the
+        same tokens on all ranks; ``given`` itself if unchanged."""
+        # Each rank samples for itself: the all-gather after the LM head gives all ranks the same bytes of logits, a
+        # token is a function of logits, seed and position, and ``sample_shard`` ends in a sum over the ranks, which is
+        # the same on all. So ``last_token`` stays in sync without a broadcast in the graph. Resampling may sum in an
+        # order that varies from run to run (as a cumulative sum of one long row does on a GPU), so that a token at the
+        # top-p threshold could differ between ranks: there rank 0's choice is broadcast.
         if kind is None:
             tokens, logprobs = self.sampler.refine(logits, slots, positions, given, host_slots)
         else:
@@ -266,11 +266,11 @@ class ModelRunner:
         return tokens if tokens is given else self.tp.broadcast(tokens), logprobs
 
     def _shares(self, rows: int) -> bool:
-        """Whether ranks sample so many together, until it is known that they have no shards to sample from."""
+        """Whether ranks sample this many rows from shards; false once the model has returned no shard."""
         return rows >= _SHARED_ROWS and self._sharded
 
     def needs_refine(self, host_slots: np.ndarray, rows: int) -> bool:
-        """Whether these slots, sampled as so many rows, want more than ``sample`` does."""
+        """Whether these slots, sampled in a step of ``rows``, need more than ``sample``."""
         sampler = self.sampler
         return sampler.refines_shards(host_slots) if self._shares(rows) else sampler.needs_refine(host_slots)
 
@@ -278,7 +278,7 @@ class ModelRunner:
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The capturable part of sampling: hidden (n, hidden_size), slots and positions (n,) int64. Returns tokens (n,)
-        and what they were sampled from, (n, vocab), unless ranks have done so together."""
+        and their logits (n, vocab), or None for the logits if ranks sampled from shards."""
         if self._shares(len(hidden)):
             part = self.model.compute_logits_shard(hidden)
             if part is not None:
@@ -289,15 +289,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def dry_run(self, num_tokens: int, max_len: int, num_decodes: int = 0) -> None:
-        """A step as large as any: ``num_decodes`` and ``num_tokens`` of prompts in as few sequences as it takes, then a
-        full decode batch's logits. Everything goes to block 0; nothing is kept."""
+        """Run a largest possible step: ``num_decodes`` decodes and ``num_tokens`` prompt tokens in as few sequences as
+        possible, then the logits of a full decode batch. All writes go to block 0; no state is kept."""
         parts = min(-(-num_tokens // max_len), self.num_slots - num_decodes)
         chunk, n = min(num_tokens // parts, max_len), num_decodes + parts
         new = np.array([1] * num_decodes + [chunk] * parts, dtype=np.int32)
         batch = Batch(
             step=-1,
             slots=np.arange(n, dtype=np.int32),
-            generations=np.full(n, -1),  # nobody's
+            generations=np.full(n, -1),  # no sequence's
             num_computed=np.zeros(n, dtype=np.int32),
             num_new=new,
             samples=np.ones(n, dtype=bool),
@@ -317,13 +317,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch_all_refinements(self) -> None:
-        """What the sampler may do beside ``sample``, of few rows and of many, for ``compile_only``."""
+        """Launch the sampler's work other than ``sample``, for few and for many rows, for ``compile_only``."""
         for rows in (1, _SHARED_ROWS):
             slots, logits = torch.zeros(rows, dtype=torch.int64, device=self.device), self._some_logits(rows)
             self.sampler.launch_all_kinds(logits, slots, slots)
 
     def _some_logits(self, rows: int) -> torch.Tensor:
-        """Of so many hidden states of zeros."""
+        """Logits of ``rows`` hidden states of zeros."""
         weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
         hidden = torch.zeros((rows, self.hidden_size), dtype=weight.dtype, device=self.device)
         return self.model.compute_logits(hidden)
@@ -331,7 +331,7 @@ class ModelRunner:
     # ------------------------------------------------------------------ to the host
 
     def land(self, num_rows: int, rows: np.ndarray, found: Packed, ring: PinnedRing | None = None) -> PendingStep:
-        """Send what ``rows`` sampled on its way to the host, through ``ring`` if it is not the step itself."""
+        """Start copying what ``rows`` sampled to the host; ``ring``: pinned memory other than the step's own."""
         if self.device.type != "cuda":
             return PendingStep(num_rows, rows, found.words.numpy().copy(), found.layout, None)
         landing = (ring or self._landing).next(len(found.words))
@@ -339,7 +339,7 @@ class ModelRunner:
         return PendingStep(num_rows, rows, landing.numpy(), found.layout, self.done())
 
     def done(self) -> torch.cuda.Event | None:
-        """Happens when all that was launched so far has; None: it has."""
+        """An event that completes when all work launched so far has; None on a CPU, where it already has."""
         if self.device.type != "cuda":
             return None
         self._turn = (self._turn + 1) % len(self._events)

@@ -1,4 +1,4 @@
-"""What a request brings back: vLLM's field names."""
+"""The outputs of a request, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """``rank`` is 1 for the most likely token. (There are many: the garbage collector need not walk them.)"""
+    """``rank`` is 1 for the most likely token. (There are many of these, so the garbage collector skips them.)"""
 
     logprob: float
     rank: int | None = None
@@ -20,8 +20,8 @@ class Logprob(msgspec.Struct, gc=False):
 class CompletionOutput:
     """One completion. ``logprobs[i]`` maps token ids, the sampled one first, to log-probabilities at ``token_ids[i]``.
 
-    ``finish_reason`` is stop or length (None while it runs); ``stop_reason`` is the stop string or stop token id
-    that ended it, None for the tokenizer's own end token (a checkpoint may name more).
+    ``finish_reason`` is stop or length (None while running); ``stop_reason`` is the stop string or stop token id that
+    ended it, None for the tokenizer's own EOS token (a checkpoint may list more).
     """
 
     index: int
@@ -41,11 +41,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """One request, as far as it has come. ``num_cached_tokens`` counts prompt tokens found in the prefix cache.
-    ``prompt_logprobs[i]`` is of ``prompt_token_ids[i]``, as ``CompletionOutput.logprobs`` are: the token itself comes
-    first; of the first token None. Of deltas the first has them, and each has all completions: of one that has ended
-    before nothing is new, and its ``finish_reason`` is said again. Fields that are always None are vLLM's, for what is
-    not here."""
+    """The state of one request. ``num_cached_tokens`` counts prompt tokens found in the prefix cache.
+    ``prompt_logprobs[i]`` is for ``prompt_token_ids[i]``, in the format of ``CompletionOutput.logprobs``; None for the
+    first token. With DELTA only the first output has them. Each delta lists all completions: one that ended earlier
+    has no new text or tokens and repeats its ``finish_reason``. Fields that are always None are vLLM's, for features
+    that do not exist here."""
 
     request_id: str
     prompt: str | None

@@ -1,4 +1,4 @@
-"""Which part of each layer this rank holds, and how ranks add up their parts."""
+"""Tensor parallelism: which part of each layer this rank holds, and the collectives between ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """A handle that every layer is built with; ``size == 1`` communicates nothing.
+    """A handle that every layer is built with; with ``size == 1`` nothing is communicated.
 
-    ``group`` is a ``torch.distributed`` process group, or None on one rank. ``peer`` sums what is small enough for it
-    (``takes``) faster than the group does (``kernels/all_reduce.py``); ``exchange`` what is so large that products go
-    on beside it (``kernels/exchange.py``); ``words`` are for a kernel of all layers (``kernels/peer_words.py``).
+    ``group`` is a ``torch.distributed`` process group, or None on one rank. ``peer`` all-reduces small tensors
+    (``takes``) faster than the group (``kernels/all_reduce.py``); ``exchange`` large ones, overlapped with GEMMs
+    (``kernels/exchange.py``); ``words`` are for a kernel of all layers (``kernels/peer_words.py``).
     """
 
     rank: int = 0
@@ -40,20 +40,20 @@ class TensorParallel:
         return x
 
     def all_reduce_add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add the sum of ``x`` over the ranks to ``residual``, in place; returns it. ``x`` is not to be read again."""
+        """Add the sum of ``x`` over the ranks to ``residual``, in place; returns it. ``x`` must not be read again."""
         if self.peer is not None and self.peer.takes(x) and self.peer.takes(residual):
             return self.peer.add_to(residual, x)
         return residual.add_(self.all_reduce(x))
 
     def start_all_reduce(self, x: torch.Tensor) -> Any:
-        """Begin to sum ``x`` over the ranks, in place, beside what this stream does next; ``wait`` of what it returns
-        makes the stream wait for it."""
+        """Start to sum ``x`` over the ranks, in place, concurrently with this stream's next work; ``wait()`` on the
+        result makes the stream wait for it."""
         import torch.distributed as dist
 
         return dist.all_reduce(x, group=self.group, async_op=True)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's ``x``, (n, columns), along the last dimension. All ranks get the same bytes."""
+        """Concatenate all ranks' ``x``, (n, columns), along the last dimension. All ranks get the same bytes."""
         if self.size == 1:
             return x
         import torch.distributed as dist
@@ -65,7 +65,7 @@ class TensorParallel:
         return parts.view(self.size, n, columns).transpose(0, 1).reshape(n, self.size * columns)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's ``x`` on all ranks, in place; returns ``x``."""
+        """Copy rank 0's ``x`` to all ranks, in place; returns ``x``."""
         if self.size > 1:
             import torch.distributed as dist
 
@@ -73,7 +73,7 @@ class TensorParallel:
         return x
 
     def minimum(self, number: int, device: torch.device) -> int:
-        """The smallest ``number`` that any rank has; waits for the device."""
+        """The minimum of ``number`` over the ranks; waits for the device."""
         if self.size == 1:
             return number
         import torch

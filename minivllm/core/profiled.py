@@ -1,4 +1,4 @@
-"""Torch's profiler around some steps, in the process whose GPU takes them."""
+"""Torch's profiler around some steps, in the process that runs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextmanager
 def profiled(file: Path) -> Iterator[None]:
-    """Within, this process is traced; behind, torch's Chrome trace is in ``file``, which appears whole."""
+    """While the context is open, trace this process; on exit torch's Chrome trace is written to ``file`` atomically."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = torch.cuda.is_initialized()

@@ -1,19 +1,19 @@
 """Steps with prompts as CUDA graphs: the model's layers for 32, 64, 128, … tokens, padded, and for a full step.
 
-Launching a step of prompts kernel by kernel takes the host 10 to 30 ms, however few tokens there are; the GPU needs a
-tenth of it for few, and of a small model no more for a full step (``max_num_batched_tokens``). Sizes double while
-padding takes little, and lie equally far apart from there on. Only the layers are captured: what varies in shape, from
-the rows that sample on, is launched behind, of a few rows as a graph of its own (``core/sample_graphs.py``). The full
-step is captured once more for prompts that all start in it, where the backend has a faster way for those, and small
-ones for few sequences: what attention launches grows with those that there may be.
+Launching a prompt step eagerly takes the host 10 to 30 ms, however few tokens there are; the GPU needs a tenth of that
+for few tokens, and with a small model no more for a full step (``max_num_batched_tokens``). Sizes double while padding
+is cheap, and are evenly spaced from there on. Only the layers are captured. What varies in shape, from the sampled rows
+on, is launched afterwards, for a few rows as a graph of its own (``core/sample_graphs.py``). The full step has a second
+graph for steps whose prompts all start in it, if the backend has a faster path for those; small sizes have one for few
+sequences, as the work that attention launches grows with the most sequences there may be.
 
-What a step is told crosses as one packet, int32, see ``core/staging.py``; R the graph's rows, T its tokens:
+The input of a step is one int32 packet, see ``core/staging.py``; R is the graph's rows, T its tokens:
 # | input_ids (T) int64 | query_start (R + 1) | seq_lens (R) | slots (R) | the backend's prompt_words |
 Static buffers, shared by all graphs: the packet, and, for the largest:
 # positions, slot_mapping (T,) int64   ends (4 R,) int64, ``prompt_inputs``'   block_tables (R, max_blocks) int32
-All rows go to the backend as prompt rows, decodes too; a step of many of these is launched as two, where reading the
-weights twice takes less than launching one eagerly. The row behind the last holds the tokens of the padding: its
-context is one key long, so that they see nothing; they write into block 0, which nobody owns.
+All rows go to the backend as prompt rows, decodes too; a step with many decodes is launched as two if reading the
+weights twice takes less time than launching one eagerly. The row after the last holds the padding tokens: its context
+is one key long, so they attend to almost nothing; they write into block 0, which is never allocated.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
     from minivllm.core.parallel import TensorParallel
 
-_Key = tuple[int, str]  # a graph's tokens, and for which steps of so many it is: one of these
-_ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: whose prompts all start in it, _FEW: of few sequences
-_FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is the padding's
+_Key = tuple[int, str]  # a graph's tokens, and which steps of that size it is for: one of these
+_ANY, _WHOLE, _FEW = "any", "whole", "few"  # _WHOLE: all prompts start in the step, _FEW: few sequences
+_FEW_ROWS, _FEW_TOKENS = 8, 512  # one of these rows is for padding
 _SMALLEST, _TILE_ROWS = 32, 128  # tokens
-_LARGE = 1024  # tokens: from here on, a product's fastest kernel may differ from one size to the next
-_FLOP = 1e13  # of the layers' products: about 13 ms of a fast GPU. Larger steps hide most of their launches
-_BETWEEN_FLOP = 6e11  # 0.9 ms: about what lies between two sizes, at most; that much padding is allowed
-_RANKS_FLOP, _RANKS_BETWEEN_FLOP = 3e13, 3.5e12  # of one rank of several, which take the host 40 to 60 ms to launch
-FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured, too, for hosts that launch slowly
-_MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # more are better off in the kernels for decodes
-_APART_BYTES = 8e9  # of the layers' weights, experts and all: read in 2 ms, where launching a step eagerly takes 10
-_PICKED_FROM = 256  # tokens: up to here a product takes as long as reading its weights, however few rows it has
-_PROOF_ROWS = 4  # sequences of a step that proves a graph, or as many as its tokens need
-_COMPARED = 256  # hidden states of it, spread evenly: an eager step's are kept until all graphs are captured
+_LARGE = 1024  # tokens: from here on, the fastest GEMM kernel may differ from one size to the next
+_FLOP = 1e13  # of the layers' GEMMs: about 13 ms on a fast GPU. Larger steps hide most of their launch time
+_BETWEEN_FLOP = 6e11  # 0.9 ms: about the largest gap between two sizes, which is also the most padding allowed
+_RANKS_FLOP, _RANKS_BETWEEN_FLOP = 3e13, 3.5e12  # per rank if there are several: the host needs 40 to 60 ms to launch
+FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured too, for hosts that launch slowly
+_MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # above these, decode kernels are faster
+_APART_BYTES = 8e9  # of the layers' weights, all experts included: read in 2 ms; launching a step eagerly takes 10 ms
+_PICKED_FROM = 256  # tokens: up to here a GEMM takes as long as reading its weights, however few rows it has
+_PROOF_ROWS = 4  # sequences in a step that verifies a graph, or as many as its tokens need
+_COMPARED = 256  # hidden states to compare, evenly spaced: an eager step's are kept until all graphs are captured
 
 
 def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
-    """Powers of two from 32 to ``between``, which is one, and then its multiples, up to ``most``; ``full`` behind those
-    that are smaller, unless it is 0."""
+    """Powers of two from 32 to ``between`` (itself one), then multiples of ``between``, up to ``most``. If ``full`` is
+    not 0, it is the last, after the smaller ones."""
     doubling = [1 << n for n in range(_SMALLEST.bit_length() - 1, between.bit_length())]
     sizes = [n for n in (*doubling, *range(2 * between, most + 1, between)) if n <= most]
     return [*(n for n in sizes if n < full), full] if full else sizes
 
 
 class Told(NamedTuple):
-    """A step as its graph is told it: n sequences, t tokens, then padding's."""
+    """The input of a graph: n sequences, t tokens, then padding."""
 
     num_seqs: int  # n
     num_tokens: int  # t
@@ -72,7 +72,7 @@ class Told(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Of a graph: its packet, and the packet's arrays on the device."""
+    """A graph's packet layout, and the packet's arrays on the device."""
 
     packing: Packing
     input_ids: torch.Tensor
@@ -83,7 +83,7 @@ class _Place(NamedTuple):
 
 
 def _nearest_power_of_2(tokens: float) -> int:
-    """At least a tile's rows: for some numbers between, libraries' products take twice the time of a few rows more."""
+    """At least a tile's rows. (For some numbers in between, library GEMMs take twice the time of a few rows more.)"""
     return 1 << max(round(math.log2(tokens)), _TILE_ROWS.bit_length() - 1)
 
 
@@ -100,11 +100,11 @@ class PromptGraphs:
         ]
 
         def fullest(number: int) -> int:
-            """The rank's that has most: all must take the same graphs, and a model need not be split evenly."""
+            """The maximum over ranks: all must use the same graphs, and a model need not be split evenly."""
             return -tp.minimum(-number, device)
 
-        self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # a token
-        # Tokens that a sequence may have: the model's length, of which a block table has been rounded up, is not less.
+        self.flop = flop = 2 * max(fullest(sum(p.numel() for p in weights if p.dim() == 2)), 1)  # per token
+        # Tokens of a sequence: at most max_model_len, which the block table's width is rounded up from.
         self.longest = (self.block_tables.shape[1] - 1) * runner.block_size + 1
         step = min(max_tokens, runner.num_slots * self.longest)
         between = _nearest_power_of_2((_BETWEEN_FLOP if tp.size == 1 else _RANKS_BETWEEN_FLOP) / flop)
@@ -119,7 +119,7 @@ class PromptGraphs:
         top = self.sizes[-1] if self.sizes else 0
         self.ends = torch.zeros(4 * rows, dtype=torch.int64, device=device)
         self.positions, self.slot_mapping = (torch.zeros(top, dtype=torch.int64, device=device) for _ in range(2))
-        self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding's slot, which has no blocks
+        self._nobody = np.full(rows, runner.num_slots, dtype=np.int32)  # the padding slot, which has no blocks
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._hidden: dict[_Key, torch.Tensor] = {}
         keys = [(size, _ANY) for size in self.sizes] + ([(self.full, _WHOLE)] if self.full else [])
@@ -150,7 +150,7 @@ class PromptGraphs:
             host_block_tables=np.zeros((rows, 1), dtype=np.int32),
             graph_size=size,
             graph_whole=kind == _WHOLE,
-            last_tokens=self._ends(key)[3, : rows - 1] if picks else None,  # padding's is not asked for
+            last_tokens=self._ends(key)[3, : rows - 1] if picks else None,  # not padding's
             prompt_words=place.prompt_words,
         )
 
@@ -158,8 +158,8 @@ class PromptGraphs:
 
     @torch.inference_mode()
     def launch_all_kinds(self) -> None:
-        """The smallest step, the largest of those that are not large, and all large ones, which between them take every
-        kernel, for ``compile_only``."""
+        """Launch the smallest step, the largest below ``_LARGE``, and all from there on, for ``compile_only``: together
+        they use every kernel."""
         small = [size for size in self.sizes if size < _LARGE]
         for key in self._plans:
             if key[0] in (*small[:1], *small[-1:]) or key[0] >= _LARGE:
@@ -168,23 +168,23 @@ class PromptGraphs:
                     self._forward(key)
 
     def capture(self, num_blocks: int, vocab_size: int) -> None:
-        """Capture every size, largest first so that the smaller ones live in its memory, and verify it."""
+        """Capture every size, largest first so that smaller ones reuse its memory, and verify it."""
         pool = torch.cuda.graph_pool_handle()
 
         def capture_one(key: _Key) -> None:
-            self._load(key, self._of_padding(key))  # another step than it is verified with: it must work with any
+            self._load(key, self._of_padding(key))  # not the step it is verified with: it must work with any
             self._graphs[key], self._hidden[key] = capture_graph(partial(self._forward, key), pool)
 
         self._compare(num_blocks, vocab_size, capture_one)
 
     def _load(self, key: _Key, told: Told) -> None:
-        """Put a step where the graph finds it, and plan it; of any number of steps that the device has yet to come to,
-        for which ``Staging`` has no room."""
+        """Copy a step's input to the graph's buffers, and plan it. Unlike with ``Staging``, any number of steps may be
+        queued on the device."""
         self.staging.words[: len(told.packet)] = torch.from_numpy(told.packet)
         self._hand_over(key, told)
 
     def _of_padding(self, key: _Key) -> Told:
-        """A step of the padding slot, in rows as long as they may be."""
+        """A step of the padding slot, in rows that are as long as possible."""
         size, parts = key[0], -(-key[0] // self.longest)
         lens = np.minimum(self.longest, size - self.longest * np.arange(parts))
         return self._padded(key, self._nobody[:parts], np.zeros_like(lens), lens, np.zeros(size, dtype=np.int32))
@@ -201,7 +201,7 @@ class PromptGraphs:
     # ------------------------------------------------------------------ replay
 
     def size_for(self, batch: Batch) -> int | None:
-        """The graph for this step; None if it had better run eagerly."""
+        """The size of the graph for this step; None if it should run eagerly."""
         d = batch.num_decodes
         if d > _MAX_DECODES or (d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT):
             return None
@@ -214,13 +214,13 @@ class PromptGraphs:
         return size if size - tokens <= self.most_padding else None
 
     def takes_apart(self, batch: Batch) -> bool:
-        """Whether this step of decodes and prompts had better be two, each a graph."""
+        """Whether this step of decodes and prompts should be launched as two, each a graph."""
         if not self.apart or not batch.num_decodes or self.size_for(batch) is not None:
             return False
         return self._size_for(len(batch.token_ids)) is not None
 
     def key_for(self, batch: Batch) -> _Key | None:
-        """Which graph it is; None as for ``size_for``."""
+        """The graph for this step; None as in ``size_for``."""
         size = self.size_for(batch)
         if size is None:
             return None
@@ -229,13 +229,13 @@ class PromptGraphs:
         return size, _FEW if (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS else _ANY
 
     def told(self, key: _Key, batch: Batch) -> Told:
-        """What the graph is told of a step."""
+        """The graph's input for a step."""
         return self._padded(key, batch.slots, batch.num_computed, batch.num_new, batch.token_ids)
 
     def _padded(
         self, key: _Key, slots: np.ndarray, computed: np.ndarray, new: np.ndarray, token_ids: np.ndarray
     ) -> Told:
-        """``token_ids``: those that the device does not have, behind the others."""
+        """``token_ids``: the tokens that the device does not have, which come after those it has."""
         (size, _), packing, n = key, self._places[key].packing, len(slots)
         packet = np.zeros(packing.words, dtype=np.int32)
         input_ids, query_start, seq_lens, slots_, words = packing.cut(packet)
@@ -251,9 +251,9 @@ class PromptGraphs:
         return Told(n, t, query_lens, seq_lens, slots_, packet)
 
     def launch(self, key: _Key, told: Told, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step whose packet stands in ``staging``. The device has the tokens of its first rows, so many. Returns
-        hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size), and ``prompt_inputs``'
-        ends of the graph's rows."""
+        """Launch a step whose packet is in ``staging``; the first ``decodes`` rows' tokens are already on the device.
+        Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size), and the ``ends``
+        of ``prompt_inputs`` for the graph's rows."""
         self._hand_over(key, told)
         place = self._places[key]
         if decodes:
@@ -279,18 +279,18 @@ class PromptGraphs:
     # ------------------------------------------------------------------ proving
 
     def verify(self, num_blocks: int, vocab_size: int) -> None:
-        """Replay every graph once for random tokens, behind random contexts where prompts need not be whole, and
-        compare with the same step run eagerly. Leaves the cache empty.
+        """Replay every graph once with random tokens, after random contexts unless prompts must be whole, and compare
+        with the same step run eagerly. Leaves the cache empty.
 
         Raises:
-            MinivllmError: they differ; backend and size are named.
+            MinivllmError: they differ; the message names backend and size.
         """
         self._compare(num_blocks, vocab_size, lambda key: None)
 
     @torch.inference_mode()
     def _compare(self, num_blocks: int, vocab_size: int, capture: Callable[[_Key], None]) -> None:
-        """``verify``, with ``capture`` behind each graph's eager step, which has loaded what it needs: a proof adds no
-        more than a replay. These come when all are captured; the host waits once."""
+        """``verify``, calling ``capture`` after each graph's eager step, which has loaded what it needs: verification
+        adds only a replay. All are captured before the replays; the host waits once."""
         if not self.sizes:
             return
         run, cache = self.runner, self.runner.attention.kv_cache
@@ -317,7 +317,7 @@ class PromptGraphs:
         for key in reversed(self._plans):
             self._load(key, steps[key])
             if key[1] == _WHOLE and not run.attention.fresh_prompts:
-                continue  # such steps are like any other to this backend
+                continue  # this backend does not treat such steps differently
             expected[key] = hidden(key, eager).clone()
             capture(key)
         for key in reversed(expected):
@@ -331,8 +331,8 @@ class PromptGraphs:
             used.zero_()
 
     def _random_step(self, key: _Key, blocks: np.ndarray, vocab_size: int, rng: np.random.Generator) -> Told:
-        """A step that fills the graph as far as ``blocks``, (rows, blocks of each) do: one new token in the first
-        sequence, as a decode has, and equally many in the others."""
+        """A step that fills the graph as far as ``blocks`` (rows, blocks per row) allow: one new token in the first
+        sequence, like a decode, and equally many in each of the others."""
         (size, kind), block_size = key, self.runner.block_size
         n, room = min(len(blocks), size, self._plans[key].num_seqs - 1), blocks.shape[1] * block_size
         room = min(room, self.longest)

@@ -1,7 +1,7 @@
-"""Log-probabilities of prompts: what the model gives to tokens that are there already.
+"""Log-probabilities of prompt tokens.
 
-The layers' output is multiplied with the LM head a part at a time, as many rows as decode at most: of 8,192 tokens all
-logits would be 2.5 GB. These are the model's own, whatever a request samples with.
+The LM head is applied to part of the rows at a time, about as many as can decode: all logits of 8,192 tokens would be
+2.5 GB. The log-probabilities are the model's own, whatever the sampling parameters.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     from minivllm.core.batch import Batch, Scored
     from minivllm.core.model_runner import ModelRunner
 
-_FEWEST_ROWS = 64  # at once
+_FEWEST_ROWS = 64  # at a time
 
 
 class PromptScores:
-    """Of one runner, with a staging and a ring of its own: what the step itself was told is still to be read."""
+    """For one runner. Has its own staging and ring, as the step's are still in use."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self._staging, self._landing = runner, Staging(runner.device), PinnedRing()
         self._at_once = max(runner.num_slots, _FEWEST_ROWS)
         self._slots = torch.zeros(self._at_once, dtype=torch.int64, device=runner.device)
-        self._asked = torch.zeros(1, dtype=torch.int32, device=runner.device)  # of the one slot that they all have
+        self._asked = torch.zeros(1, dtype=torch.int32, device=runner.device)  # one slot, which all rows share
 
     def launch(self, batch: Batch, scored: Scored, hidden: torch.Tensor) -> PendingStep:
-        """On their way to the host. hidden (t, hidden_size): of every token of the batch."""
+        """Compute them and start copying them to the host. hidden (t, hidden_size): of all tokens of the batch."""
         rows, ids = self._staging.send(scored.places(batch), scored.ids)
         tokens, every, best = ids.long(), np.arange(len(ids)), max(scored.best, 1)
         pairs = zip(rows.split(self._at_once), tokens.split(self._at_once), strict=True)

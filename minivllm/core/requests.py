@@ -1,4 +1,4 @@
-"""A request as its caller sees it: one prompt, n completions, their text, and when they end."""
+"""Requests as callers see them: one prompt, n completions, their text, and when they end."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 
-COMPLETION = "\0"  # in a sequence's name between its request's and the index of its completion, if there are several
-PROMPT_TOKENS = 16  # that a detokenizer is shown: the first token's text may depend on what stands before it
+COMPLETION = "\0"  # in a sequence's id, between its request's id and the completion's index if there are several
+PROMPT_TOKENS = 16  # given to a detokenizer: the first output token's text may depend on what precedes it
 
 
 class TextPrompt(TypedDict):
-    """A prompt as vLLM writes it: text."""
+    """A text prompt in vLLM's format."""
 
     prompt: str
     cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as vLLM writes it: token ids, and perhaps the text that they are of."""
+    """A prompt of token ids in vLLM's format, optionally with its text."""
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
@@ -31,7 +31,7 @@ Prompt = str | list[int] | dict[str, Any] | TextPrompt | TokensPrompt
 
 
 class TokenTexts(dict[int, str]):
-    """Each token's text alone, found when it is first asked for."""
+    """The text of each single token, decoded on first use."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -57,24 +57,24 @@ class Completion:
         self._tokenizer = tokenizer if params.detokenize else None
         self.texts = texts if params.detokenize else None
         ends = () if params.ignore_eos else tokenizer.eos_token_ids or ()
-        self._eos = next(iter(ends), None)  # the tokenizer's own, whose end has no ``stop_reason``
+        self._eos = next(iter(ends), None)  # the tokenizer's own, which gives no ``stop_reason``
         self._pieces = (
             tokenizer.detokenizer(seq.known[-PROMPT_TOKENS:].tolist(), skip_special_tokens=params.skip_special_tokens)
             if params.detokenize
             else None
         )
         self._stop: list[str] = list(params.stop or [])
-        # tokens whose own text is not in the answer, as in vLLM
+        # tokens whose own text is not in the output, as in vLLM
         self._hidden = frozenset() if params.include_stop_str_in_output else frozenset(seq.stop_ids)
-        # text that might be the beginning of a stop string is held back until it is known not to be
+        # text that might be the start of a stop string is held back until it is known not to be
         self._hold = 0 if params.include_stop_str_in_output else max((len(s) for s in self._stop), default=1) - 1
         self._read_tokens = self._said_text = self._said_tokens = 0
 
     def add(self, token: int) -> bool:
-        """Take in a new token; returns whether a stop string ended the completion."""
+        """Add a new token; returns whether a stop string ended the completion."""
         self.token_ids.append(token)
         if self._pieces is None or not self._stop:
-            return False  # it becomes text when that is asked for
+            return False  # it is decoded when the text is needed
         may_end = len(self.token_ids) > self.seq.params.min_tokens
         if may_end and token in self._hidden:
             return False  # it ended the completion
@@ -83,14 +83,14 @@ class Completion:
         return may_end and self._cut(before)
 
     def _read(self, end: int | None = None) -> None:
-        """Make text of the tokens before ``end`` (None: of all) that came since the last time."""
+        """Decode the tokens added since the last call, up to ``end`` (None: all)."""
         end = len(self.token_ids) if end is None else end
         if self._pieces is not None and self._read_tokens < end:
             self.text += self._pieces.add(self.token_ids[self._read_tokens : end])
             self._read_tokens = end
 
     def end(self, reason: FinishReason) -> None:
-        """The last token has been added."""
+        """End the completion; its last token has been added."""
         if self.finish_reason is not None:
             return  # a stop string came first
         self.finish_reason = reason
@@ -108,14 +108,14 @@ class Completion:
         found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, max(before - len(stop) + 1, 0))) >= 0]
         if not found:
             return False
-        at, stop = min(found, key=lambda one: one[0] + len(one[1]))  # of several the one that was given first
+        at, stop = min(found, key=lambda one: one[0] + len(one[1]))  # if tied, the one given first
         self.text = self.text[: at + len(stop) if self.seq.params.include_stop_str_in_output else at]
         self.stop_reason = stop
         self.finish_reason = FinishReason.STOP
         return True
 
     def add_logprobs(self, token: int, value: float, rank: int, top_ids: list[int], top: list[float]) -> None:
-        """Of the new token, and of the best ones, at least as many as are asked for. The new one comes first."""
+        """Add those of the new token, which comes first, and of the top tokens, at least as many as requested."""
         assert self.logprobs is not None and self.cumulative_logprob is not None
         self.logprobs.append(_entry(self.texts, self.seq.params.logprobs or 0, token, value, rank, top_ids, top))
         self.cumulative_logprob += value
@@ -129,7 +129,7 @@ class Completion:
             shown = max(shown - self._hold, self._said_text)
         first_text, first_token = (self._said_text, self._said_tokens) if kind is RequestOutputKind.DELTA else (0, 0)
         self._said_text, self._said_tokens = shown, tokens
-        return CompletionOutput(  # by place: by name takes longer, and there may be thousands a second
+        return CompletionOutput(  # positional arguments are faster, and there may be thousands a second
             self.index,
             self.text[first_text:shown],
             self.token_ids[first_token:],
@@ -159,13 +159,13 @@ class Request:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether each token is looked at as it comes, or all at the end."""
+        """Whether tokens must be read at each step, not only at the end."""
         p = self.params
         streams = p.output_kind is not RequestOutputKind.FINAL_ONLY
         return streams or bool(p.stop) or p.logprobs is not None or p.guided
 
     def add_prompt_logprobs(self, place: int, values: list[tuple[float, int, list[int], list[float]]]) -> None:
-        """Of the prompt's tokens from ``place`` on; those that are there already are passed over."""
+        """Add those of the prompt's tokens from ``place`` on; ones that were added before are skipped."""
         assert self.prompt_logprobs is not None
         new, count, texts = len(self.prompt_logprobs), self.params.prompt_logprobs or 0, self.completions[0].texts
         for at, found in enumerate(values, place):
@@ -174,7 +174,7 @@ class Request:
 
     @property
     def scored(self) -> bool:
-        """Whether all log-probabilities of the prompt that are wanted are there."""
+        """Whether all requested prompt log-probabilities are there."""
         return self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.prompt_token_ids)
 
     def output(self) -> RequestOutput:
@@ -182,7 +182,7 @@ class Request:
         scores = None if self.told and kind is RequestOutputKind.DELTA else self.prompt_logprobs
         self.told = True
         outputs = [completion.output(kind) for completion in self.completions]
-        cached = self.completions[0].seq.num_cached_tokens  # later ones find what the first has computed
+        cached = self.completions[0].seq.num_cached_tokens  # later ones hit what the first has computed
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, cached, scores
         )
@@ -191,7 +191,7 @@ class Request:
 def _entry(
     texts: TokenTexts | None, count: int, token: int, value: float, rank: int, top_ids: list[int], top: list[float]
 ) -> dict[int, Logprob]:
-    """The token's log-probability and those of the best ``count``."""
+    """The token's log-probability and those of the top ``count``."""
     entry = {token: Logprob(value, rank, None if texts is None else texts[token])}
     for i, other in enumerate(top_ids[:count]):
         entry[other] = Logprob(top[i], i + 1, None if texts is None else texts[other])

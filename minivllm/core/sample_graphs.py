@@ -1,10 +1,10 @@
-"""Sampling of a few rows as one CUDA graph, behind layers that were launched in whatever way: the end of a step with a
-few prompts.
+"""Sampling of a few rows as one CUDA graph, after layers that were launched in any way: the end of a step with a few
+prompts.
 
-Launched kernel by kernel, the language-model head, sampling and landing keep the host busy for as long as a small
-model's layers keep the GPU; the next step would be launched late, and these tokens read late.
+Launched eagerly, the LM head, sampling and copying to the host would keep the host busy for as long as a small model's
+layers keep the GPU; the next step would be launched late, and these tokens read late.
 
-Static buffers, shared by all sizes (their first rows are used), N the most rows:
+Static buffers, shared by all sizes (which use their first rows); N is the most rows:
 # rows (3, N) int64: slots, positions sampled for, positions computed last   hidden (N, hidden_size)
 Rows past the batch hold the padding slot.
 """
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class SampleGraphs:
-    """Of as many rows as graphs of decodes have, up to eight; of more rows the layers take longer than the host."""
+    """For the sizes of the decode graphs, up to eight rows; with more rows the layers take longer than the host."""
 
     def __init__(self, runner: ModelRunner, decodes: DecodeGraphs) -> None:
-        """``decodes`` are captured: they have loaded what sampling so many rows needs."""
+        """``decodes`` must be captured: that has loaded what sampling this many rows needs."""
         self.runner, self._decodes, self.landing = runner, decodes, decodes.landing
         self.sizes = [size for size in decodes.sizes if size <= MAX_MEGAKERNEL_ROWS]
         top = self.sizes[-1]
@@ -41,8 +41,8 @@ class SampleGraphs:
         self._tokens: dict[int, torch.Tensor] = {}
 
     def size_for(self, batch: Batch) -> int | None:
-        """The rows of the graph that ends this step, whose admissions the sampler knows. None: there are too many, or
-        nobody samples, or somebody wants more than a token (``ModelRunner.needs_refine``)."""
+        """The size of the graph for this step, whose new sequences the sampler must already have. None: there are too
+        many rows, none samples, or one needs more than a token (``ModelRunner.needs_refine``)."""
         size = next((size for size in self.sizes if size >= len(batch.slots)), None)
         if size is None or not batch.samples.any() or self.runner.needs_refine(batch.slots, size):
             return None
@@ -53,7 +53,7 @@ class SampleGraphs:
         """Capture every size, and verify it.
 
         Raises:
-            MinivllmError: a replay does not find the tokens that are found without.
+            MinivllmError: a replay samples other tokens than sampling without the graph.
         """
         self.hidden.normal_()
         same = []
@@ -69,9 +69,9 @@ class SampleGraphs:
             )
 
     def launch(self, size: int, hidden: torch.Tensor, ends: torch.Tensor, batch: Batch) -> StepHandle:
-        """``hidden``: each row's, of its last token (n or more, hidden_size). ``ends``: of ``prompt_inputs``, (4, n or
-        more), with the padding slot behind the batch's."""
-        n, rows = len(batch.slots), min(size, ends.shape[1])  # what few slots leave of a size holds padding for ever
+        """``hidden``: of each row's last token (n or more, hidden_size). ``ends``: from ``prompt_inputs``, (4, n or
+        more), with the padding slot after the batch's."""
+        n, rows = len(batch.slots), min(size, ends.shape[1])  # rows beyond always hold padding
         self.hidden[:n] = hidden[:n]
         self.rows[:, :rows] = ends[:3, :rows]
         self.landing.replay(self._graphs[size])

@@ -1,11 +1,11 @@
 """From logits to tokens. Each row depends on its own logits, seed and position, and on nothing else in the batch.
 
-Slot arrays on the device, one row a running sequence and one for padding, owned by the sampler:
-# temperature, top_p, min_p float32   top_k int32   seed int64   best int32 (of log-probabilities; -1: none asked for)
+Slot arrays on the device, one row per running sequence and one for padding, owned by the sampler:
+# temperature, top_p, min_p float32   top_k int32   seed int64   best int32 (how many top logprobs; -1: no logprobs)
 # presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
-# bias (slots, vocab) float32: of biased sequences, what is added to logits; zeros of others; made when needed
-# bits (slots, words) int32: of guided sequences, which tokens may come next; ones of others; made when needed
-# counts (slots, vocab) int16: of penalized sequences' tokens, see kernels/adjust_logits.py; made when needed
+# bias (slots, vocab) float32: added to the logits of biased sequences, zeros for others; allocated when needed
+# bits (slots, words) int32: allowed next tokens of guided sequences, all ones for others; allocated when needed
+# counts (slots, vocab) int16: token counts of penalized sequences, see kernels/adjust_logits.py; allocated when needed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from minivllm.kernels.token_masks import mask_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
-_ADJUSTS, _FILTERS, _LOGPROBS, _BIASED, _GUIDED = 1, 2, 4, 8, 16  # what a slot asks for
+_ADJUSTS, _FILTERS, _LOGPROBS, _BIASED, _GUIDED = 1, 2, 4, 8, 16  # flags: what a slot needs
 
 
 def _penalizes(rows: np.ndarray) -> np.ndarray:
@@ -40,9 +40,9 @@ def _penalizes(rows: np.ndarray) -> np.ndarray:
 class Refinement(NamedTuple):
     """What ``DefaultSampler.refine_captured`` does for a batch."""
 
-    draws: bool  # again, of whole rows: filters had no part in what shards were sampled from
+    draws: bool  # sample again from whole rows: sampling from shards does not apply filters
     adjusts: bool  # penalties, ``min_tokens``, biases
-    best: int  # log-probabilities of so many of the best tokens, and of the sampled one; 0: none
+    best: int  # log-probabilities of this many top tokens, and of the sampled one; 0: none
     biased: bool  # ``logit_bias``, ``allowed_token_ids``
     guided: bool  # ``structured_outputs``, ``bad_words``
 
@@ -50,10 +50,10 @@ class Refinement(NamedTuple):
 class DefaultSampler(Sampler):
     """Greedy, temperature, top-k, top-p, min-p, min_tokens, penalties, biases, masks and log-probabilities.
 
-    ``sample`` serves greedy, temperature and, where it has whole rows, top-k, top-p and min-p. Batches that need more
-    are sampled again, in the order allowed tokens, biases, masks, min_tokens, penalties, temperature, min-p, top-k,
-    top-p, as vLLM does. Ties at a filter's bound stay together. Log-probabilities are of the model's own distribution,
-    before all of that, as in vLLM.
+    ``sample`` does greedy, temperature and, unless the logits are sharded, top-k, top-p and min-p. Batches that need
+    more are sampled again, in vLLM's order: allowed tokens, biases, masks, min_tokens, penalties, temperature, min-p,
+    top-k, top-p. Tokens tied at a filter's threshold are all kept or all removed. Log-probabilities are of the model's
+    own distribution, before any of this, as in vLLM.
     """
 
     takes_biases = takes_masks = True
@@ -71,8 +71,8 @@ class DefaultSampler(Sampler):
             ("repetition", "<f4"),
             ("prompt_len", "<i4"),
             ("suppress", "<i4", (_MAX_SUPPRESSED,)),
-            ("allowed", "<i4"),  # how many tokens are; 0: all
-            ("biased", "<i4"),  # how many tokens are
+            ("allowed", "<i4"),  # number of allowed tokens; 0: all
+            ("biased", "<i4"),  # number of biased tokens
             ("guided", "<i4"),  # whether it has a guide
         ]
     )
@@ -83,7 +83,7 @@ class DefaultSampler(Sampler):
         self.vocab_size = vocab_size
         self.host = np.zeros(num_slots, dtype=self.row)
         self.host["logprobs"] = -1
-        width = -(-num_slots // 4) * 4  # kernels load from aligned rows
+        width = -(-num_slots // 4) * 4  # so that rows are aligned for kernels
         self._words = torch.zeros((5, width), dtype=torch.int32, device=device)[:, :num_slots]  # one write for all
         self.temperature, self.top_p, self.min_p = self._words[:3].view(torch.float32)
         self.top_k, self.best = self._words[3:]
@@ -129,7 +129,7 @@ class DefaultSampler(Sampler):
 
     @classmethod
     def words(cls, seq: Sequence) -> np.ndarray:
-        """The allowed tokens, then those that are biased, then their biases, as the bits of float32."""
+        """The allowed token ids, then the biased token ids, then their biases as float32 bits."""
         allowed, biases = seq.params.allowed_token_ids or [], seq.params.logit_bias or {}
         if not allowed and not biases:
             return super().words(seq)
@@ -152,7 +152,7 @@ class DefaultSampler(Sampler):
         adjusted = (self._asks[slots] & _ADJUSTS).any() or adjusts.any()  # whether any of these slots is, or was
         for slot in slots[(self._asks[slots] & _BIASED) > 0].tolist():
             self.bias[slot].zero_()
-        if len(self.bits):  # else none of those that were guided has sampled
+        if len(self.bits):  # else no guided sequence has sampled yet
             for slot in slots[((self._asks[slots] & _GUIDED) > 0) & ~guided].tolist():
                 self.bits[slot].fill_(-1)
         wants_logprobs = rows["logprobs"] >= 0
@@ -172,7 +172,7 @@ class DefaultSampler(Sampler):
             self.bias = self._of_vocabulary(self.bias)
 
     def _of_vocabulary(self, held: torch.Tensor) -> torch.Tensor:
-        """(slots, vocab), zeros, if ``held`` is nothing yet."""
+        """``held``, or zeros (slots, vocab) if it is not allocated yet."""
         return held if len(held) else held.new_zeros((len(self.temperature), self.vocab_size))
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class DefaultSampler(Sampler):
                 count_known(self.counts, slot, known[:prompt], known[prompt:])
 
     def _set_bias(self, slot: int, allowed: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Of a row of zeros. int32, the values as bits; no id comes twice among ``ids``."""
+        """Fill a row that is all zeros. All int32, the values as float32 bits; ``ids`` are unique."""
         bias = self.bias[slot]
         if len(allowed):
             bias.fill_(-torch.inf)
@@ -225,7 +225,7 @@ class DefaultSampler(Sampler):
 
     def refinement(self, host_slots: np.ndarray) -> Refinement:
         asked, best = self._asked(host_slots), 0
-        if asked & _LOGPROBS:  # rounded up, so that few numbers come
+        if asked & _LOGPROBS:  # rounded up, so that there are few different keys
             best = min(next_power_of_2(max(int(self.host["logprobs"][host_slots].max()), 1)), self.vocab_size)
         adjusts = bool(asked & _ADJUSTS)
         draws = self._shards and not adjusts and bool(asked & _FILTERS)
@@ -257,7 +257,7 @@ class DefaultSampler(Sampler):
     def launch_all_kinds(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         super().launch_all_kinds(logits, slots, positions)
         scores = logits.to(torch.float32, copy=True)
-        if logits.dtype != torch.float32:  # as biased ones are
+        if logits.dtype != torch.float32:  # biased logits are float32
             adjust_logits(scores, self.counts, self.adjustments, slots, positions)
         mask_tokens(scores, self.bits.new_zeros((1, self.bits.shape[1])), torch.zeros_like(slots))
         logprobs(logits, slots, 1, slots, slots.int())

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen: vLLM's names and defaults. No torch in here."""
+"""Sampling parameters of one request, with vLLM's names and defaults. Must not import torch."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, is_text, shown
 from minivllm.naming import did_you_mean
 
-# Fields of vLLM that minivllm knows by name and refuses when set, with the values that are allowed.
+# vLLM's fields that are refused when set, each with the values that are allowed.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, [], {}),
     "truncate_prompt_tokens": (None,),
     "flat_logprobs": (False,),
     "spaces_between_special_tokens": (True,),
 }
-# Keywords of vLLM, now or earlier, that are no fields here, each with the values that ask for what happens anyway,
-# beside None, and what to do otherwise.
+# vLLM's keywords, current or former, that are not fields here: the values besides None that change nothing, and what
+# to do instead of any other.
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "early_stopping": ((False,), "there is no beam search"),
     "guided_decoding": ((), "type structured_outputs=StructuredOutputsParams(...)"),
     "length_penalty": ((1.0,), "there is no beam search"),
     "logprob_token_ids": ((), "logprobs is how many of the best are told"),
     "repetition_detection": ((), "repetition_penalty and frequency_penalty make repetitions rarer"),
-    "skip_clone": ((False, True), "it is True or False"),  # a permission, which is not used
+    "skip_clone": ((False, True), "it is True or False"),  # permits skipping a copy, which is made anyway
     "skip_reading_prefix_cache": ((False,), "give the prompt a cache_salt of its own"),
     "stream_interval": ((), "an answer is told step by step"),
     "thinking_token_budget": ((), "max_tokens limits the whole answer"),
     "use_beam_search": ((False,), "there is no beam search; n draws several answers"),
 }
 _ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "num_return_sequences": "n"}
-NO_LIMIT = "for no limit: None in Python, null elsewhere"  # as ``max_tokens``
-MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits, too
+NO_LIMIT = "for no limit: None in Python, null elsewhere"  # of ``max_tokens``
+MAX_LOGPROBS, MAX_N = 20, 16384  # vLLM's limits as well
 _SWITCHES = "ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"
 _LOGPROBS = "logprobs", "prompt_logprobs"
 _INTEGERS = "n", "top_k", "max_tokens", "min_tokens", *_LOGPROBS, "seed"
-_LARGEST = 3.4e38  # float32, as samplers have temperatures
-_MOST_BIAS = 1e30  # what float32 can still divide by a temperature
-_DIGITS = 20  # of a token id, fewer
+_LARGEST = 3.4e38  # of float32, which samplers keep temperatures in
+_MOST_BIAS = 1e30  # so that float32 can still divide it by a temperature
+_DIGITS = 20  # a token id has fewer
 _GREEDY = 1e-5  # a temperature below this is greedy, as in vLLM
 
 
 class RequestOutputKind(Enum):
-    """What ``step`` returns of a request: all its text so far, only the new part, or one output at the end."""
+    """What ``step`` returns for a request: all its text so far, only the new part, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -59,7 +59,7 @@ class RequestOutputKind(Enum):
 
 
 def _check_other(name: str, value: Any, args: tuple[Any, ...], others: Mapping[str, Any]) -> None:
-    """Of a keyword that is no field: raises RequestError unless it asks for nothing."""
+    """Raise RequestError for a keyword that is not a field, unless its value changes nothing."""
     if name == "best_of":
         n = others.get("n", args[0] if args else 1)
         if value is not None and value != n:
@@ -78,21 +78,21 @@ def _check_other(name: str, value: Any, args: tuple[Any, ...], others: Mapping[s
 class SamplingParams:
     """Sampling parameters, as in vLLM.
 
-    ``temperature=0`` is greedy; ``top_k=0`` or ``-1`` and ``top_p=1`` keep every token; ``max_tokens=None`` goes on to
-    ``max_model_len``. ``presence_penalty`` is taken off the logits of tokens that the answer has, ``frequency_penalty``
-    for each time; ``repetition_penalty`` divides positive logits of tokens that prompt or answer have, and multiplies
-    negative ones. Before these ``logit_bias``, token id -> number, is added; tokens other than
-    ``allowed_token_ids``, if given, are not drawn, nor those that would complete one of ``bad_words``, nor
-    those with which the answer could not become what ``structured_outputs`` asks for, a ``StructuredOutputsParams`` or
-    the same as a mapping. ``seed=None`` draws from the engine's seed and the request's number. ``n`` completions of one
-    prompt use the seeds ``seed, seed + 1, …``. An answer is cut at that one of ``stop`` which ends first in its text,
-    however the text is cut into tokens; no stop or end token is drawn before ``min_tokens``, ``ignore_eos`` or not.
-    ``logprobs`` and ``prompt_logprobs`` are how many of the best tokens' log-probabilities come with each token's own,
-    of the answer and of the prompt; what of the prompt is cached is computed again for these. ``extra_args`` are for
-    samplers of plugins: ``Sampler.extra_args``.
+    ``temperature=0`` is greedy; ``top_k=0`` or ``-1`` and ``top_p=1`` keep every token; ``max_tokens=None`` continues
+    up to ``max_model_len``. ``presence_penalty`` is subtracted from the logits of tokens in the output,
+    ``frequency_penalty`` once per occurrence; for tokens in the prompt or output, ``repetition_penalty`` divides
+    positive logits and multiplies negative ones. ``logit_bias`` (token id -> number) is added before these penalties.
+    Never sampled: tokens outside ``allowed_token_ids`` (if given), tokens that would complete one of ``bad_words``, and
+    tokens that ``structured_outputs`` (a ``StructuredOutputsParams`` or the same as a mapping) rules out.
+    ``seed=None``: the seed follows from the engine's seed and the request's number. The ``n`` completions use the seeds
+    ``seed, seed + 1, …``. Output ends at the ``stop`` string that is complete first in its text, whatever the token
+    boundaries; no stop or end token is sampled before ``min_tokens``, even with ``ignore_eos``. ``logprobs`` and
+    ``prompt_logprobs``: how many top tokens' log-probabilities to return besides each output or prompt token's own;
+    prompt log-probabilities do not use the prefix cache. ``extra_args``: for plugin samplers, see
+    ``Sampler.extra_args``.
 
     Raises:
-        RequestError: a value out of range, or a field that minivllm does not support yet.
+        RequestError: a value is out of range, or a field is not supported.
     """
 
     n: int = 1
@@ -136,13 +136,13 @@ class SamplingParams:
             self.allowed_token_ids = _as_list("allowed_token_ids", self.allowed_token_ids)
         self.extra_args = dict(self.extra_args) if isinstance(self.extra_args, dict) else self.extra_args
         for name in _LOGPROBS:
-            if getattr(self, name) is True:  # as in vLLM, both
+            if getattr(self, name) is True:  # as in vLLM, for both
                 setattr(self, name, 1)
         for name in _INTEGERS:  # numpy's numbers become Python's
             value = getattr(self, name)
             if type(value) in (int, NoneType, bool):
                 continue  # nearly all of them
-            with contextlib.suppress(TypeError):  # it is no whole number, and refused below
+            with contextlib.suppress(TypeError):  # not a whole number: refused below
                 setattr(self, name, operator.index(value))
         self.verify()
         if self.seed == -1:
@@ -150,7 +150,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """As vLLM's: None is the default, but of ``max_tokens``, where it means no limit; biases end at ±100."""
+        """Like vLLM's: None means the default, except for ``max_tokens`` (no limit); biases are clamped to ±100."""
         params = cls(**{k: v for k, v in given.items() if v is not None or k == "max_tokens" or k not in _FIELDS})
         if params.logit_bias:
             params.logit_bias = {token: min(max(bias, -100.0), 100.0) for token, bias in params.logit_bias.items()}
@@ -162,11 +162,11 @@ class SamplingParams:
 
     @property
     def guided(self) -> bool:
-        """Whether what may come next follows from what came before."""
+        """Whether the tokens allowed next depend on the output so far."""
         return self.structured_outputs is not None or bool(self.bad_words)
 
     def verify(self) -> None:
-        """Raise RequestError for the first value that cannot be used."""
+        """Raise RequestError for the first invalid value."""
         _integer("n", self.n, 1)
         if self.n > MAX_N:
             raise RequestError(f"n={self.n} is more than {MAX_N}, the most completions of one request; make several")
@@ -243,7 +243,7 @@ def _as_list(name: str, values: Any) -> list[Any]:
 
 
 def _as_biases(biases: Any) -> dict[int, float] | None:
-    """A copy; JSON's keys are strings."""
+    """A copy with integer keys; JSON's keys are strings."""
     if biases is None:
         return None
     if not isinstance(biases, dict):
@@ -269,7 +269,7 @@ def _integer(name: str, value: Any, low: int, why: str = "") -> None:
         return
     why = f" ({why})" if why else ""
     try:
-        whole = None if isinstance(value, bool) else operator.index(value)  # also a number of numpy's
+        whole = None if isinstance(value, bool) else operator.index(value)  # numpy integers too
     except TypeError:
         whole = None
     if whole is None:
@@ -280,7 +280,7 @@ def _integer(name: str, value: Any, low: int, why: str = "") -> None:
 
 def _number(name: str, value: Any, low: float, high: float, why: str, *, open_low: bool = False) -> None:
     if type(value) in (float, int) and low < value <= high and value != math.inf:
-        return  # nearly all of them: ``numbers`` takes 6 µs to say what a float is
+        return  # nearly all of them; the check with ``numbers`` takes 6 µs
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
         raise RequestError(f"{name}={shown(value)} is not a number ({why})")
     value = value if isinstance(value, int) else float(value)

@@ -1,13 +1,13 @@
-"""Which tokens the next step computes: one mixed batch a step, or prompts first.
+"""Decides which tokens the next step computes: prompts and decodes mixed, or prompts first.
 
-Slot arrays, one row a running sequence, owned by the scheduler (S = max_num_seqs):
-# tokens (S, max_model_len) int32: what the host knows of each sequence    committed (S,): how many of them are valid
-# computed (S,): those in the cache, or on their way to it
-# known_len (S,): those that were known at admission   max_len (S,): the length at which it ends
-# min_len (S,): the length before which no stop token ends it   stop_ids (S, k): its first ones, -1 behind the last
-# generation (S,) int64: grows when the slot changes hands, so that rows still in flight can be told to be stale
+Slot arrays, one row per running sequence, owned by the scheduler (S = max_num_seqs):
+# tokens (S, max_model_len) int32: each sequence's tokens known on the host    committed (S,): how many are valid
+# computed (S,): how many are in the cache, or will be after the steps in flight
+# known_len (S,): how many were known at admission   max_len (S,): the length at which the sequence ends
+# min_len (S,): the length before which no stop token ends it   stop_ids (S, k): its first stop ids, padded with -1
+# generation (S,) int64: incremented when the slot is released, so that rows still in flight are recognized as stale
 
-A sequence decodes once computed >= known_len: then it has computed + 1 tokens, of which the newest may be in flight.
+A sequence decodes once computed >= known_len: it then has computed + 1 tokens, of which the newest may be in flight.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
     from minivllm.core.interfaces import BlockManager
 
-_FEW_RUNNING = 2  # more of them seldom have two steps in a row in which nothing happens to any
-_LOOK_AHEAD = 32  # how many waiting sequences a step passes over: what it costs does not grow with the queue
-_MAX_OVERTAKEN = 64  # after so many later ones went first, the head of the queue has the pool to itself
+_FEW_RUNNING = 2  # with more running, two quiet steps in a row are rare
+_LOOK_AHEAD = 32  # how many waiting sequences a step may skip, so that its cost does not grow with the queue
+_MAX_OVERTAKEN = 64  # after this many later ones were admitted, the head of the queue must go next
 _NEVER = 1 << 62
-_FEW_STOP_IDS = 16  # of a sequence, that all are compared with at once
-_WATERMARK = 0.03  # the share of the pool that an admission leaves free for running sequences to grow
+_FEW_STOP_IDS = 16  # stop ids of a sequence that are compared in one vectorized operation
+_WATERMARK = 0.03  # the fraction of the pool that an admission leaves free for running sequences to grow
 
 
 class SlotScheduler(Scheduler):
-    """First come, first served, on slot arrays; a subclass's ``schedule`` says how decodes and prompt chunks share a
-    step: ``take_decodes``, ``take_chunks``, then ``write_batch``. One whose ``place`` says so serves in another order.
+    """First come, first served, on slot arrays. A subclass's ``schedule`` decides how decodes and prompt chunks share a
+    step: ``take_decodes``, ``take_chunks``, then ``write_batch``. Override ``place`` for another order.
 
-    - All blocks of a prompt are taken at admission, so a prompt half done never waits for memory.
-    - When a decode needs a block and none is free, the running sequence with the last place (here: the latest-arrived)
-      is preempted: its blocks are freed and its known tokens are computed again later. The first is never preempted, so
+    - All blocks of a prompt are allocated at admission, so a half-computed prompt never waits for memory.
+    - When a decode needs a block and none is free, the running sequence with the last place (here: the latest arrival)
+      is preempted: its blocks are freed and its known tokens are recomputed later. The first is never preempted, so
       every step makes progress.
-    - If the head of the queue cannot be admitted yet, later ones that can go first, ``_MAX_OVERTAKEN`` times at most:
-      of the first ``_LOOK_AHEAD``, and of those behind them the shortest.
+    - If the head of the queue does not fit yet, later sequences that do go first, at most ``_MAX_OVERTAKEN`` times:
+      any of the first ``_LOOK_AHEAD``, then the shortest of the rest.
     """
 
     scores_prompts = True
@@ -75,28 +75,28 @@ class SlotScheduler(Scheduler):
         self.max_len = np.zeros(size, dtype=np.int32)
         self.generation = np.zeros(size, dtype=np.int64)
         self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
-        self._more_stop_ids: dict[int, frozenset[int]] = {}  # of slots whose sequence has more than a few
+        self._more_stop_ids: dict[int, frozenset[int]] = {}  # by slot: those past ``_FEW_STOP_IDS``
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
-        # A heap of all that wait, and of some that waited: (known tokens, place, name).
+        # A heap of the waiting sequences, plus some stale entries: (known tokens, place, request id).
         self._lengths: list[tuple[int, tuple[int, ...], str]] = []
-        self.running = NO_INTS  # slots, by place; batches hold views: it is not written to
+        self.running = NO_INTS  # slots, by place; never modified in place: batches hold views
         self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
         self._room_filled = 0  # entries of it in use
-        self._partial: list[int] = []  # slots whose known tokens are not all computed yet, by place
+        self._partial: list[int] = []  # slots with known tokens left to compute, by place
         self._free_slots = list(range(size - 1, -1, -1))
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = 0
         self.steps = 0  # written so far
-        self._quiet = range(0)  # steps of all that run, none of whom needs a block, fills one or ends for its length
-        self._retry_at = 0  # no waiting sequence in sight can be admitted with fewer free blocks than this
+        self._quiet = range(0)  # steps in which no running sequence needs a block, fills one or reaches its max length
+        self._retry_at = 0  # with fewer free blocks than this no waiting sequence within reach can be admitted
         self._row = sampler_row if sampler_row is not None else np.dtype([("none", "i4")])
         self._no_params = np.empty(0, dtype=self._row)
         self._admitted: list[Sequence] = []
         self._ones, self._all, self._rows = np.ones(size, dtype=np.int32), np.ones(size, dtype=bool), np.arange(size)
         for constant in (self._ones, self._all, self._rows):
-            constant.flags.writeable = False  # batches hold views
+            constant.flags.writeable = False  # batches hold views of them
 
     # ------------------------------------------------------------------ the queue
 
@@ -137,9 +137,9 @@ class SlotScheduler(Scheduler):
             self._retry_at = 0
 
     def place(self, seq: Sequence) -> tuple[int, ...]:
-        """Where a sequence that was just added stands, once and for all: smaller is admitted first, preempted last.
+        """The fixed place of a sequence that was just added: smaller is admitted first and preempted last.
 
-        No two may stand in one place; whoever is added late enough must stand behind, or some starve.
+        Places must be unique, and any sequence must eventually precede all later arrivals, or it may starve.
         """
         return (seq.arrival,)
 
@@ -155,7 +155,7 @@ class SlotScheduler(Scheduler):
         return at
 
     def _shortest(self) -> Sequence | None:
-        """Of all that wait the one with the fewest tokens, the earliest of several."""
+        """The waiting sequence with the fewest tokens; the earliest if there are several."""
         while self._lengths:
             seq = self._by_id.get(self._lengths[0][2])
             if seq is not None and seq.status is Status.WAITING and _length_of(seq) == self._lengths[0]:
@@ -179,7 +179,7 @@ class SlotScheduler(Scheduler):
         seq.status = Status.FINISHED
         del self._by_id[seq.request_id]
         if self.waiting and not self.num_waiting:
-            self.waiting.clear()  # only finished ones are left in it
+            self.waiting.clear()  # only finished ones are left
             self._lengths.clear()
 
     # ------------------------------------------------------------------ a step
@@ -188,7 +188,7 @@ class SlotScheduler(Scheduler):
     def schedule(self) -> Batch | None: ...
 
     def take_decodes(self, budget: int) -> np.ndarray:
-        """The slots that decode, by place, each with room for its next token."""
+        """The slots that decode, by place, each with a block for its next token."""
         if not len(self.running) or (self.steps in self._quiet and len(self.running) <= budget):
             return self.running
         while True:
@@ -211,16 +211,16 @@ class SlotScheduler(Scheduler):
             self.preempt(int(self.running[-1]))
 
     def _expect_quiet(self, computed: list[int], left: list[int]) -> None:
-        """Of all that run in this step: tokens that are computed, and that may yet be. Quiet ends when a sequence
-        starts; those that leave change nothing for the others."""
+        """Predict the quiet steps. computed, left: tokens computed, and still allowed, of each running sequence. A new
+        sequence ends the quiet period; one that leaves does not affect the others."""
         size = self.blocks.block_size
         steps = min(*(size - n % size for n in computed), *left) - 1
         self._quiet = range(self.steps, self.steps + steps)
 
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
-        """Prompt chunks as (slot, number of tokens): those half done first, then new ones from the queue."""
+        """Prompt chunks as (slot, number of tokens): partly computed prompts first, then new ones from the queue."""
         chunks: list[tuple[int, int]] = []
-        partial = long = 0  # prompts that this step leaves unfinished, and those of them over the threshold
+        partial = long = 0  # prompts that this step leaves unfinished, and how many of them exceed the threshold
         for slot in self._partial:
             left = int(self.known_len[slot] - self.computed[slot])
             n = min(left, budget, self.threshold or left)
@@ -240,19 +240,19 @@ class SlotScheduler(Scheduler):
         return chunks
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
-        at, retry_at, no_room = 0, _NEVER, False  # ``at``: so many are passed over
+        at, retry_at, no_room = 0, _NEVER, False  # ``at``: how many are skipped
         while at < len(self.waiting) and budget > 0 and self._free_slots:
             if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
-                break  # nobody goes before the head any more
+                break  # the head must go next
             if at > _LOOK_AHEAD:
                 break
             if at == _LOOK_AHEAD:
                 shortest = self._shortest()
                 if shortest is None or shortest.place < self.waiting[at].place:
-                    break  # it was passed over, too
+                    break  # it was already skipped
                 at = bisect_left(self.waiting, shortest.place, key=lambda other: other.place)
                 if at == len(self.waiting):
-                    break  # a subclass took it away
+                    break  # a subclass removed it
             seq = self.waiting[at]
             if seq.status is not Status.WAITING:
                 del self.waiting[at]
@@ -288,15 +288,14 @@ class SlotScheduler(Scheduler):
         self._retry_at = retry_at if blocked and not no_room else 0
 
     def lacking(self, seq: Sequence, cached: list[int]) -> int:
-        """How many more free blocks it takes to admit ``seq``, of which ``cached`` are there; 0 or less: it fits."""
+        """How many more free blocks are needed to admit ``seq``, given its ``cached`` blocks; 0 or less: it fits."""
         reserve = max(1, int(_WATERMARK * self.blocks.num_blocks)) if len(self.running) else 0
         return self.blocks.missing(len(seq.known), cached) + reserve
 
     def _take_first_chunk(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
-        """Add the first chunk of a sequence that was just admitted, and share its blocks from now on.
+        """Add the first chunk of a sequence that was just admitted, and make its blocks shareable.
 
-        A later row of the same step may already read them: each layer writes all of the step's keys before any row
-        attends.
+        A later row of the same step may read them: each layer writes all of the step's keys before any row attends.
         """
         chunks.append((seq.slot, n))
         self.blocks.register(seq.slot, seq, self.tokens[seq.slot], int(self.computed[seq.slot]) + n)
@@ -325,7 +324,7 @@ class SlotScheduler(Scheduler):
         self._admitted.append(seq)
 
     def _insert_running(self, slot: int, place: tuple[int, ...]) -> None:
-        """Put a slot among those that run, by place: mostly behind them, where there is room."""
+        """Insert a slot into ``running`` by place; usually at the end, where there is room."""
         running, n = self.running, len(self.running)
         if n and self._place_of(int(running[-1])) > place:
             at = bisect(running.tolist(), place, key=self._place_of)
@@ -343,7 +342,7 @@ class SlotScheduler(Scheduler):
         return seq.place
 
     def preempt(self, slot: int) -> None:
-        """Take everything from a running sequence and queue it again; a token of it in flight is sampled again."""
+        """Free a running sequence's slot and blocks and queue it again; a token in flight will be sampled again."""
         seq = self.sequences[slot]
         assert seq is not None
         self._release(seq)
@@ -354,7 +353,7 @@ class SlotScheduler(Scheduler):
         self._retry_at = 0
 
     def _release(self, seq: Sequence) -> None:
-        """Free a running sequence's slot and blocks, keeping its tokens; the caller takes it off ``running``."""
+        """Free a running sequence's slot and blocks, keeping its tokens; the caller removes it from ``running``."""
         slot = seq.slot
         seq.known = self.tokens[slot, : self.committed[slot]].copy()
         self.generation[slot] += 1
@@ -377,7 +376,7 @@ class SlotScheduler(Scheduler):
         self.stop_ids[slot, : len(ids)] = ids
 
     def write_batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
-        """Write the step down, and advance the slot arrays past it."""
+        """Build the step's batch, and advance the slot arrays past it."""
         d = len(decodes)
         if not d and not chunks:
             return None
@@ -423,8 +422,7 @@ class SlotScheduler(Scheduler):
     def _chunk_tokens(
         self, chunks: list[tuple[int, int]], computed: list[int], first_row: int
     ) -> tuple[np.ndarray, Scored | None]:
-        """The chunks' tokens, one after another, and those that are scored; the blocks that chunks fill are shared from
-        now on."""
+        """The chunks' tokens, one after another, and those to score. Makes the blocks that chunks fill shareable."""
         parts, scored, best = [], [], 0
         for row, ((slot, n), begin) in enumerate(zip(chunks, computed, strict=True), first_row):
             seq = self.sequences[slot]
@@ -452,14 +450,14 @@ class SlotScheduler(Scheduler):
     # ------------------------------------------------------------------ what came back
 
     def commit(self, batch: Batch, token_ids: np.ndarray) -> Committed:
-        unchanged = batch.slots is self.running  # each that leaves and each that starts makes another one of it
+        unchanged = batch.slots is self.running  # any sequence that starts or leaves replaces ``running``
         if batch.num_decodes == len(batch.slots) and (unchanged or self._all_there(batch)):
             rows, slots, tokens = self._rows[: len(batch.slots)], batch.slots, token_ids
         else:
             rows = (batch.samples & (self.generation[batch.slots] == batch.generations)).nonzero()[0]
             slots, tokens = batch.slots[rows], token_ids[rows]
         tokens = tokens.astype(np.int32, copy=False)
-        at = self.committed[slots]  # as many as are in the cache now
+        at = self.committed[slots]  # also the number of tokens in the cache now
         self.tokens[slots, at] = tokens
         self.committed[slots] = at + 1
 
@@ -481,7 +479,7 @@ class SlotScheduler(Scheduler):
         return self.generation[batch.slots].tobytes() == batch.generations.tobytes()
 
     def _share_whole_blocks(self, slots: np.ndarray, lens: np.ndarray) -> None:
-        """Of those of these slots whose tokens, so many, fill their blocks."""
+        """Register the blocks of those slots whose token count, in ``lens``, is a multiple of the block size."""
         whole = (lens % self.blocks.block_size == 0).nonzero()[0]
         if not len(whole):
             return
@@ -493,7 +491,7 @@ class SlotScheduler(Scheduler):
     def _end(
         self, slots: np.ndarray, said_stop: np.ndarray, too_long: np.ndarray
     ) -> list[tuple[Sequence, FinishReason]]:
-        """End the sequences of these rows, in their order."""
+        """End the sequences of these rows, in row order."""
         stops, finished = set(said_stop.tolist()), []
         for row in sorted(stops.union(too_long.tolist())):
             seq = self.sequences[slots[row]]

@@ -1,4 +1,4 @@
-"""One completion on its way: what the scheduler queues. Its per-step numbers live in the scheduler's slot arrays."""
+"""One completion in progress, the unit of scheduling. Its per-step numbers are in the scheduler's slot arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a sequence is: preempted ones wait again."""
+    """The state of a sequence; preempted ones are waiting again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -23,16 +23,16 @@ class Status(Enum):
 
 
 class FinishReason(Enum):
-    """Why it ended: a stop or end token or a stop string; or its length."""
+    """Why a sequence ended: STOP for a stop or end token or a stop string, LENGTH for its length."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class Sequence:
-    """A prompt and what was sampled after it.
+    """A prompt and its sampled tokens.
 
-    ``known`` holds the tokens that the host knows, (prompt + outputs,) int32; while the sequence runs, the scheduler's
+    ``known`` holds the tokens known on the host, (prompt + outputs,) int32; while the sequence runs, the scheduler's
     token matrix is ahead of it. ``max_len`` is the length at which it ends, prompt included.
     """
 
@@ -80,22 +80,22 @@ class Sequence:
         self.params = params
         self.max_len = max_len
         self.stop_ids = stop_ids  # token ids that end it: the model's end tokens and the request's stop_token_ids
-        self.held_ids = stop_ids if held_ids is None else held_ids  # that are not drawn before ``min_tokens``
+        self.held_ids = stop_ids if held_ids is None else held_ids  # not sampled before ``min_tokens``
         self.cache_salt = cache_salt
-        self.priority = priority  # smaller is more urgent, for schedulers that heed it
-        self.prompt_logprobs = prompt_logprobs  # of how many best tokens at each place of the prompt; None: none wanted
+        self.priority = priority  # smaller is more urgent, for schedulers that use it
+        self.prompt_logprobs = prompt_logprobs  # how many top tokens at each prompt position; None: not requested
         self.sampler_row: np.ndarray | None = None  # shape () of Sampler.row
         self.sampler_words = NO_INTS  # Sampler.words
-        self.guide: Guide | None = None  # what says which tokens may come: it has to know all that came before
-        self.tells_tokens = False  # whether the ranks' samplers hear of its tokens when it starts
+        self.guide: Guide | None = None  # decides which tokens are allowed next; needs all earlier tokens
+        self.tells_tokens = False  # whether the ranks' samplers get its tokens when it starts
         self.status = Status.WAITING
         self.slot = -1
         self.arrival = -1
         self.place: tuple[int, ...] = ()  # in the scheduler's order: smaller goes first
-        self.overtaken = 0  # how often a later one was admitted while this one headed the queue
+        self.overtaken = 0  # how many later ones were admitted while this one headed the queue
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # prompt tokens that the prefix cache held when it was first admitted
-        self.block_hashes: list[bytes] = []  # of its whole blocks, as far as they were asked for
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was first admitted
+        self.block_hashes: list[bytes] = []  # of its full blocks, computed on demand
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -103,12 +103,12 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted and not all there: a first token comes behind them."""
+        """Whether prompt log-probabilities are requested and incomplete; they are complete once there is any output."""
         return self.prompt_logprobs is not None and len(self.known) == self.prompt_len
 
     @property
     def told(self) -> np.ndarray:
-        """What the ranks' samplers hear when it starts, int32."""
+        """What the ranks' samplers get when it starts, int32."""
         return np.concatenate((self.sampler_words, self.known)) if self.tells_tokens else self.sampler_words
 
     def __repr__(self) -> str:

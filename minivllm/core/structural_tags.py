@@ -1,4 +1,4 @@
-"""Text of which parts are JSON between tags, as calls of tools are: XGrammar's and vLLM's ``structural_tag``."""
+"""Text with JSON between tags, such as tool calls: XGrammar's and vLLM's ``structural_tag``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from minivllm.errors import RequestError, is_text, shown
 from minivllm.naming import did_you_mean
 
-MOST_TAGS = 128  # and as many triggers: what they take grows with the product
+MOST_TAGS = 128  # and as many triggers: the cost grows with their product
 _FORMATS = "triggered_tags", "tags_with_separator"
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """``begin``, JSON that fits ``schema``, ``end``."""
+    """``begin``, then JSON that matches ``schema``, then ``end``."""
 
     begin: str
     schema: dict[str, Any]
@@ -25,8 +25,8 @@ class Tag:
 
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
-    """Text, and behind each of ``triggers`` what is left of a tag that begins with it; or, with a ``separator``, tags
-    and nothing else. ``at_least_one``: it begins with a tag; ``stop_after_first``: nothing follows the first."""
+    """Free text in which each of ``triggers`` must be continued to a tag that begins with it; or, with a ``separator``,
+    only tags. ``at_least_one``: starts with a tag; ``stop_after_first``: nothing follows the first tag."""
 
     tags: tuple[Tag, ...]
     triggers: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class StructuralTag:
 
     @classmethod
     def of(cls, given: Any) -> StructuralTag:
-        """Of JSON, or what it says: ``{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […],
+        """From JSON or a dict: ``{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […],
         "tags": [{"begin", "content": {"type": "json_schema", "json_schema": {…}}, "end"}]}}``, or the older
         ``{"type": "structural_tag", "triggers": […], "structures": [{"begin", "schema", "end"}]}``. Raises
         RequestError."""
@@ -105,7 +105,7 @@ class StructuralTag:
         return cls(made, tuple(triggers), **how)
 
     def lark(self, guidance: Mapping[str, Any]) -> str:
-        """As a grammar in llguidance's notation. ``guidance``: what it is told of each schema, as ``x-guidance``."""
+        """The grammar in llguidance's notation. ``guidance``: options, set as ``x-guidance`` in each schema."""
         rules, tags = ["%llguidance {}"], range(len(self.tags))
         for i, tag in enumerate(self.tags):
             schema = json.dumps({**tag.schema, "x-guidance": dict(guidance)})

@@ -1,4 +1,4 @@
-"""What text a request's answer has to be: vLLM's ``StructuredOutputsParams``. No torch in here, and no llguidance."""
+"""Constraints on a request's output: vLLM's ``StructuredOutputsParams``. Must not import torch or llguidance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FEWEST, _MOST = -(2**63), 2**64 - 1  # whole numbers that llguidance can read
 
 
 def _check_other(name: Any, value: Any, *_: Any) -> None:
-    """Of a keyword that is no field: raises RequestError unless it asks for nothing."""
+    """Raise RequestError for a keyword that is not a field, unless its value changes nothing."""
     if name != "disable_fallback":  # vLLM's; there is one backend
         meant = did_you_mean(str(name), _FIELDS)
         said = f"structured_outputs: there is no {shown(name)}.{meant} Allowed: {', '.join(_FIELDS)}"
@@ -29,15 +29,15 @@ def _check_other(name: Any, value: Any, *_: Any) -> None:
 @refusing_by_name(_check_other)
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """One of ``json``, a JSON schema or a pydantic model's class; ``regex``, that the whole answer matches; ``choice``,
-    strings of which it is one; ``grammar``, in Lark's or llama.cpp's (GBNF) notation; ``json_object=True``, any JSON
-    object; ``structural_tag``, text with JSON between tags (``StructuralTag.of``).
+    """Exactly one of: ``json``, a JSON schema or a pydantic model class; ``regex``, which the whole output must match;
+    ``choice``, a list of allowed outputs; ``grammar``, in Lark's or llama.cpp's (GBNF) notation; ``json_object=True``,
+    any JSON object; ``structural_tag``, text with JSON between tags (``StructuralTag.of``).
 
-    In JSON there may be white space between tokens, up to 20 characters, unless ``disable_any_whitespace`` says that
-    there is none, or ``whitespace_pattern``, a regular expression, what there is.
+    JSON may have up to 20 characters of white space between tokens, or none with ``disable_any_whitespace``, or what
+    the regular expression ``whitespace_pattern`` matches.
 
     Raises:
-        RequestError: none of them, or several; of another type; or not supported.
+        RequestError: none or several are given, or one has the wrong type or is not supported.
     """
 
     json: str | dict[str, Any] | type | bool | None = None
@@ -52,7 +52,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
-        """A copy of ``given``, or of the same as a mapping."""
+        """A copy of ``given``, which may also be a dict of the fields."""
         if isinstance(given, cls):
             return replace(given)  # its fields may have been set since it was verified
         if not isinstance(given, dict):
@@ -68,7 +68,7 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if (value := self.disable_additional_properties) is not False:
             raise _wrong("disable_additional_properties", value, "is not supported yet; leave it at False")
-        given = [name for name in _KINDS if getattr(self, name) is not None]  # by identity: of arrays == is no answer
+        given = [name for name in _KINDS if getattr(self, name) is not None]  # not ``!=``: arrays compare elementwise
         if self.json_object is False:
             given.remove("json_object")
         if len(given) != 1:
@@ -95,12 +95,12 @@ class StructuredOutputsParams:
             StructuralTag.of(self.structural_tag)
 
     def schema(self) -> dict[str, Any] | None:
-        """The JSON schema, if it is one that an answer has to fit. Raises RequestError if it is none."""
+        """The JSON schema that the output must match, if any. Raises RequestError if it is not a schema."""
         if self.json_object:
             return {"type": "object"}
         if self.json is None:
             return None
-        try:  # a copy, of what JSON can say
+        try:  # a copy, which must be representable in JSON
             schema = json.loads(self.json if isinstance(self.json, str) else json.dumps(self.json), parse_int=_integer)
         except RequestError:
             raise

@@ -1,4 +1,4 @@
-"""The server's routes, OpenAI's and vLLM's: each a few lines between ``protocol``, ``EngineClient`` and ``replies``."""
+"""The server's routes, OpenAI's and vLLM's: each is a few lines on ``protocol``, ``EngineClient`` and ``replies``."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from minivllm.serve.tool_calls import ToolUse, dialect_of
 from minivllm.version import __version__
 
 T = TypeVar("T")
-_PIECE = 1 << 18  # characters, of prompts that become tokens at a time: others have their turns between
+_PIECE = 1 << 18  # characters of prompts tokenized at a time, so that others get their turn in between
 
 
 def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
-    """The ASGI application; it starts and stops ``engine`` with its own lifespan, as often as that is run."""
+    """The ASGI application; its lifespan, which may run repeatedly, starts and stops ``engine``."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,13 +79,13 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app.add_middleware(BodyLimit, most=MAX_BODY)
     if options.api_key is not None:
         app.add_middleware(KeyCheck, api_key=options.api_key)
-    if options.allowed_origins:  # outermost: what a browser asks before it sends a key has none
+    if options.allowed_origins:  # outermost: a browser's preflight request has no key
         app.add_middleware(CORSMiddleware, allow_origins=options.allowed_origins, allow_methods="*", allow_headers="*")
     return app
 
 
 class Server:
-    """The endpoints and what they share."""
+    """The endpoints and their shared state."""
 
     def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         self.engine, self.options = engine, options
@@ -96,7 +96,7 @@ class Server:
         self.tokenizing = _one_thread()
 
     def start(self) -> None:
-        """In the event loop that serves. Raises MinivllmError: it is started."""
+        """Call in the event loop that serves. Raises MinivllmError if already started."""
         self.engine.start()
         self.tokenizing = _one_thread()
 
@@ -126,12 +126,12 @@ class Server:
         return await self._answer(CompletionReply, body, prompts, params, request, echo=echo)
 
     async def _ids_of(self, prompts: list[str | TokenIds], *, add_special_tokens: bool) -> dict[str, list[int]]:
-        """Of those that are text. Others do not wait for texts."""
+        """Tokenize the prompts that are text; token-id prompts do not wait for tokenization."""
         texts = list(dict.fromkeys(prompt for prompt in prompts if isinstance(prompt, str)))
         ids: dict[str, list[int]] = {}
 
         def encoded(some: list[str], first: bool) -> list[list[int]]:
-            if first:  # in the same turn: each is behind all others' texts
+            if first:  # in one turn: each turn waits behind all others' texts
                 self.lengths.check(prompts)
             return self.tokenizer.encode_batch(some, add_special_tokens=add_special_tokens)
 
@@ -148,7 +148,7 @@ class Server:
 
     def _echo(self, body: CompletionBody, prompts: list[dict[str, Any]]) -> Echo:
         for prompt in prompts:
-            self._check_tokens("prompt", prompt["prompt_token_ids"])  # which are read before the engine sees them
+            self._check_tokens("prompt", prompt["prompt_token_ids"])  # checked before the engine sees them
         return Echo.of(body, prompts, self.tokenizer)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
@@ -180,12 +180,12 @@ class Server:
         request: Request,
         **more: Any,
     ) -> Response:
-        self._check_room(len(prompts) * params.n)  # once more: others came while texts became tokens
+        self._check_room(len(prompts) * params.n)  # again: others may have come during tokenization
         _check_scores(prompts, params)
         unique = f"{kind.name}-{uuid.uuid4().hex}"
         names = [f"{unique}-{i}" for i in range(len(prompts))]
         theirs = body.request_id or known_id(request.headers.get("x-request-id", ""))
-        reply_id = f"{kind.name}-{theirs}" if theirs else unique  # as vLLM has it
+        reply_id = f"{kind.name}-{theirs}" if theirs else unique  # as in vLLM
         usage = body.stream_options or StreamOptions()
         reply = kind(
             reply_id,
@@ -210,7 +210,7 @@ class Server:
         return Response(answer.json_bytes(), media_type="application/json")
 
     def _check_room(self, sequences: int) -> None:
-        """For so many more, if ``max_waiting`` says how many there may be."""
+        """Refuse this many more sequences if they would exceed ``max_waiting``."""
         waiting = self.options.max_waiting
         if waiting is None:
             return
@@ -249,7 +249,7 @@ class Server:
             raise ClientError(said, param=name)
 
     async def _conversation(self, body: Conversation, lengths: TextLengths | None = None) -> list[int]:
-        """``lengths``: where it is to be answered."""
+        """A conversation's token ids. ``lengths``: given if it is to be answered, to check its length early."""
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = check_variables(body.chat_template_kwargs or {}, self.tokenizer)
@@ -273,7 +273,7 @@ class Server:
             raise ClientError(f"{' or '.join(names)}: nested too deeply", param=names[0]) from None
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        """In its turn. Whoever is cancelled before that has none."""
+        """Run ``function`` in the tokenizer's thread, in turn; a request cancelled before its turn does not run."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
 
     # ------------------------------------------------------------------ about the server
@@ -282,6 +282,8 @@ class Server:
         return {"object": "list", "data": [self._model()]}
 
     async def one_model(self, name: str) -> dict[str, Any]:
+        if not name:  # /v1/models/
+            return await self.models()
         self._check_model(name)
         return self._model()
 
@@ -314,12 +316,12 @@ class Server:
 
 
 def _one_thread() -> ThreadPoolExecutor:
-    """A long prompt holds up other prompts, not the tokens of those that run."""
+    """For tokenization: a long prompt delays other prompts, not running requests' tokens."""
     return ThreadPoolExecutor(1, "minivllm-tokenizer")
 
 
 def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -> SamplingParams:
-    """What it asks for, but for what is ``changed``."""
+    """The body's sampling parameters, with ``changed`` applied."""
     with body.in_its_words():
         params = body.sampling_params()
         if changed:
@@ -335,7 +337,7 @@ def _check_text(name: str, text: str) -> None:
 
 
 def _check_scores(prompts: list[dict[str, Any]], params: SamplingParams) -> None:
-    """That an answer does not tell too many log-probabilities of prompts, each choice all of its own."""
+    """Refuse an answer with too many prompt log-probabilities, which every choice repeats."""
     if params.prompt_logprobs is None:
         return
     tokens = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
@@ -345,7 +347,7 @@ def _check_scores(prompts: list[dict[str, Any]], params: SamplingParams) -> None
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, the generation ends with it."""
+    """Server-sent events. However the stream ends, its generation ends, too."""
 
     def __init__(self, generation: Generation, reply: Reply) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

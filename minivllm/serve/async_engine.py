@@ -1,6 +1,6 @@
-"""An ``LLMEngine`` for asyncio, in a thread of the same process: for an application of one's own.
+"""An ``LLMEngine`` for asyncio, in a thread of the same process, for embedding in an application.
 
-Steps and event loop take turns at Python's lock; ``minivllm serve`` has them in two processes (``http_process``).
+Steps and the event loop share the GIL; ``minivllm serve`` runs them in two processes (``http_process``).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from minivllm.serve.messages import Died, FromEngine, News, ToEngine
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
 
-_PATIENCE = 10.0  # seconds that `stop` waits for a step under way
+_PATIENCE = 10.0  # seconds that `stop` waits for a step in flight
 
 
 class AsyncEngine(EngineClient):
     """The thread sleeps while there are no requests.
 
-    All methods but ``stop`` are for one event loop's thread. Nobody else may call ``engine`` between ``start`` and
-    ``stop``; reading its counters is harmless. ``stop`` leaves the engine itself as it is: who made it shuts it down.
+    Call all methods except ``stop`` from one event loop's thread. Nothing else may call ``engine`` between ``start``
+    and ``stop``; reading its counters is safe. ``stop`` does not shut the engine down; its creator does.
     """
 
-    rest = 2.0  # so that the engine has Python to itself for two thirds of the time
+    rest = 2.0  # so that the engine has the GIL to itself for two thirds of the time
 
     def __init__(self, engine: LLMEngine) -> None:
         super().__init__(engine.tokenizer, Limits.of(engine))
@@ -41,7 +41,7 @@ class AsyncEngine(EngineClient):
         self._thread = threading.Thread(target=self.engine_loop.run, name="minivllm-engine", daemon=True)
 
     def start(self) -> None:
-        """Raises MinivllmError: it is started, or its thread has not ended yet."""
+        """Raises MinivllmError if already started, or if its thread has not ended yet."""
         if self._thread.is_alive():
             why = "is started already" if self._started else "is in a step that does not end"
             raise MinivllmError(f"this AsyncEngine {why}; one lifespan at a time can have it")
@@ -51,7 +51,7 @@ class AsyncEngine(EngineClient):
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, after the step that it is in, and then what nobody waits for any more."""
+        """End the thread after its current step, then abort the remaining requests."""
         left = list(self._generations)
         super().stop()
         if self._thread.ident is None:
@@ -68,8 +68,8 @@ class AsyncEngine(EngineClient):
         self._inbox.put(message)
 
     def _tell(self, message: FromEngine) -> None:
-        """In the engine's thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        """Called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             if isinstance(message, News):
                 self._loop.call_soon_threadsafe(self._hear, message)
             elif isinstance(message, Died):

@@ -1,4 +1,4 @@
-"""What completions begin with that echo their prompts: the text, and the tokens' log-probabilities."""
+"""Echoed prompts at the start of completions: the text, and the tokens' log-probabilities."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """``texts`` and ``first_tokens`` by prompt; ``logprobs`` as the request has it. ``only``: nothing follows, whatever
-    was generated."""
+    """``texts`` and ``first_tokens`` by prompt; ``logprobs`` as in the request. ``only``: return the prompt alone,
+    whatever was generated."""
 
     texts: Sequence[str]
     first_tokens: Sequence[str]
@@ -27,7 +27,7 @@ class Echo:
 
     @classmethod
     def of(cls, body: CompletionBody, prompts: Iterable[Mapping[str, Any]], tokenizer: Tokenizer) -> Echo:
-        """Of texts as they are, of token ids what they read as."""
+        """Text prompts are echoed as they are, token ids as decoded text."""
         decode, skip = tokenizer.decode, body.skip_special_tokens is not False
         texts, first_tokens = [], []
         for prompt in prompts:
@@ -37,7 +37,7 @@ class Echo:
         return cls(texts, first_tokens, body.logprobs, body.only_echo)
 
     def first(self, prompt: int, output: RequestOutput) -> RequestOutput:
-        """A request's first output, with what it begins with. The first token's log-probabilities are an empty dict."""
+        """A request's first output, with its echo in front. The first token's log-probabilities are an empty dict."""
         text = self.texts[prompt]
         before = [own_and_best(values, self.logprobs or 0) for values in output.prompt_logprobs or ()]
         outputs = [
@@ -48,7 +48,7 @@ class Echo:
 
 
 def emptied(output: RequestOutput) -> RequestOutput:
-    """One without tokens, that ends when ``output`` does."""
+    """A copy of ``output`` without tokens, with the same end."""
     outputs = [
         CompletionOutput(
             new.index,
@@ -63,5 +63,5 @@ def emptied(output: RequestOutput) -> RequestOutput:
 
 
 def own_and_best(values: dict[int, Logprob] | None, most: int) -> dict[int, Logprob]:
-    """Of a place in a prompt its own token, which comes first, and the ``most`` best; nothing of the first place."""
+    """At a prompt position, its own token first, and the ``most`` best tokens; nothing at the first position."""
     return {key: one for i, (key, one) in enumerate((values or {}).items()) if not i or (one.rank or 0) <= most}

@@ -1,7 +1,7 @@
-"""Messages between a server's two processes as bytes, and back. Nothing of them is a pickle.
+"""Serializes messages between a server's two processes. No pickle.
 
-They are msgpack. A client or a checkpoint can think of more than that can hold: numbers of more than 64 bits, halves of
-characters. Such a part is JSON, as it came.
+They are msgpack. Values that msgpack cannot hold (integers of more than 64 bits, lone surrogates), which a client or
+checkpoint may contain, are embedded as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minivllm.serve.handshake import Handshake
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
 
 T = TypeVar("T")
-_LEVELS = 200  # of lists and mappings in each other: fewer than Python's parser takes, wherever it is called
+_LEVELS = 200  # of nested lists and mappings: fewer than Python's parser accepts at any call depth
 
 # --------------------------------------------------------------------------- JSON
 
@@ -45,7 +45,7 @@ def _loaded(data: bytes) -> Any:
 
 
 def _check(name: str, value: Any, levels: int = _LEVELS) -> None:
-    """That it will be there what it is here. Raises RequestError."""
+    """Check that the value survives the round trip. Raises RequestError."""
     if type(value) in _SCALARS:
         return
     if not levels:
@@ -87,9 +87,9 @@ _plain_of, _guide_of = attrgetter(*_PLAIN), attrgetter(*_GUIDE)
 
 class _Add(msgspec.Struct, array_like=True, tag="Add"):
     request_ids: tuple[str, ...]
-    prompts: tuple[Any, ...]  # bytes of int64; text, JSON, where one is larger
+    prompts: tuple[Any, ...]  # bytes of int64; JSON text if an id is larger
     arrived: float
-    rest: Any  # or bytes, JSON, where msgpack cannot hold it
+    rest: Any  # or JSON bytes, if msgpack cannot hold it
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -97,7 +97,7 @@ _to_engine = msgspec.msgpack.Decoder(_Add | Abort | Told | AskMetrics)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:
-    """Raises RequestError for parameters that neither can hold: none that came as JSON, unless they are nested too
+    """Raises RequestError for parameters that neither format can hold; of those that came as JSON, only ones nested too
     deeply."""
     if not isinstance(message, Add):
         return _encoder.encode(message)
@@ -106,7 +106,7 @@ def encode_to_engine(message: ToEngine) -> bytes:
     if (guide := p.structured_outputs) is not None:
         _check("structured_outputs", guide.json)
         _check("structured_outputs", guide.structural_tag)
-    biases = None if p.logit_bias is None else (list(p.logit_bias), list(p.logit_bias.values()))  # JSON's keys are text
+    biases = None if p.logit_bias is None else (list(p.logit_bias), list(p.logit_bias.values()))  # JSON keys are text
     special = p.output_kind.value, biases, None if guide is None else _guide_of(guide), p.extra_args
     rest = _plain_of(p), special, message.cache_salt, message.priority
     add = _Add(message.request_ids, tuple(map(_tokens_of, message.prompts)), message.arrived, rest)
@@ -121,7 +121,7 @@ def encode_to_engine(message: ToEngine) -> bytes:
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Prompts have their token ids as arrays of int64, if none is larger."""
+    """Prompts' token ids are int64 arrays, unless one is larger."""
     message = _to_engine.decode(data)
     if not isinstance(message, _Add):
         return message
@@ -148,7 +148,7 @@ def _tokens_in(tokens: bytes | str) -> Any:
 
 
 def _made(kind: type[T], names: list[str], values: list[Any]) -> T:
-    """With these values, which were verified where they came from."""
+    """An instance with these values, without validation: the sender has validated them."""
     made = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         setattr(made, name, value)
@@ -169,7 +169,7 @@ class _Failure(msgspec.Struct, array_like=True):
         return cls(type(error).__name__, printable(str(error)), printable(text))
 
     def as_error(self) -> Exception:
-        """Of its class, if that is ours or Python's."""
+        """The exception, of its original class if that is minivllm's or a builtin."""
         error = by_name(self.error, self.message)
         if self.traceback:
             error.add_note(f"in the engine:\n{self.traceback}")
@@ -177,7 +177,7 @@ class _Failure(msgspec.Struct, array_like=True):
 
 
 class _Output(msgspec.Struct, array_like=True, gc=False):
-    """A ``RequestOutput`` without its prompt, which the other side has."""
+    """A ``RequestOutput`` without its prompt, which the receiver has."""
 
     request_id: str
     outputs: list[CompletionOutput]

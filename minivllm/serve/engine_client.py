@@ -1,4 +1,4 @@
-"""The event loop's side of a server's engine, wherever that runs: which request's outputs go to whom."""
+"""The event loop's side of a server's engine, wherever that runs: routes outputs to their requests' readers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NOT_STARTED = (
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an engine, as a server tells them or checks them itself."""
+    """An engine's limits, which a server reports or checks itself."""
 
     max_model_len: int
     max_num_seqs: int
@@ -42,9 +42,9 @@ class Limits:
 
 
 class EngineClient(ABC):
-    """Its methods are for one event loop's thread."""
+    """Call its methods from one event loop's thread."""
 
-    rest = 0.0  # of the time that readers took, before the engine hears that they have been told
+    rest = 0.0  # pause before ``Told``, as a multiple of the time that readers took
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
@@ -54,26 +54,26 @@ class EngineClient(ABC):
         self._generations: dict[str, Generation] = {}
 
     def start(self) -> None:
-        """Call it in the event loop that will ask; once, or again behind ``stop``."""
+        """Call in the event loop that will send requests; again only after ``stop``."""
         self._loop = asyncio.get_running_loop()
         self._started, self._ended = True, False
 
     def stop(self) -> None:
-        """What still runs gets no more outputs. Safe to call twice."""
+        """Running requests get no more outputs. Safe to call twice."""
         self._started = False
         self._generations.clear()
 
     @abstractmethod
     async def metrics(self, model_name: str) -> bytes:
-        """Prometheus' text, of a model of this name. Raises EngineDeadError where a dead one can say nothing."""
+        """Metrics in Prometheus text format, for a model of this name. Raises EngineDeadError if unavailable."""
 
     @abstractmethod
     def _post(self, message: ToEngine) -> None:
-        """Into the engine's inbox."""
+        """Put a message into the engine's inbox."""
 
     @property
     def num_completions(self) -> int:
-        """Of requests that have not ended."""
+        """The number of completions of unfinished requests."""
         return sum(generation.completions for generation in self._generations.values())
 
     def check(self) -> None:
@@ -96,12 +96,12 @@ class EngineClient(ABC):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> Generation:
-        """Queue prompts, all or none, and return once the engine has them.
+        """Queue prompts, all or none, and return once the engine has accepted them.
 
-        ``request_ids`` are new ones, one per prompt.
+        ``request_ids`` must be unused, one per prompt.
 
         Raises:
-            RequestError: one of them can never run. EngineDeadError.
+            RequestError: a prompt can never run. EngineDeadError.
         """
         self.check()
         by_name = dict(zip(request_ids, prompts, strict=True))
@@ -111,7 +111,7 @@ class EngineClient(ABC):
             self._post(Add(tuple(by_name), tuple(prompts), params, cache_salt, priority, arrived=time.perf_counter()))
             await generation.accepted
         except BaseException:
-            generation.accepted.cancel()  # nobody waits for it any more
+            generation.accepted.cancel()  # no longer awaited
             generation.abort()
             raise
         return generation
@@ -130,7 +130,7 @@ class EngineClient(ABC):
 
     def _fail_all(self) -> None:
         for generation in set(self._generations.values()):
-            error = self._why_not()  # one a reader: each adds its own traceback
+            error = self._why_not()  # one per reader: each adds its own traceback
             assert error is not None
             generation.end(error)
         self._generations.clear()
@@ -141,7 +141,7 @@ class EngineClient(ABC):
         for name, error in news.taken:
             generation = self._generations.get(name)
             if generation is None:
-                continue  # aborted meanwhile
+                continue  # aborted in the meantime
             if error is not None:
                 for other in generation.prompts:
                     del self._generations[other]
@@ -155,7 +155,7 @@ class EngineClient(ABC):
                 if output.finished:
                     del self._generations[output.request_id]
         if news.outputs:
-            asyncio.get_running_loop().call_soon(self._told, time.perf_counter())  # behind all that were woken
+            asyncio.get_running_loop().call_soon(self._told, time.perf_counter())  # after all readers woken now
 
     def _told(self, began: float) -> None:
         rest = min(self.rest * (time.perf_counter() - began), _MOST_REST)

@@ -1,4 +1,4 @@
-"""The engine's side of a server: does what its inbox says, steps while there are requests, tells what came of it."""
+"""The engine's side of a server: handles its inbox, steps while there are requests, sends the results."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
     from minivllm.core.outputs import RequestOutput
 
-_HEALTH = 1.0  # seconds between two looks at the ranks while there is nothing to do
+_HEALTH = 1.0  # seconds between health checks of the ranks while idle
 _MANY = 64  # outputs
-_LOOK = 5e-4  # seconds between two looks into the inbox before a launch
-# Seconds of taking in between two steps: those that run wait so long, and for one prompt more. As long as half a step,
-# or who comes behind many prompts would wait for many steps.
+_LOOK = 5e-4  # seconds between checks of the inbox before a launch
+# Time spent accepting prompts between two steps, which delays running requests by that, plus one prompt. It is half a
+# step within bounds; with less, a request behind many prompts would wait for many steps.
 _SLICE, _SLICE_SHARE, _LONGEST_SLICE = 5e-3, 0.5, 0.1
 
 
 class Inbox(Protocol):
-    """``queue.SimpleQueue``, or what reads as one; None is the end."""
+    """``queue.SimpleQueue``, or anything with its ``get``; None is the end."""
 
     def get(self, block: bool, timeout: float, /) -> ToEngine | None: ...  # raises queue.Empty
 
 
 @dataclass(slots=True)
 class _Adding:
-    """An add that is taken in prompt by prompt. ``outputs``: of those that run already, for when all are in."""
+    """An ``Add`` accepted prompt by prompt. ``outputs``: of those already running, held until all are accepted."""
 
     add: Add
     done: int = 0  # prompts
     prompt_tokens: int = 0  # theirs
-    dropped: set[str] = field(default_factory=set)  # aborted before it was their turn
+    dropped: set[str] = field(default_factory=set)  # aborted before their turn
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
     def keep(self, output: RequestOutput) -> None:
@@ -51,39 +51,39 @@ class _Adding:
 
 
 class EngineLoop:
-    """Runs ``engine.step`` in whatever thread ``run`` is called in; others may read ``timings`` and the counts.
+    """Runs ``engine.step`` in the thread that calls ``run``; other threads may read ``timings`` and the counts.
 
-    While many outputs are under way whose readers are not ``Told`` yet, the engine holds back what can wait
-    (``LLMEngine.hold_outputs``): readers that are slower than its steps get fewer and longer pieces.
+    While many outputs are in flight whose readers are not ``Told`` yet, the engine holds back what can wait
+    (``LLMEngine.hold_outputs``), so that readers slower than its steps get fewer and longer pieces.
     """
 
     def __init__(self, engine: LLMEngine, inbox: Inbox, tell: Callable[[FromEngine], None]) -> None:
         self.engine, self.timings, self._pace = engine, Timings(engine), Pace(engine)
-        self.error: BaseException | None = None  # what the engine died of
+        self.error: BaseException | None = None  # what killed the engine
         self._inbox, self._tell = inbox, tell
-        self._untold: deque[int] = deque()  # outputs of each news
-        self._adds: deque[_Adding] = deque()  # of the first one some prompts may be in
-        self._ready: list[RequestOutput] = []  # to be told with the next ones
+        self._untold: deque[int] = deque()  # number of outputs in each unacknowledged ``News``
+        self._adds: deque[_Adding] = deque()  # the first may be partly accepted
+        self._ready: list[RequestOutput] = []  # to be sent with the next ones
         self._slice = _SLICE
 
     @property
     def num_running(self) -> int:
-        """Requests of which something runs."""
+        """Requests with a running completion."""
         running = {request_of(seq) for seq in self.engine.scheduler.sequences if seq is not None}
         return sum(map(self.engine.has_request, running))
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which nothing runs yet, or for the moment."""
+        """Requests without a running completion."""
         return self.engine.num_unfinished_requests - self.num_running
 
     def metrics(self, model_name: str) -> bytes:
-        """Prometheus' text."""
-        adding = sum(one.prompt_tokens for one in tuple(self._adds))  # they may be refused yet
+        """Metrics in Prometheus text format."""
+        adding = sum(one.prompt_tokens for one in tuple(self._adds))  # they may still be refused
         return text_of(self.engine, self.timings, self.num_running, self.num_waiting, model_name, adding)
 
     def run(self) -> None:
-        """Until the inbox ends, or the engine does: its last message says so then."""
+        """Run until the inbox ends, or the engine dies, which its last message reports."""
         engine = self.engine
         engine.observer = self.timings
         try:
@@ -109,7 +109,7 @@ class EngineLoop:
         engine.hold_outputs = False
 
     def _to_tell(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """All but those of an add that is not complete: nobody knows yet that it will be."""
+        """All outputs except those of an incomplete add, which may still be refused."""
         ready, self._ready = self._ready, []
         if not self._adds or not self._adds[0].done:
             return ready + outputs
@@ -123,10 +123,10 @@ class EngineLoop:
         return ready
 
     def _take(self) -> list[tuple[str, Exception | None]] | None:
-        """Do what the inbox says, waiting for it if there is nothing else to do, or not yet; None at the end.
+        """Handle the inbox, waiting for messages if there is nothing else to do yet; None at the end.
 
-        What takes long goes on behind the next step. Returns the first request of each add that is complete, with the
-        error that it was refused with.
+        Long work continues after the next step. Returns the first request of each completed add, with its error if it
+        was refused.
         """
         taken: list[tuple[str, Exception | None]] = []
         spent, added = 0.0, False
@@ -162,7 +162,7 @@ class EngineLoop:
         elif isinstance(message, Abort):
             self._abort(message.request_ids)
         elif isinstance(message, Told):
-            if self._untold:  # none: of news before this engine was started again
+            if self._untold:  # empty: this is for news from before a restart
                 self._untold.popleft()
             self._hold_if_many()
         elif isinstance(message, AskMetrics):
@@ -181,7 +181,7 @@ class EngineLoop:
             one.outputs = {name: output for name, output in one.outputs.items() if name not in gone}
 
     def _add_next(self) -> list[tuple[str, Exception | None]]:
-        """Take in the next prompt; what is known then of its add, if that is complete or refused."""
+        """Accept the next prompt; returns the outcome of its add, if that is now complete or refused."""
         first = self._adds[0]
         add = first.add
         if len(first.dropped) < len(add.request_ids):
@@ -195,7 +195,7 @@ class EngineLoop:
         return [(add.request_ids[0], None)]
 
     def _add(self, adding: _Adding) -> Exception | None:
-        """Its next prompt. An error is the whole add's."""
+        """Accept the add's next prompt. An error refuses the whole add."""
         add, i, before = adding.add, adding.done, self.engine.stats.prompt_tokens
         name, prompt = add.request_ids[i], add.prompts[i]
         adding.done += 1
@@ -205,7 +205,7 @@ class EngineLoop:
             self.engine.add_request(name, prompt, add.params, cache_salt=add.cache_salt, priority=add.priority)
         except EngineDeadError:
             raise
-        except Exception as error:  # the request's fault, or a bug that it came upon: the others go on
+        except Exception as error:  # the request's fault, or a bug that it hit: the others continue
             self.engine.abort(list(add.request_ids[:i]))
             self.engine.stats.prompt_tokens -= adding.prompt_tokens
             self.timings.forget(add.request_ids)

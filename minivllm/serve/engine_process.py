@@ -1,7 +1,7 @@
-"""``minivllm serve``: the engine's process. Where the server listens, how it starts, what it ends with.
+"""``minivllm serve``: the engine's process. Binds the socket, starts the server, returns its exit code.
 
-HTTP is another process's (``http_process``), so that steps never wait for Python's lock: this one runs the engine in
-its main thread, and they exchange ``messages``.
+Another process handles HTTP (``http_process``), so that steps never wait for the GIL: this one runs the engine in its
+main thread, and they exchange ``messages``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from minivllm.config.compose import Composed
     from minivllm.config.engine_config import EngineConfig
 
-for _package in ("fastapi", "uvicorn"):  # which the other process imports
+for _package in ("fastapi", "uvicorn"):  # the other process imports these
     if find_spec(_package) is None:
         raise ModuleNotFoundError(f"No module named {_package!r}", name=_package)
 
 _HOSTS = "type host=127.0.0.1 to be reached from this machine only, host=0.0.0.0 at each of its addresses"
-_GRACE = 5.0  # seconds that the other process may take beside ``shutdown_timeout``
+_GRACE = 5.0  # seconds that the other process may take beyond ``shutdown_timeout``
 
 
 def run(composed: Composed) -> int:
@@ -49,14 +49,14 @@ def run(composed: Composed) -> int:
     assert isinstance(options, ServeOptions)
     if composed.engine.executor.name == "torchrun":
         raise ConfigError("executor=torchrun in serve: its ranks need the same requests; use multiproc or ray")
-    listener = _bind(options.host, options.port)  # before anything is loaded: a taken port is known at once
+    listener = _bind(options.host, options.port)  # before loading, so that a port in use is reported at once
     with listener, HttpProcess(listener) as front:
         path, model_config = find_model(composed.engine)
         front.begin(Begin(composed.engine.model, path, model_config, composed.engine.load_format))
         with LLMEngine.from_config(composed.engine) as engine:
             _listen(listener, options.host, options.port)
             front.go(_go(composed.engine, options, engine, listener))
-            listener.close()  # the other process alone says when there is nobody to connect to
+            listener.close()  # only the other process decides when connections are refused
             engine_loop = EngineLoop(engine, front.engine_end, front.engine_end.tell)
             with frozen(), front.signals():
                 engine_loop.run()
@@ -98,7 +98,7 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
 
 
 class HttpProcess:
-    """The process that speaks HTTP, as the engine's sees it. ``with``: it is gone at the end."""
+    """The HTTP process, as seen by the engine's. A context manager: the process is gone at the end."""
 
     def __init__(self, listener: socket.socket) -> None:
         ours, theirs = socket.socketpair()
@@ -111,7 +111,7 @@ class HttpProcess:
         self.engine_end.wire.say(begin)
 
     def go(self, go: Go) -> None:
-        """Returns when requests are taken. Raises what it raised at its start."""
+        """Returns when the server accepts requests. Raises what the process raised at startup."""
         self.engine_end.wire.say(go)
         answer = self.engine_end.wire.wait()
         if isinstance(answer, Refused):
@@ -122,7 +122,7 @@ class HttpProcess:
 
     @contextmanager
     def signals(self) -> Generator[None, None, None]:
-        """Those that end a server go there: it knows whose requests still run."""
+        """Forward signals that end a server to the HTTP process, which knows the running requests."""
 
         def pass_on(number: int, _: Any) -> None:
             self._process.send_signal(CTRL_C if number == signal.SIGINT else number)
@@ -135,7 +135,7 @@ class HttpProcess:
                 signal.signal(number, handler)
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, for which it has ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds for its exit code."""
         self.engine_end.finish(timeout)
         try:
             return self._process.wait(timeout)
@@ -172,7 +172,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(listener: socket.socket, host: str, port: int) -> None:
-    """Until here clients were refused, and another server that was loading, too, may have been faster."""
+    """Start listening. Until now clients were refused, and another server that was loading may have been faster."""
     try:
         listener.listen()
     except OSError as error:
@@ -189,18 +189,18 @@ def _cannot_listen(host: str, port: int, error: OSError) -> MinivllmError:
 
 
 def _name(config: EngineConfig) -> str:
-    """What clients call the model, unless ``served_model_name`` says: its folder, repository or option."""
+    """The model's name for clients, unless ``served_model_name`` is set: its folder, repository or option."""
     model = config.model
     return model.path or (model.repo if model.name == "checkpoint" else None) or model.name
 
 
 def curl_line(url: str, name: str, *, key: bool) -> str:
-    """What to type to see it work."""
+    """A curl command to try the server."""
     body = {"model": name, "prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
     header = ' -H "Authorization: Bearer $MINIVLLM_API_KEY"' if key else ""
     return f"curl {url}/v1/completions -H 'Content-Type: application/json'{header} -d {shlex.quote(json.dumps(body))}"
 
 
 def find_key(options: ServeOptions) -> str | None:
-    """What clients must send, if anything. A command line can be read by others on the machine, the environment not."""
+    """The API key, if any. It may come from the environment, as other users can read a command line."""
     return options.api_key or os.environ.get("MINIVLLM_API_KEY") or None

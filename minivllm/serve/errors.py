@@ -1,4 +1,4 @@
-"""What a client gets when something is wrong: OpenAI's error object, and the status that goes with it."""
+"""Error responses: OpenAI's error object and its HTTP status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from minivllm.errors import ContextLengthError, EngineDeadError, RequestError, printable
 from minivllm.serve.generation import Aborted
 
-_GONE = 499  # nobody reads it: the client has hung up
+_GONE = 499  # never read: the client has disconnected
 _RETRY = {"Retry-After": "1"}
 _TYPE = re.compile(r"(str|int|float|bool|list|dict|function-\w+)\b(\[|$)")  # pydantic's, of a union, in a place
 _TAKES = {  # of fields that take several
@@ -26,7 +26,7 @@ _OF_PROMPT = re.compile(r"(?:prompt \d+: )?(?:token id|the prompt)\b")
 
 
 class ClientError(Exception):
-    """A request that is answered with an error. ``param`` is the field that is wrong."""
+    """A request is answered with an error. ``param``: the invalid field."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -43,8 +43,8 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 def asked_wrongly(
     error: RequestError, fields: Container[str], *, message: str | None = None, prompt: str | None = None
 ) -> ClientError:
-    """``param`` is that of ``fields`` with which the message begins; ``prompt`` if it is about the prompt. ``message``:
-    instead of the error's own."""
+    """``param`` is the one of ``fields`` that the message starts with, or ``prompt`` if it is about the prompt.
+    ``message`` replaces the error's own."""
     message = str(error) if message is None else message
     begins = _FIRST_WORD.match(message)
     param = begins[1] if begins and begins[1] in fields else None
@@ -55,7 +55,7 @@ def asked_wrongly(
 
 
 def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse:
-    """``fields``: a RequestError whose message begins with one of these names it as ``param``."""
+    """``fields``: a RequestError whose message starts with one of these has it as ``param``."""
     status, param, code, headers = 500, None, None, None
     if isinstance(error, RequestError):
         error = asked_wrongly(error, fields)
@@ -67,8 +67,8 @@ def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse
     elif isinstance(error, Aborted):
         status, message = _GONE, "the client has closed the connection"
     else:
-        message = f"the server failed: {type(error).__name__}"  # the rest is for its log
-        headers = {"Connection": "close"}  # which is what uvicorn does with it
+        message = f"the server failed: {type(error).__name__}"  # details go to the log only
+        headers = {"Connection": "close"}  # uvicorn closes it anyway
     if status == 503 and code != "engine_dead":
         headers = _RETRY
     if status == 401:
@@ -77,7 +77,7 @@ def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse
 
 
 def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
-    """Every error of ``app`` in OpenAI's form."""
+    """Return every error of ``app`` in OpenAI's format."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
         return error_response(error, fields)
@@ -93,6 +93,10 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:  # FastAPI's only one: what json.loads raises that is no mistake in JSON
+            coding = request.headers.get("content-encoding", "identity")
+            if coding.lower() != "identity":
+                said = f"the body's Content-Encoding is {coding}, which is not supported; send it as it is"
+                return error_response(ClientError(said, status=415))
             return error_response(_unreadable(error.__cause__), fields)
         said = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(said, error.status_code), error.status_code, error.headers)

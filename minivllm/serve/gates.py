@@ -1,4 +1,4 @@
-"""What a request passes on its way to a route, and whether its client is still there."""
+"""Middleware that requests pass before a route, and detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from minivllm.serve.errors import ClientError, error_response
 from minivllm.serve.generation import Aborted
 
 MAX_BODY = 64 << 20  # bytes: 2,048 prompts of 4,000 token ids
-_OPEN = ("/health", "/ping", "/version", "/metrics")  # without a key: they tell nothing that anybody said
+_OPEN = ("/health", "/ping", "/version", "/metrics")  # no key needed: they reveal nothing from requests
 _DIGITS = 18  # of a length, at most
 
 
 class KeyCheck:
-    """401 for what comes without ``Authorization: Bearer KEY``, before its body is read."""
+    """401 for requests without ``Authorization: Bearer KEY``, before the body is read."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app, self._wanted = app, api_key.encode()
@@ -36,7 +36,7 @@ class KeyCheck:
 
 
 class BodyLimit:
-    """413 for a body that is too long; where its length is said, before it is read."""
+    """413 for a body that is too long; before it is read, if its length is given."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -65,8 +65,7 @@ class BodyLimit:
 
 @asynccontextmanager
 async def while_there(request: Request) -> AsyncIterator[None]:
-    """For a request whose body has been read: what is within is cancelled when its client hangs up. Raises Aborted
-    then."""
+    """For a request whose body has been read: cancel the enclosed code if the client disconnects, and raise Aborted."""
     task, gone = asyncio.current_task(), False
     assert task is not None
 
@@ -81,7 +80,7 @@ async def while_there(request: Request) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if gone and not task.uncancel():  # else others want it to end, too
+        if gone and not task.uncancel():  # else it was also cancelled by others
             raise Aborted from None
         raise
     finally:

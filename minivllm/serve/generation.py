@@ -1,4 +1,4 @@
-"""What a reader of one request's outputs holds: they come in pieces, and wait for a slow one as one piece."""
+"""The reader's handle for a request's outputs, which arrive in pieces; for a slow reader, pending ones are merged."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class Aborted(Exception):
-    """Somebody called ``Generation.abort`` while its outputs were waited for."""
+    """``Generation.abort`` was called while its outputs were awaited."""
 
 
 class Generation:
-    """The outputs of one or more prompts, as they come: ``async for output in generation``.
+    """The outputs of one or more prompts as they arrive: ``async for output in generation``.
 
-    With ``RequestOutputKind.DELTA`` each output is what came since the one before of the same request; what nobody
-    fetched yet is put together (else the newest stays), so that a slow reader costs no more than one output a prompt.
+    With ``RequestOutputKind.DELTA`` each output is what is new since the previous one of the same request. Unread
+    deltas are merged (otherwise the newest is kept), so that a slow reader holds at most one output per prompt.
 
-    Raises, while it is read:
-        EngineDeadError: the engine died. Aborted: by ``abort``.
+    Raises, while read:
+        EngineDeadError: the engine died. Aborted: ``abort`` was called.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Generation:
         abort: Callable[[tuple[str, ...]], None],
     ) -> None:
         self.prompts = prompts  # by request id
-        self.completions = completions  # of each prompt
+        self.completions = completions  # per prompt
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._abort = abort
         self._joins = kind is RequestOutputKind.DELTA
@@ -58,14 +58,14 @@ class Generation:
         return self._pending.pop(next(iter(self._pending)))
 
     def abort(self) -> None:
-        """End what is not finished, and give its memory back. Does nothing to a generation that has ended."""
+        """Abort unfinished requests and free their memory. Does nothing if the generation has ended."""
         if self._open:
             self._abort(tuple(self._open))
             self._pending.clear()
             self.end(Aborted())
 
     def take(self, output: RequestOutput) -> None:
-        """Have it read, with what waits to be."""
+        """Add an output to those waiting to be read."""
         before = self._pending.get(output.request_id) if self._joins else None
         self._pending[output.request_id] = output if before is None else joined(before, output)
         if output.finished:
@@ -73,7 +73,7 @@ class Generation:
         self._changed.set()
 
     def end(self, error: BaseException) -> None:
-        """What was taken is read first."""
+        """End with an error, after the outputs already taken have been read."""
         self._open.clear()
         self._error = error
         self._changed.set()
@@ -82,9 +82,9 @@ class Generation:
 
 
 def joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
-    """Two deltas of one request as one, ``first`` with what ``then`` brings: what is not read yet may be long."""
+    """Merge two deltas of one request, appending ``then`` to ``first`` in place: unread text may be long."""
     for one, more in zip(first.outputs, then.outputs, strict=True):
-        text, one.text = one.text, ""  # what nobody else has grows in place
+        text, one.text = one.text, ""  # a string with one reference grows in place
         text += more.text
         one.text = text
         one.token_ids += more.token_ids

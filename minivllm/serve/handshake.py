@@ -1,4 +1,4 @@
-"""What the engine's process and the one that speaks HTTP say to each other before requests, and with signals."""
+"""Messages between the engine's process and the HTTP process before requests, and the meaning of signals."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
 from minivllm.serve.engine_client import Limits
 
-CTRL_C = signal.SIGUSR1  # a terminal sends SIGINT to both; the engine's process takes it, and sends this on
+CTRL_C = signal.SIGUSR1  # a terminal sends SIGINT to both; the engine's process handles it and sends this
 INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """``root`` is where the model came from; ``max_waiting`` None is without limit."""
+    """``root``: where the model came from. ``max_waiting``: None for no limit."""
 
     model_name: str
     root: str
@@ -29,7 +29,7 @@ class ServerOptions:
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """From the engine's process, as soon as the model is found: whose tokenizer to load meanwhile."""
+    """From the engine's process, as soon as the model is found: the tokenizer to load meanwhile."""
 
     model: ModelOptions
     path: Path | None
@@ -38,7 +38,7 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
-    """From the engine's process: the engine is ready. ``hello`` is said once requests are taken."""
+    """From the engine's process: the engine is ready. ``hello`` is printed once requests are accepted."""
 
     server: ServerOptions
     limits: Limits
@@ -48,11 +48,11 @@ class Go(msgspec.Struct, tag=True, frozen=True):
 
 
 class Serving(msgspec.Struct, tag=True, frozen=True):
-    """To the engine's process: requests and signals are taken."""
+    """To the engine's process: requests and signals are now handled."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """To the engine's process, instead: an error of ours at the start, its class's name and what it says."""
+    """To the engine's process, instead: a minivllm error at startup, as class name and message."""
 
     error: str
     message: str

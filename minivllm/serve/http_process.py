@@ -1,7 +1,7 @@
-"""The process that speaks HTTP: ``python -m minivllm.serve.http_process WIRE LISTENER``, two sockets of its parent's.
+"""The HTTP process: ``python -m minivllm.serve.http_process WIRE LISTENER``, two sockets inherited from its parent.
 
-It has the tokenizer and the event loop; the engine is in the parent (``engine_process``): its steps wait for nobody.
-Signals come from the parent: SIGTERM, and ``CTRL_C`` for SIGINT, which a terminal would send to both.
+It has the tokenizer and the event loop; the engine is in the parent (``engine_process``), so that steps wait for
+neither. Signals come from the parent: SIGTERM, and ``CTRL_C`` for SIGINT, which a terminal would send to both.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from minivllm.serve.wire import Wire
 if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
-_LAST_WORDS = 1.0  # seconds that clients have to take the error that ends their requests
+_LAST_WORDS = 1.0  # seconds for clients to receive the error that ends their requests
 
 
 class RemoteEngine(EngineClient):
-    """An engine on the other end of a wire. Prompts are mappings with ``prompt_token_ids``, and only these cross."""
+    """An engine at the other end of a wire. Prompts are mappings of which only ``prompt_token_ids`` is sent."""
 
     def __init__(self, wire: Wire, tokenizer: Tokenizer, limits: Limits) -> None:
         super().__init__(tokenizer, limits)
@@ -81,7 +81,7 @@ class RemoteEngine(EngineClient):
                 self._hear(message)
             elif isinstance(message, Metrics):
                 asked = self._asked.popleft()
-                if not asked.done():  # the client may have gone
+                if not asked.done():  # the client may have disconnected
                     asked.set_result(message.text)
             elif isinstance(message, Died):
                 self._die(message)
@@ -98,8 +98,8 @@ class RemoteEngine(EngineClient):
 
 
 class HttpServer(uvicorn.Server):
-    """Ends in three steps: it stops accepting; after ``timeout`` seconds, or with a second Ctrl-C, what still runs ends
-    with an error; and clients that do not even read that are cut off."""
+    """Shuts down in three steps: it stops accepting requests; after ``timeout`` seconds, or on a second Ctrl-C, running
+    requests end with an error; and clients that do not read that are disconnected."""
 
     def __init__(
         self, config: uvicorn.Config, engine: EngineClient, timeout: float, started: Callable[[], None]
@@ -134,12 +134,12 @@ class HttpServer(uvicorn.Server):
         self._loop.call_later(_LAST_WORDS, self._force)
 
     def _force(self) -> None:
-        """What still runs waits for no client: a long text that becomes tokens."""
+        """Do not wait for what runs without a client, such as tokenization of a long text."""
         self.force_exit = True
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Ours, where uvicorn has SIGINT, and sends itself each signal once more at the end."""
+        """Our handlers instead of uvicorn's, which handle SIGINT and raise each signal again at the end."""
         for number in (CTRL_C, signal.SIGTERM):
             signal.signal(number, self.handle_exit)
         yield
@@ -159,7 +159,7 @@ class HttpServer(uvicorn.Server):
 
 
 def serve(wire: Wire, listener: socket.socket) -> int:
-    """As the parent says; returns the exit code."""
+    """Serve as the parent instructs; returns the exit code."""
     begin = wire.wait()
     if not isinstance(begin, Begin):
         return 0  # the parent is gone
@@ -193,7 +193,7 @@ def serve(wire: Wire, listener: socket.socket) -> int:
 
 
 def http_protocol() -> Any:
-    """h11, which uvicorn takes where httptools is not installed, has a limit of its own."""
+    """The HTTP protocol class. h11, which uvicorn uses without httptools, has its own limit on heads."""
     try:
         from minivllm.serve.http_protocol import HeadLimit
     except ModuleNotFoundError:
@@ -202,7 +202,7 @@ def http_protocol() -> Any:
 
 
 def log_requests(wanted: bool) -> None:
-    """One line per request on standard error; of all else only what went wrong."""
+    """Log one line per request on standard error, if wanted; otherwise only errors."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if wanted:
         handler = logging.StreamHandler()

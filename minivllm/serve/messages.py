@@ -1,4 +1,4 @@
-"""What a server's event loop and its engine say to each other, in one process or (``wire``) in two."""
+"""Messages between a server's event loop and its engine, in one process or (``wire``) in two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Requests, all or none; ``arrived`` by ``time.perf_counter``, which all processes of a machine share."""
+    """Requests, accepted all or none; ``arrived``: ``time.perf_counter``, the same clock in all processes."""
 
     request_ids: tuple[str, ...]
     prompts: tuple[Prompt, ...]
@@ -34,11 +34,11 @@ class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Told(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Those whom one ``News`` was for have been told of it."""
+    """The readers of one ``News`` have been given it."""
 
 
 class AskMetrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """For what ``/metrics`` shows of a model of this name."""
+    """Requests the text of ``/metrics`` for a model of this name."""
 
     model_name: str
 
@@ -50,7 +50,7 @@ ToEngine = Add | Abort | Told | AskMetrics
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """``taken``: the first request of each ``Add``, and why it was refused, if it was."""
+    """``taken``: the first request of each ``Add`` handled, with the error if it was refused."""
 
     taken: list[tuple[str, Exception | None]]
     outputs: list[RequestOutput]
@@ -61,7 +61,7 @@ class Metrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Died(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The engine's last words."""
+    """The engine's last message: why it died."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""What /metrics shows: an engine's state and totals, under vLLM's names with the prefix ``minivllm:``."""
+"""The /metrics endpoint: an engine's state and totals, under vLLM's names with the prefix ``minivllm:``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PREFIX = "minivllm:"
 def text_of(
     engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str, not_accepted: int = 0
 ) -> bytes:
-    """Prometheus' text; ``running`` and ``waiting`` count requests, ``not_accepted`` prompt tokens of some that run and
-    may be refused yet."""
+    """Prometheus text format. ``running``, ``waiting``: numbers of requests; ``not_accepted``: prompt tokens of running
+    requests that may still be refused."""
     return generate_latest(EngineCollector(engine, timings, running, waiting, model, not_accepted))
 
 
 class EngineCollector(Collector):
-    """Reads everything when it is asked, so that counting costs the engine nothing."""
+    """Reads everything at scrape time, so that metrics cost the engine nothing."""
 
     def __init__(
         self, engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str, not_accepted: int

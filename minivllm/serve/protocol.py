@@ -1,5 +1,5 @@
-"""What clients may send: OpenAI's requests, with vLLM's additions. What would change the answer and is not supported is
-refused by name; only what cannot change it is passed over.
+"""Request bodies: OpenAI's, with vLLM's additions. Unsupported fields that would change the answer are refused by name;
+only fields that cannot change it are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minivllm.models.conversation import check_tool_calls
 from minivllm.naming import did_you_mean
 from minivllm.serve.errors import ClientError, asked_wrongly
 
-# They say who asks, where to bill it or where to keep it.
+# Ignored: they say who is asking, how to bill it or where to store it.
 _PASSED_OVER = frozenset(
     {
         "user",
@@ -33,9 +33,10 @@ _PASSED_OVER = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "cache_control",
+        "guided_decoding_backend",
     }
 )
-# Fields that are known and not supported, each with the values that ask for what happens anyway.
+# Known but unsupported fields, each with the values that ask for what happens anyway.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),  # of a message
     "add_special_tokens": (False,),  # of a conversation: the template writes them
@@ -45,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),  # of a conversation
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_obfuscation": (False,),
+    "include_obfuscation": (False, True),  # padding against who counts bytes
     "include_reasoning": (True,),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
@@ -56,7 +57,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 _STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
@@ -83,7 +84,7 @@ MAX_GRAMMAR = 1 << 18  # characters, as JSON, of what an answer has to fit, that
 
 
 def _unicode(text: str) -> str:
-    """JSON can write halves of characters, which no tokenizer takes."""
+    """Refuse lone surrogates, which JSON can express but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -95,7 +96,7 @@ Unicode = Annotated[str, AfterValidator(_unicode)]
 
 
 def _whole(value: Any) -> Any:
-    """Some languages write all numbers as floats."""
+    """Accept whole floats as integers: some languages write all numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
@@ -103,7 +104,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 
 
 class Body(BaseModel):
-    """A request's body, or a part of it. A field that is null is as one left out."""
+    """A request's body, or a part of it. A null field is treated as missing."""
 
     part_of: ClassVar[str | None] = None  # the field of the body that it is in
 
@@ -128,6 +129,9 @@ class Body(BaseModel):
             else:
                 hint = did_you_mean(name, cls.model_fields)
                 kind = name.removeprefix("guided_")
+                asked = data.get("structured_outputs")
+                if kind != name and isinstance(asked, dict) and asked.get(kind) == value:
+                    continue  # guidance's client asks in both ways
                 if "structured_outputs" in cls.model_fields and kind != name and kind in _STRUCTURES:
                     hint = f' It is "structured_outputs": {{"{kind}": …}} now.'  # vLLM's, too
                 raise cls._wrong(f"there is no field {shown(name)}.{hint}", name)
@@ -159,7 +163,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What both endpoints take. Fields of ``SamplingParams`` go there as they are: its defaults, its limits."""
+    """Fields of both endpoints. Those of ``SamplingParams`` are passed on unchanged, with its defaults and limits."""
 
     prompt_is: ClassVar[str]  # the field
 
@@ -215,12 +219,12 @@ class GenerationBody(Body):
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """Raises RequestError for what cannot be sampled."""
+        """Raises RequestError for invalid parameters."""
         return SamplingParams(**self._given())
 
     @contextmanager
     def in_its_words(self) -> Iterator[None]:
-        """Within, a RequestError becomes a ClientError with the name of the field by which the client asked."""
+        """A context in which a RequestError becomes a ClientError that names the client's field."""
         try:
             yield
         except RequestError as error:
@@ -236,7 +240,7 @@ class GenerationBody(Body):
 
     @property
     def _asks_by(self) -> str:
-        """The field that says what an answer has to fit."""
+        """The field that constrains the answer's format."""
         own = self.structured_outputs is not None or self.response_format is None
         return "structured_outputs" if own else "response_format"
 
@@ -264,11 +268,11 @@ class CompletionBody(GenerationBody):
 
     @property
     def only_echo(self) -> bool:
-        """Whether nothing is to follow the prompt."""
+        """Whether only the prompt is to be returned."""
         return self.echo and self.max_tokens == 0
 
     def sampling_params(self) -> SamplingParams:
-        """With ``echo`` the prompt's log-probabilities too, and where no token is wanted, one: none cannot be."""
+        """With ``echo``, also the prompt's log-probabilities; one token if none is wanted, as zero is not possible."""
         given, logprobs = self._given(), self.logprobs
         if self.echo and logprobs is not None and 0 <= given.get("prompt_logprobs", 0) <= logprobs:
             given["prompt_logprobs"] = logprobs
@@ -309,7 +313,7 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One of a conversation's, for the template."""
+    """A message of a conversation, for the template."""
 
     part_of = "messages"
 
@@ -330,8 +334,12 @@ class Message(Body):
                 raise cls._wrong(f"a part of a content is an object, not {shown(part)}", "content")
             if (kind := part.get("type")) != "text":
                 raise cls._wrong(f"content of type {shown(kind)} is not supported; only text is", "content")
-        if isinstance(data, dict) and data.get("content") is None and not data.get("tool_calls"):
-            raise cls._wrong("each needs content, a string or text parts", "content")
+        if isinstance(data, dict):
+            data = {name: value for name, value in data.items() if name != "parsed"}  # openai's client adds it
+            if data.get("content") is None and not data.get("tool_calls"):
+                if data.get("role") not in ("assistant", "tool", "function"):
+                    raise cls._wrong("each needs content, a string or text parts", "content")
+                data["content"] = ""
         return data
 
     @field_validator("tool_calls")
@@ -344,7 +352,7 @@ class Message(Body):
         return calls or None
 
     def told(self) -> dict[str, Any]:
-        """As the template is told it."""
+        """The message in the form that the template gets."""
         return self.model_dump(exclude_none=True)
 
 
@@ -374,7 +382,7 @@ class Function(Body):
         return parameters
 
     def schema_of_arguments(self) -> dict[str, Any]:
-        """They are an object, of whatever kind if nothing is said of them."""
+        """The JSON schema of the arguments; any object if none is given."""
         return {"type": "object"} | (self.parameters or {})
 
 
@@ -386,7 +394,7 @@ class Tool(Body):
 
 
 class Conversation(Body):
-    """What becomes a prompt through the tokenizer's chat template."""
+    """A conversation, rendered to a prompt by the tokenizer's chat template."""
 
     messages: list[Message]
     tools: list[Tool] | None = None
@@ -410,7 +418,7 @@ class Conversation(Body):
         return tools or None
 
     def options(self) -> dict[str, Any]:
-        """For the template, beside its own variables."""
+        """Options for rendering, in addition to the template's own variables."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
         switches = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
         return switches | {"tools": tools or None}
@@ -429,7 +437,7 @@ class ChatBody(GenerationBody, Conversation):
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | tuple[str]:
-        """``tool_choice``, or the one function that has to be called."""
+        """``tool_choice``, or the one function that must be called."""
         if self.tool_choice is None:
             return "auto" if self.tools else "none"
         if isinstance(self.tool_choice, dict):
@@ -451,7 +459,7 @@ class ChatBody(GenerationBody, Conversation):
         return _OF_FUNCTION.sub(r"function \1: ", message) if self.uses_tools else message
 
     def options(self) -> dict[str, Any]:
-        """Without tools that are not to be called."""
+        """Omits tools that must not be called."""
         return super().options() | ({} if self.uses_tools else {"tools": None})
 
     @model_validator(mode="after")
@@ -489,7 +497,7 @@ class ChatBody(GenerationBody, Conversation):
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """Without a limit an answer may be as long as fits, as with OpenAI."""
+        """Without a limit, an answer may be as long as fits, as with OpenAI."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return SamplingParams(**(self._given() | {"max_tokens": limit, "logprobs": logprobs}))
@@ -536,7 +544,8 @@ def check_grammar(params: SamplingParams) -> None:
 
 
 def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
-    """OpenAI's ``response_format`` as ``StructuredOutputsParams`` has it."""
+    """OpenAI's ``response_format`` as arguments of ``StructuredOutputsParams``."""
+    response_format = {name: value for name, value in response_format.items() if value is not None}
     kind, field = response_format.get("type"), "response_format"
     if kind == "structural_tag":  # vLLM's
         return {"structural_tag": response_format}
@@ -554,18 +563,19 @@ def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
         raise ClientError(
             f'{field}: json_schema is {{"name": ..., "schema": {{...}}}}, of which schema is a JSON schema', param=field
         )
+    named = {name: value for name, value in named.items() if value is not None}
     if more := named.keys() - {"name", "description", "schema", "strict"}:
         raise ClientError(f"{field}: json_schema has no {', '.join(sorted(more))}", param=field)
     return {"json": schema}  # always followed: strict says no more
 
 
 def known_id(given: str) -> str | None:
-    """A request's own name for itself, if it can be one."""
+    """A client's own request id, if it is valid."""
     return given if re.fullmatch(_ID, given) else None
 
 
 def _at_most(most: int, name: str, values: Any) -> Any:
-    """``values``, before each is looked at."""
+    """``values``; checks their number before looking at each."""
     if isinstance(values, list) and len(values) > most:
         raise ClientError(f"{name}: {len(values)} are more than {most}; send several requests", param=name)
     return values

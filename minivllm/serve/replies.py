@@ -29,16 +29,16 @@ from minivllm.serve.responses import (
 )
 from minivllm.serve.tool_calls import CallReader, ToolUse
 
-_LEAST = -9999.0  # what stands for minus infinity, which JSON does not have, as in vLLM
-_MARK = "\ue000 text \ue000"  # in a chunk's JSON found only where its text goes
+_LEAST = -9999.0  # replaces minus infinity, which JSON lacks, as in vLLM
+_MARK = "\ue000 text \ue000"  # marks the text's place in a chunk's JSON
 
 
 class Reply(ABC):
-    """One answer under way: knows which choice an output belongs to, and counts tokens.
+    """An answer in progress: maps outputs to choices and counts tokens.
 
-    ``request_ids``: the engine's, one a prompt, each with ``n`` completions. Of a stream, ``include_usage``: whether
-    its last chunk counts all tokens; ``continuous_usage``: and each chunk those of its choice so far, and its prompt's.
-    ``prompt_logprobs``: of how many best tokens at each place of the prompts a whole answer tells them, if at all.
+    ``request_ids``: the engine's, one per prompt, each with ``n`` completions. For streams, ``include_usage``: whether
+    the last chunk has the total usage; ``continuous_usage``: whether each chunk has that of its choice so far.
+    ``prompt_logprobs``: the number of best tokens per prompt position in a whole answer; None: no log-probabilities.
     """
 
     name: ClassVar[str]
@@ -65,15 +65,15 @@ class Reply(ABC):
 
     @abstractmethod
     def _logprobs(self, index: int, new: CompletionOutput) -> CompletionLogprobs | ChatLogprobs:
-        """Of the tokens of ``new``, which has them."""
+        """The log-probabilities of ``new``, which must have them."""
 
     @abstractmethod
     def _add_prompt(self, answer: Answer, prompt: int, logprobs: PromptLogprobs) -> None:
-        """Put the log-probabilities of a prompt where a whole answer has them."""
+        """Add a prompt's log-probabilities to a whole answer."""
 
     def _first_chunks(self) -> Iterator[Answer]:
-        """What a stream begins with, together with the first output, as vLLM's: who measures takes the first chunk for
-        the first token's."""
+        """The first chunks of a stream, sent together with the first output, as in vLLM: benchmarks take the first
+        chunk as the first token."""
         return iter(())
 
     def whole(self, outputs: Iterable[RequestOutput]) -> Answer:
@@ -91,7 +91,7 @@ class Reply(ABC):
         return answer
 
     def chunks(self, output: RequestOutput) -> Iterator[bytes]:
-        """What a delta brings, as JSON, one chunk a choice."""
+        """A delta as JSON, one chunk per choice."""
         begins = not self._prompt_tokens
         self._count(output)
         if begins:
@@ -104,11 +104,11 @@ class Reply(ABC):
                 yield self._chunk([self._choice(index, new, whole=False)]).json_bytes()
 
     def _is_text_alone(self, index: int, new: CompletionOutput) -> bool:
-        """Whether a chunk of ``new`` says nothing but text."""
+        """Whether a chunk of ``new`` contains only text."""
         return new.finish_reason is None and new.logprobs is None and not self._continuous
 
     def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """The JSON of a chunk of choice ``index`` that says nothing but text, before the text and behind it."""
+        """The JSON before and after the text of a text-only chunk of choice ``index``."""
         if index not in self._frames:
             choice = self._choice(index, CompletionOutput(index, _MARK, []), whole=False)
             before, after = self._chunk([choice]).json_bytes().split(to_json(_MARK))
@@ -124,7 +124,7 @@ class Reply(ABC):
         return _usage(sum(self._prompt_tokens.values()), self._completion_tokens.total(), cached)
 
     def _usage_of(self, index: int) -> Usage:
-        """Of a choice so far, and its prompt."""
+        """The usage of a choice so far, and of its prompt."""
         prompt, completion = index // self.n, self._completion_tokens[index]
         return _usage(self._prompt_tokens.get(prompt, 0), completion, self._cached_tokens.get(prompt, 0))
 
@@ -136,7 +136,7 @@ class Reply(ABC):
         )
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
-        """The choices that have something to say, and what."""
+        """The choices with something new to send, and what."""
         first = self._place[output.request_id] * self.n
         for new in output.outputs:
             index = first + new.index
@@ -234,7 +234,7 @@ class ChatReply(Reply):
             yield self._chunk([Choice(index=index, delta=start, logprobs=None, finish_reason=None)])
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
-        """With tools, text without calls; these are for ``_content``."""
+        """With tools, the text without calls, which go to ``_content``."""
         for index, new in super()._news(output):
             if self._tools is None:
                 yield index, new

@@ -1,4 +1,4 @@
-"""What clients get back: OpenAI's objects, with vLLM's additions. Fields that are not set stay out."""
+"""Response objects: OpenAI's, with vLLM's additions. Unset fields are omitted."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """``text_offset`` counts characters of the tokens' texts from the beginning, of the prompt if it is echoed; its
-    first token has no log-probabilities."""
+    """``text_offset``: characters of the tokens' texts from the start, which is the prompt's if it is echoed; its first
+    token has no log-probabilities."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -30,7 +30,7 @@ class CompletionLogprobs(BaseModel):
 class TokenLogprob(BaseModel):
     token: str
     logprob: float
-    bytes: list[int] | None  # None of a token that ends within a character
+    bytes: list[int] | None  # None if the token ends in mid-character
 
 
 class ChatLogprob(TokenLogprob):
@@ -58,8 +58,8 @@ class CalledFunction(BaseModel):
 
 
 class Call(BaseModel):
-    """Of a tool, or in a stream more arguments of one, without its id, type and name. ``index``: in a stream, its place
-    among the calls of its choice."""
+    """A tool call, or, in a stream, more of its arguments, without id, type and name. ``index``: in a stream, its place
+    among its choice's calls."""
 
     index: int = 0
     id: str | None = None
@@ -68,7 +68,7 @@ class Call(BaseModel):
 
 
 class Text(BaseModel):
-    """A chat's message, or what is new of it."""
+    """A chat message, or a delta of it."""
 
     role: str = "assistant"
     content: str | None = None
@@ -76,7 +76,7 @@ class Text(BaseModel):
 
 
 class Choice(BaseModel):
-    """``stop_reason`` is vLLM's: the stop string or token that ended it, None for the model's own end token."""
+    """``stop_reason`` is vLLM's: the stop string or token that ended it; None for the model's end-of-sequence token."""
 
     index: int
     text: str = ""

@@ -1,4 +1,4 @@
-"""Texts that are too long for a model, known before they are tokens: to make these takes seconds, and others wait."""
+"""Refuses texts that are too long for a model before tokenizing them, which takes seconds while others wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TextLengths:
-    """As far as a tokenizer's longest token tells."""
+    """A lower bound on token counts, from the tokenizer's longest token."""
 
     def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
@@ -26,9 +26,9 @@ class TextLengths:
         return longest_token(self._tokenizer)
 
     def check(self, prompts: Sequence[object]) -> None:
-        """Of those that are text. Raises ContextLengthError, as the engine does, for the first that is too long."""
+        """Check text prompts. Raises ContextLengthError, as the engine does, for the first that is too long."""
         for i, text in enumerate(prompts):
-            if not isinstance(text, str) or 4 * len(text) < self._max_model_len:  # a character is 4 bytes at most
+            if not isinstance(text, str) or 4 * len(text) < self._max_model_len:  # a character has at most 4 bytes
                 continue
             if self.longest is None:
                 return
@@ -39,7 +39,7 @@ class TextLengths:
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """In bytes. None: it is not known that each token stands for no more of a text, or of its NFC form, than it has."""
+    """The longest token in bytes. None: a token may stand for more of a text (or its NFC form) than its own bytes."""
     if isinstance(tokenizer, ByteTokenizer):
         return 1
     from transformers import PreTrainedTokenizerFast
@@ -49,7 +49,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
         return None
     fast = its.backend_tokenizer
     added = fast.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # they take white space with them
+    if any(token.lstrip or token.rstrip for token in added):  # they absorb white space
         return None
     if any(part["type"] != "NFC" for part in _parts(fast.normalizer, "normalizers")):
         return None
@@ -68,7 +68,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """What a part of a tokenizer consists of, as tokenizer.json would have it."""
+    """The parts of a tokenizer's component, as in tokenizer.json."""
     if component is None:
         return []
     found = json.loads(component.__getstate__())

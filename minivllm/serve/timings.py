@@ -1,4 +1,4 @@
-"""What the server measures of its engine's steps: when tokens come, by slot, without work per token in Python.
+"""The server's measurements of its engine's steps: when tokens arrive, by slot, without per-token work in Python.
 
 # slot arrays, owned by Timings: last (S,) float64, when the slot's newest token came (seconds, time.perf_counter);
 # fresh (S,) bool: no token has come since the slot changed hands
@@ -26,16 +26,16 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 5, 7.5, 10, 15
 
 
 def request_of(seq: Sequence) -> str:
-    """The id of the request that a sequence belongs to."""
+    """The id of a sequence's request."""
     return seq.request_id.partition(COMPLETION)[0]
 
 
 class Histogram:
-    """Counts of values up to each of ``bounds`` (ascending), and of all."""
+    """Counts of values up to each of ``bounds`` (ascending), and in total."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
-        self.counts = np.zeros(len(bounds) + 1, dtype=np.int64)  # not cumulative; the last is what exceeds all bounds
+        self.counts = np.zeros(len(bounds) + 1, dtype=np.int64)  # not cumulative; the last exceeds all bounds
         self.sum = 0.0
 
     def add(self, values: np.ndarray | float) -> None:
@@ -46,7 +46,7 @@ class Histogram:
 
 
 class Timings:
-    """A ``StepObserver``. Everything is called in the engine's thread; others may read the totals."""
+    """A ``StepObserver``. All methods are called in the engine's thread; others may read the totals."""
 
     def __init__(self, engine: LLMEngine) -> None:
         size = engine.config.scheduler.max_num_seqs
@@ -77,11 +77,11 @@ class Timings:
         self.prefix_hits += output.num_cached_tokens
 
     def aborted(self, request_ids: Iterable[str]) -> None:
-        """Each counts with all its completions, those that had come to their end as well: nobody got an answer."""
+        """Counts all of each request's completions, even finished ones, since the client got no answer."""
         self.ends["abort"] += self.forget(request_ids)
 
     def forget(self, request_ids: Iterable[str]) -> int:
-        """Returns how many completions those of them asked for that were known."""
+        """Returns the number of completions requested by those that were known."""
         return sum(self._arrived.pop(name, (0.0, 0))[1] for name in request_ids)
 
     # ------------------------------------------------------------------ steps

@@ -1,4 +1,4 @@
-"""Calls of tools: how a model is made to write them, and how they are found in what it writes."""
+"""Tool calls: constraining a model to write them, and parsing them from its output."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class CallReader(ABC):
-    """Of one answer, as it comes."""
+    """Parses the calls of one answer incrementally."""
 
     within = False  # whether the arguments of a call that was told are to go on
 
     @abstractmethod
     def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
-        """What of ``text``, and of what was held back, is no call, and the calls that it has; one without an id is more
-        of the call before. ``last``: nothing follows, and nothing is held back."""
+        """The plain text and the calls in ``text`` and what was held back; a call without an id continues the previous
+        one. ``last``: nothing follows, and nothing is held back."""
 
 
 class TextBesideCalls(CallReader):
-    """White space around calls is not text."""
+    """For answers with text beside calls; white space around calls is dropped."""
 
     def __init__(self) -> None:
         self._held, self._called = "", False  # whether what came last was a call
@@ -46,7 +46,7 @@ class TextBesideCalls(CallReader):
         return text
 
     def _rest(self, tag: str = "") -> str:
-        """What is held, without what may become the ``tag``, if any, and the white space before it."""
+        """Take what is held, except a possible beginning of ``tag`` and the white space before it."""
         done = self._held[: len(self._held) - _tail(self._held, tag)] if tag else self._held
         self._held = self._held[len(done) :]
         return self._text(done, before_call=False)
@@ -142,7 +142,7 @@ class TaggedCalls(TextBesideCalls):
         return said + self._rest("" if last else _OPEN), calls
 
     def _first_call(self, begin: int, *, last: bool) -> tuple[int | None, Call | None]:
-        """Where what begins there ends, None if that is not known yet, and the call that it is, if it is one."""
+        """The end of the call that begins there (None: not known yet), and the call, if it is one."""
         close = self._held.find(_CLOSE, max(begin, self._tried))
         while close >= 0:
             try:
@@ -161,7 +161,7 @@ class TaggedCalls(TextBesideCalls):
 
 
 class BareCalls(CallReader):
-    """An answer that is one call, or several with ``;`` between them, and nothing else; or else text."""
+    """An answer that is only one call, or several separated by ``;``; anything else is text."""
 
     def __init__(self) -> None:
         self._held: str | None = ""  # None: it is text
@@ -209,7 +209,7 @@ def dialect_of(wanted: str, chat_template: str | None) -> Dialect | None:
 
 
 class ToolUse:
-    """What one chat's tools mean for its answers. Raises ClientError."""
+    """The effect of a chat's tools on its answers. Raises ClientError."""
 
     def __init__(self, body: ChatBody, dialect: Dialect | None) -> None:
         """``body`` has tools, and a choice other than none."""
@@ -230,7 +230,8 @@ class ToolUse:
         elif body.choice == "required":
             self.tag = self._tags_alone(list(functions.values()), one=self.one_alone)
         elif any(function.strict for function in functions.values()):
-            tags = self._tags(list(functions.values()))
+            held = [f if f.strict else f.model_copy(update={"parameters": None}) for f in functions.values()]
+            tags = self._tags(held)
             kind = {"type": "triggered_tags", "triggers": [self.dialect.trigger], "stop_after_first": self.one_alone}
             self.tag = {"type": "structural_tag", "format": kind | {"tags": tags}}
 
@@ -280,7 +281,7 @@ def _bare_calls(text: str) -> list[Call] | None:
 
 
 def _call(said: Any) -> Call | None:
-    """What is written as JSON, if it is a call: of a name, with an object. Raises ValueError for NaN and infinity."""
+    """The parsed JSON as a call, if it has a name and an object. Raises ValueError for NaN and infinity."""
     if not isinstance(said, dict) or not is_text(said.get("name")):
         return None
     arguments = said.get("arguments", said.get("parameters", {}))

@@ -1,4 +1,4 @@
-"""A socket between a server's two processes, for messages (``encoding``) that neither waits for."""
+"""A non-blocking socket for messages (``encoding``) between a server's two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wire:
         self._frames = Frames()
 
     def send(self, data: bytes) -> None:
-        """What does not go now waits in ``unsent`` for ``flush``."""
+        """Send; what cannot be sent now waits in ``unsent`` for ``flush``."""
         self.unsent += frame(data)
         self.flush()
 
@@ -39,11 +39,11 @@ class Wire:
                 del self.unsent[: self.socket.send(self.unsent)]
         except BlockingIOError:
             pass
-        except OSError:  # whoever waits for an answer will see that nobody is there
+        except OSError:  # whoever waits for an answer will notice
             self.unsent.clear()
 
     def receive(self) -> bytes | None:
-        """The oldest message that has come. None: there is none yet, or with ``ended`` no more."""
+        """The oldest message received. None: there is none yet or, if ``ended``, none to come."""
         message = self._frames.next()
         if message is None:
             self._read()
@@ -51,7 +51,7 @@ class Wire:
         return message
 
     def wait(self) -> Handshake | None:
-        """The next one's, for as long as it takes. None: the other side is gone."""
+        """Wait for the next message. None: the other side is gone."""
         poller = select.poll()
         poller.register(self.socket, select.POLLIN)
         while (message := self.receive()) is None and not self.ended:
@@ -72,18 +72,18 @@ class Wire:
 
 
 class EngineEnd:
-    """The engine's end, as ``EngineLoop`` wants it: its inbox, and what it tells."""
+    """The engine's end, for ``EngineLoop``: its inbox and its outgoing messages."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
         self._poller = select.poll()
 
     def tell(self, message: FromEngine) -> None:
-        """What does not go at once goes with what follows: a step waits for no reader."""
+        """Send; what cannot be sent now goes with the next message, so that a step never waits for a reader."""
         self.wire.send(encode_from_engine(message))
 
     def get(self, block: bool, timeout: float) -> ToEngine | None:
-        """As ``queue.SimpleQueue``'s; None: the other side is gone."""
+        """Like ``queue.SimpleQueue.get``. None: the other side is gone."""
         message = self.wire.receive()
         if message is None and block and not self.wire.ended:
             self._wait(timeout)
@@ -97,14 +97,14 @@ class EngineEnd:
         raise queue.Empty
 
     def finish(self, timeout: float) -> None:
-        """Send what waits, for ``timeout`` seconds at most; what comes meanwhile is for nobody."""
+        """Send what is pending, for at most ``timeout`` seconds; incoming messages are dropped."""
         end = time.monotonic() + timeout
         while self.wire.unsent and not self.wire.ended and (left := end - time.monotonic()) > 0:
             self._wait(left)
             self.wire.receive()
 
     def _wait(self, timeout: float) -> None:
-        """For something to read, or to be able to write what waits."""
+        """Wait until there is something to read, or pending data can be written."""
         self.wire.flush()
         self._poller.register(self.wire.socket, select.POLLIN | (select.POLLOUT if self.wire.unsent else 0))
         self._poller.poll(timeout * 1000)

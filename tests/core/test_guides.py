@@ -220,6 +220,33 @@ def test_a_property_may_be_called_as_a_keyword(tokenizer: CheckpointTokenizer, n
             one(tokenizer, structured_outputs={"json": {"type": "object", **schema}})
 
 
+def test_what_constrains_nothing_is_no_hindrance(tokenizer: CheckpointTokenizer) -> None:
+    """As zod and pydantic write it; data and names of properties stay."""
+    path, names = {"type": "string", "format": "path", "maxLength": 2}, {"type": "string"}
+    held = {"const": {"format": "path"}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": path,
+            "const": path | {"pattern": "^x$"},
+            "propertyNames": held,
+        },
+        "required": ["format", "const", "propertyNames"],
+        "additionalProperties": False,
+        "propertyNames": names,
+    }
+    text, ended = walk(one(tokenizer, structured_outputs={"json": schema}), tokenizer, random.Random(1))
+    assert ended
+    said = json.loads(text)
+    assert said["const"] == "x" and said["propertyNames"] == {"format": "path"} and isinstance(said["format"], str)
+    tag = {"begin": "<a>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</a>"}
+    tags = {"type": "tags_with_separator", "separator": "", "at_least_one": True, "tags": [tag]}
+    one(tokenizer, structured_outputs={"structural_tag": {"type": "structural_tag", "format": tags}})
+    for other in ({"propertyNames": {"pattern": "a"}}, {"uniqueItems": True}):
+        with pytest.raises(RequestError, match=next(iter(other))):
+            one(tokenizer, structured_outputs={"json": other})
+
+
 def test_much_is_no_hindrance(tokenizer: CheckpointTokenizer) -> None:
     many = [f"x{i}y" for i in range(10_000)]
     wide = {"type": "object", "properties": {f"k{i}": {"type": "integer", "multipleOf": 500} for i in range(1000)}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 import socket
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -249,3 +251,65 @@ def test_who_left_the_tokenizers_queue_has_no_turn(
     assert server.post(COMPLETIONS, prompt="c", max_tokens=1).status_code == 200
     assert turns == 2
     until(lambda: server.engine_client.num_completions == 0)
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_body_behind_an_upgrade_is_this_requests_and_no_other(server: Running, at_once: bool) -> None:
+    """As Java's client and ``curl --http2`` ask."""
+    url, body = server.client.base_url, b'{"prompt": "a", "max_tokens": 1}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + UPGRADE + b"Content-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with socket.create_connection((url.host, url.port), timeout=10) as client:
+        for _ in range(2):  # and it goes on
+            for piece in [request] if at_once else [request[:45], request[45 : -len(body)], body]:
+                client.sendall(piece)
+                time.sleep(0.05)
+            said = client.recv(1 << 16)
+            assert said.startswith(b"HTTP/1.1 200") and b'"text_completion"' in said
+
+
+def test_an_upgrade_that_is_seen_too_late_ends_the_connection(server: Running) -> None:
+    url, smuggled = server.client.base_url, b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(smuggled)
+    for pieces in (
+        [head + UPGRADE[:40], UPGRADE[40:] + b"\r\n", smuggled],  # split within the header's name
+        [b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n" + head + UPGRADE + b"\r\n", smuggled],  # behind another request
+    ):
+        with socket.create_connection((url.host, url.port), timeout=10) as client:
+            said = b""
+            try:
+                for piece in pieces:
+                    client.sendall(piece)
+                    time.sleep(0.1)
+                while piece := client.recv(1 << 16):
+                    said += piece
+            except OSError:
+                pass
+        assert b"HTTP/1.1 400" in said and b'"version"' not in said
+
+
+def test_what_clients_send_besides(server: Running) -> None:
+    assert server.client.get("/v1/models/").json() == server.client.get("/v1/models").json()
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = server.client.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "a"}'), headers=packed)
+    told(response, 415, "Content-Encoding is gzip, which is not supported", None)
+    grammar = 'start: "a"'
+    more = {"structured_outputs": {"grammar": grammar}, "guided_decoding_backend": "guidance"}
+    assert server.post(COMPLETIONS, prompt="a", max_tokens=2, guided_grammar=grammar, **more).status_code == 200
+    told(server.post(COMPLETIONS, prompt="a", guided_grammar="x", **more), 400, "there is no field 'guided_", ANY)
+    for text in ("?start: x\nx: /[ab]/", "!start : x\nx: /[ab]/"):
+        answer = server.post(COMPLETIONS, prompt="a", max_tokens=2, structured_outputs={"grammar": text}).json()
+        assert answer["choices"][0]["text"] in ("a", "b")
+    user = {"role": "user", "content": "a"}
+    for message in (
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": "b", "parsed": {"b": 1}, "refusal": None},
+        {"role": "tool", "content": None, "tool_call_id": "c"},
+    ):
+        assert server.post("/v1/chat/completions", messages=[user, message, user], max_tokens=1).status_code == 200
+    for kind in ("text", "json_object"):
+        asked = {"response_format": {"type": kind, "json_schema": None}, "verbosity": "medium"}
+        assert server.post("/v1/chat/completions", messages=[user], max_tokens=1, **asked).status_code == 200

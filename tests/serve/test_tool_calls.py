@@ -292,6 +292,11 @@ def test_strict_functions_and_text(demo: Running) -> None:
     assert held["finish_reason"] == "stop" and "tool_calls" not in held["message"] and held["message"]["content"]
     tag = ToolUse(ChatBody.model_validate(ASK | {"tools": [strict, CLOCK]}), DIALECTS["hermes"]).tag
     assert tag is not None and tag["format"]["triggers"] == ["<tool_call>"] and len(tag["format"]["tags"]) == 2
+    free = wants(uniqueItems=True)  # which nothing can hold, and nothing has to
+    tag = ToolUse(ChatBody.model_validate(ASK | {"tools": [strict, free]}), DIALECTS["hermes"]).tag
+    assert tag is not None
+    assert [of["content"]["json_schema"] for of in tag["format"]["tags"]] == [CITY, {"type": "object"}]
+    assert demo.post(CHAT, **ASK, tools=[strict, free]).status_code == 200
     assert ToolUse(ChatBody.model_validate(ASK | {"tools": [WEATHER]}), DIALECTS["hermes"]).tag is None
 
 
