@@ -1,5 +1,5 @@
-"""All ranks build the same attention backend: with different ones they would wait for each other for ever, or compute
-different tokens. Rank 0 proposes, every rank tries, and each hears what the others met."""
+"""Makes all ranks build the same attention backend: with different ones they would deadlock or compute different
+tokens. Rank 0 proposes, every rank tries, and each learns of the others' failures."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import AttentionOptions
     from minivllm.plugins.registry import Registry
 
-_BYTES = 1024  # of what a rank has to say; the rest is cut off
+_BYTES = 1024  # of a rank's text; the rest is cut off
 
 
 def build(
     choice: Choice, options: AttentionOptions, spec: AttentionSpec, registry: Registry, tp: TensorParallel,
     device: torch.device,
 ) -> tuple[Choice, AttentionBackend]:  # fmt: skip
-    """Rank 0's choice, on every rank; where ``auto`` chose what some rank cannot build, the next best.
+    """Build rank 0's choice on every rank; if ``auto`` chose a backend that some rank cannot build, the next best.
 
-    Every rank calls this, with what it would have chosen itself.
+    Every rank calls this, with its own choice.
 
     Raises:
-        ConfigError: it was named; or no other can run this. Each rank raises it, and it names the rank that cannot.
-        PluginError: in strict mode, a plugin's backend that ``auto`` came to is broken here.
+        ConfigError: a rank cannot build it, and it was named or there is no alternative. Raised on every rank, naming
+            the rank that cannot.
+        PluginError: in strict mode, a plugin's backend that ``auto`` tried is broken.
     """
     broken: dict[str, str] = {}
     while True:
@@ -57,7 +58,7 @@ def build(
 def _try(
     name: str, spec: AttentionSpec, options: AttentionOptions, registry: Registry, *, needs_graphs: bool
 ) -> AttentionBackend | PluginError | str:
-    """The backend, or what is in its way on this rank: a plugin that is broken, or a reason."""
+    """The backend, or why this rank cannot build it: a broken plugin's error, or a reason."""
     if name not in registry.names("attention"):
         return f"attention backend {name!r} is not registered"
     try:
@@ -70,13 +71,13 @@ def _try(
 
 
 def _first(said: Sequence[str]) -> str:
-    """The first complaint, and whose it is unless all have the same."""
+    """The first complaint, with its rank unless all ranks have the same one."""
     rank = next(rank for rank, why in enumerate(said) if why)
     return said[rank] if set(said) == {said[rank]} else f"on rank {rank}: {said[rank]}"
 
 
 def exchange(text: str, tp: TensorParallel, device: torch.device) -> list[str]:
-    """Each rank's text, cut to ``_BYTES`` of UTF-8, in the order of ranks. Every rank calls this; it waits."""
+    """All ranks' texts in rank order, each cut to ``_BYTES`` of UTF-8. Collective and blocking."""
     data = text.encode()[:_BYTES].ljust(_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, _BYTES).to(device)
     every = bytes(tp.all_gather(mine).cpu().view(-1).tolist())

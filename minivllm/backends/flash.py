@@ -1,8 +1,8 @@
-"""FlashAttention, whichever of its generations and packages is installed, best first.
+"""FlashAttention: the best of its generations and packages that is installed.
 
-All read the paged cache through the block table and take what varies (lengths, tables) from the device, so that a
-decode step can be captured. Prompts that start in a step take its own keys and values, which read faster. None of the
-packages is imported before the backend is built.
+All read the paged cache through the block table, with lengths and tables on the device, so that a decode step can be
+captured. Prompts that start in the step read its own keys and values, which is faster than the cache. No package is
+imported before the backend is built.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from minivllm.core.interfaces import AttentionBackend, AttentionLayer, Attention
 
 logger = logging.getLogger("minivllm")
 
-# Queries of a key head's heads are gathered in one tile of 128. Where prompts fill tiles of one head, which those of so
-# many tokens do, that takes longer than it saves; of a captured step, whose prompts nobody knows, it is assumed.
+# GQA packing puts the queries of all heads of a kv head in one tile of 128. Prompts of at least this many tokens fill
+# tiles with one head, and packing costs more than it saves. Captured steps do not know their prompts and assume it.
 _HEADS_APART, _CAPTURED_APART = 96, 4096
-# Sequences times key heads from which on no prompt's keys are split. What puts splits together is launched for as many
-# query rows as the longest prompt has, in each sequence: 512 in 257, of which most are empty, took 230 µs a layer.
+# From this many sequences times kv heads, no prompt's keys are split. The kernel that combines splits is launched for
+# the longest prompt's query rows in every sequence: 512 rows in 257 sequences, mostly empty, took 230 µs per layer.
 _FILLS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Sequences of one step that attend in one call: all its decodes, or all its prompt chunks."""
+    """Sequences of one step handled in one call: all its decodes, or all its prompt chunks."""
 
     query_start: torch.Tensor  # (n + 1,) int32, from 0
     seq_lens: torch.Tensor  # (n,) int32
     key_start: torch.Tensor | None  # (n + 1,) int32: sums of seq_lens, for prompts of ``Kernels.sums_keys``
     block_tables: torch.Tensor  # (n, width) int32
     max_query_len: int
-    max_seq_len: int  # an upper bound; of decodes: what the block table can hold, so that a graph has one value
-    heads_apart: bool = False  # whether most prompts fill tiles with queries of one head
-    whole_keys: bool = False  # whether no sequence's keys may be split over programs
+    max_seq_len: int  # an upper bound; for decodes the block table's capacity, constant for graphs
+    heads_apart: bool = False  # whether most prompts fill tiles with one head's queries
+    whole_keys: bool = False  # whether keys must not be split over programs
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, torch.Tensor], None]  # q, k, v, rows, out
@@ -53,16 +53,16 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """k and v are the layer's caches; of ``fresh`` the rows' own, (tokens, kv heads, head_dim)."""
+    """k and v are the layer's caches; for ``fresh``, the rows' own, (tokens, kv heads, head_dim)."""
 
     decode: Attend
     prefill: Attend
     fresh: Attend | None = None
-    sums_keys: bool = False  # whether ``prefill`` asks for ``Rows.key_start``
+    sums_keys: bool = False  # whether ``prefill`` needs ``Rows.key_start``
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """FlashAttention's (left, right): how many keys besides its own a query sees on each side; -1: all."""
+    """FlashAttention's (left, right): how many keys beyond its own a query sees on each side; -1: all."""
     return (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
 
 
@@ -71,25 +71,25 @@ def _first(result: Any) -> torch.Tensor:
 
 
 def _into(attend: Callable[..., Any], **usual: Any) -> Callable[..., None]:
-    """``attend`` as a function of (out, its arguments), with or without a copy."""
+    """``attend`` as a function of (out, *its arguments), copying only if it cannot write to ``out``."""
     if "out" in inspect.signature(attend).parameters:
         return lambda out, *args, **options: attend(*args, out=out, **options, **usual)
     return lambda out, *args, **options: out.copy_(_first(attend(*args, **options, **usual)))
 
 
 def _alone(module: str) -> ModuleType:
-    """A package's module without the rest that the package imports: of sglang-kernel 0.7 s, FlashInfer among it. Where
-    it needs the rest, with that."""
+    """Import a package's module without running the package's ``__init__`` (for sglang-kernel 0.7 s, including
+    FlashInfer); if it needs that, with it."""
     package = module.partition(".")[0]
     found = None if package in (module, *sys.modules) else find_spec(package)
     if found is None:
         return import_module(module)
-    sys.modules[package] = module_from_spec(found)  # made, and not run
+    sys.modules[package] = module_from_spec(found)  # created, but not run
     try:
         return import_module(module)
     except Exception:
         logger.debug("%s needs all of %s", module, package, exc_info=True)
-    finally:  # whoever imports the package next gets all of it
+    finally:  # the next import of the package gets all of it
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             del sys.modules[name]
     return import_module(module)
@@ -208,7 +208,7 @@ def installed(module: str) -> bool:
 
 
 def choose(spec: AttentionSpec) -> tuple[Variant | None, list[str]]:
-    """The best variant that can run ``spec``, and why not each one before it (all, if none can)."""
+    """The best variant that can run ``spec``, and why each better one cannot (all, if none can)."""
     why: list[str] = []
     for variant in VARIANTS:
         name = f"{variant.label} ({variant.module})"
@@ -233,7 +233,7 @@ class FlashBackend(AttentionBackend):
         self._kernels = variant.build(variant.module, spec)
         self._decode_rows: Rows | None = None
         self._prompt_rows: Rows | None = None
-        self._captured: dict[tuple[str, int], torch.Tensor] = {}  # what starts, how many: where graphs find them
+        self._captured: dict[tuple[str, int], torch.Tensor] = {}  # (kind, length) -> buffer that graphs read
         logger.info(self.describe())
 
     @classmethod
@@ -244,7 +244,7 @@ class FlashBackend(AttentionBackend):
         return super().unsupported(spec) or (choose(spec)[1] if choose(spec)[0] is None else [])
 
     def describe(self) -> str:
-        """Which FlashAttention runs, and why not a better one."""
+        """Which FlashAttention runs, and why a better one does not."""
         why = f" (not {'; not '.join(self._passed)})" if self._passed else ""
         return f"attention=flash is {self.variant.label} from {self.variant.module}{why}"
 
@@ -274,7 +274,7 @@ class FlashBackend(AttentionBackend):
             )
 
     def _query_start(self, batch: AttentionBatch) -> torch.Tensor:
-        """Of the prompts, from 0."""
+        """The prompts' query starts, from 0."""
         start = batch.query_start[batch.num_decodes :]
         return torch.sub(start, batch.num_decodes, out=self._starts("query", len(start), batch))
 
@@ -285,7 +285,7 @@ class FlashBackend(AttentionBackend):
         return starts
 
     def _starts(self, of: str, length: int, batch: AttentionBatch) -> torch.Tensor:
-        """(length,) int32, zeros; captured, where a graph finds them at each of its replays."""
+        """(length,) int32 zeros; for a captured step, a static buffer that the graph reads at every replay."""
         if not batch.graph_size:
             return batch.seq_lens.new_zeros(length)
         if (of, length) not in self._captured:

@@ -1,15 +1,15 @@
 """FlashInfer's paged prefill and decode wrappers.
 
-It plans on the host: how to cut the contexts among the GPU's blocks. A plan is written into a pinned staging buffer and
-copied to the device on the stream; that buffer may be written again only when the copy is done (an event says so).
-One wrapper for the prompts of eager steps and one for their decodes, and one of each for every captured size, all on
-one float workspace. The page tables of a decode step travel as one packed copy:
+It plans on the host how to split contexts among thread blocks. A plan is written to a pinned staging buffer and copied
+to the device on the stream; the buffer may be reused only when the copy is done (an event tells). Eager steps have one
+wrapper for prompts and one for decodes, and every captured size has its own; all share one float workspace. The page
+tables of a decode step are copied as one packed tensor:
 
 # packed (int32, device, static): | indptr (rows + 1) | last page's length (rows) | page ids |, each 16-byte aligned
 
-Prompts are captured with FlashAttention-3's kernels only: they take a plan's numbers from where the plan before has put
-its own, whatever the lengths. FlashAttention-2's would keep float32 partial results of all tiles that a captured step
-may have, hundreds of megabytes, and add them up.
+Prompts are captured with FlashAttention-3's kernels only: their plans always go to the same addresses, whatever the
+lengths. FlashAttention-2's would keep and sum float32 partial results of all tiles that a captured step may have,
+hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 
-KNOWN = ("0.6.12",)  # versions whose inner plan function is called directly: the wrapper's costs ~1 ms at 256 rows
-TURNS = 2  # staging buffers: a plan need not wait for the copy of the one before
-MORE_ROWS = 16  # that a captured step has beyond max_num_seqs, at most: padding, of one page each
+KNOWN = ("0.6.12",)  # versions whose internal plan function we call directly: the wrapper's takes ~1 ms at 256 rows
+TURNS = 2  # staging buffers, so that a plan need not wait for the previous copy
+MORE_ROWS = 16  # at most, of a captured step beyond max_num_seqs: padding, one page each
 _PLAN_BYTES = 8 << 20  # of a plan's numbers, at most: FlashInfer's own size of this buffer
 
 
@@ -34,7 +34,7 @@ def _aligned(n: int) -> int:
 
 
 class _Pages:
-    """Rows of block tables as FlashInfer wants them: page ids one row after another, on the host."""
+    """Rows of block tables in FlashInfer's format: concatenated page ids, on the host."""
 
     def __init__(self, seq_lens: np.ndarray, tables: np.ndarray, block_size: int) -> None:
         self.seq_lens = np.maximum(seq_lens, 1).astype(np.int32)  # padding rows: one token of block 0
@@ -46,7 +46,7 @@ class _Pages:
         self.indices = tables[:, :width][np.arange(width) < counts[:, None]]
 
     def pack(self) -> tuple[torch.Tensor, int, int]:
-        """The three arrays in one pinned tensor, and where the second and third begin."""
+        """The three arrays in one pinned tensor, and the offsets of the second and third."""
         second = _aligned(len(self.indptr))
         third = second + _aligned(len(self.last_len))
         packed = torch.empty(third + len(self.indices), dtype=torch.int32, pin_memory=True)
@@ -58,7 +58,7 @@ class _Pages:
 
 
 class _Staging:
-    """The device buffer that plans are copied to, and the pinned buffers that they are written to, in turn."""
+    """The device buffer that plans are copied to, and the pinned buffers that they are written to, used in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self.device_buffer = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
@@ -97,7 +97,7 @@ class FlashInferBackend(AttentionBackend):
         self._flashinfer = flashinfer
         self.direct = flashinfer.__version__.split("+")[0] in KNOWN
         self.group = spec.num_heads // spec.num_kv_heads
-        self.tensor_cores = self.group > 1  # else there is one row to multiply: the CUDA cores' kernel is as fast
+        self.tensor_cores = self.group > 1  # with a single query row per kv head, the CUDA-core kernel is as fast
         hopper = torch.cuda.get_device_capability()[0] == 9
         self.prefill_kernels = "fa3" if hopper and spec.head_dim >= 128 else "fa2"
         self.captures_prompts = self.prefill_kernels == "fa3"
@@ -106,7 +106,7 @@ class FlashInferBackend(AttentionBackend):
         self._graph_decode: dict[int, Any] = {}  # by rows
         self._graph_prefill: dict[tuple[int, int], Any] = {}  # by rows and tokens
         self._float_workspace: torch.Tensor | None = None
-        self._decode_wrapper: Any = None  # those that were planned last
+        self._decode_wrapper: Any = None  # the ones planned last
         self._prefill_wrapper: Any = None
 
     # ------------------------------------------------------------------ buffers
@@ -123,14 +123,14 @@ class FlashInferBackend(AttentionBackend):
         if self.captures_prompts:
             ids = s.max_num_seqs * (pages + 1) + MORE_ROWS
             self._prompt_pages = torch.zeros(ids, dtype=torch.int32, device=device)
-        self._query_start = torch.arange(self._rows + 1, dtype=torch.int32)  # on the host, as plans want it
+        self._query_start = torch.arange(self._rows + 1, dtype=torch.int32)  # on the host, where plans need it
         self._device_query_start = self._query_start.to(device)
         self._graph_staging, self._decode_staging, self._prefill_staging = (_Staging(device) for _ in range(3))
         self._eager_decode, self._eager_prefill = self._new_decode_wrapper(), self._new_prefill_wrapper()
 
     def _workspace_bytes(self, device: torch.device) -> int:
-        """Room for partial results: of decodes (tiles of 16 query rows, one a sequence or more) and of prompts that
-        are cut (tiles of 128 query rows, two a multiprocessor)."""
+        """Space for partial results: of decodes (tiles of 16 query rows, one or more per sequence) and of split prompts
+        (tiles of 128 query rows, two per SM)."""
         s, blocks = self.spec, 2 * torch.cuda.get_device_properties(device).multi_processor_count
         tile = 16 if self.group <= 16 else 64 if self.group <= 64 else 128
         rows = s.max_num_seqs + 16
@@ -158,7 +158,7 @@ class FlashInferBackend(AttentionBackend):
         buffers: dict[str, Any] = {}
         if captured_rows:
             device = self._prompt_pages.device
-            not_read = torch.zeros((3, captured_rows + 1), dtype=torch.int32, device=device)  # it asks for them
+            not_read = torch.zeros((3, captured_rows + 1), dtype=torch.int32, device=device)  # required arguments
             buffers = {
                 "use_cuda_graph": True,
                 "qo_indptr_buf": not_read[0],
@@ -219,11 +219,11 @@ class FlashInferBackend(AttentionBackend):
                 static is not None,
                 s.head_dim,
                 s.head_dim,
-                False,  # causal: the one query is the last token
+                False,  # causal: not needed, the only query is the last token
                 self.window_left,
                 -1,  # no fixed split size
                 False,  # splitting allowed
-                0,  # no other kernel beside it
+                0,  # no concurrent kernel
             )
         else:
             wrapper.plan(
@@ -257,7 +257,7 @@ class FlashInferBackend(AttentionBackend):
         else:
             if (rows, tokens) not in self._graph_prefill:
                 self._graph_prefill[rows, tokens] = made = self._new_prefill_wrapper(rows)
-                made._max_total_num_rows = tokens  # the first plan's may be fewer
+                made._max_total_num_rows = tokens  # the first plan may have had fewer
             wrapper, page_ids = self._graph_prefill[rows, tokens], self._prompt_pages[: len(packed) - third]
             page_ids.copy_(packed[third:], non_blocking=True)
         self._prefill_wrapper = wrapper

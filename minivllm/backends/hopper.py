@@ -1,4 +1,4 @@
-"""Attention of Hopper GPUs by minivllm's own kernels alone: prompts by wgmma, decodes as in the triton backend."""
+"""Attention on Hopper GPUs with minivllm's own kernels only: prompts with wgmma, decodes as in the triton backend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, PromptWorkspace, 
 
 
 class HopperBackend(TritonBackend):
-    """What ``auto`` takes where it fits: faster than FlashAttention-3 but for single prompts of many thousand tokens,
-    where it is about as fast (docs/performance-log.md)."""
+    """The choice of ``auto`` where it is supported: faster than FlashAttention-3, except for single prompts of many
+    thousand tokens, where it is about as fast (docs/performance-log.md)."""
 
     capabilities = Capabilities(
         devices=("cuda",),
@@ -44,7 +44,7 @@ class HopperBackend(TritonBackend):
             self._prompts = PromptWorkspace(s.num_heads, s.num_kv_heads, s.head_dim, kv_cache.device)
 
     def _loads(self) -> bool:
-        """If not, prompts are left to Triton's kernel."""
+        """Whether the wgmma kernel loads; if not, prompts use the Triton kernel."""
         return loads_prompt_attention(self.spec.head_dim, self.kv_cache.device)
 
     def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
@@ -56,7 +56,7 @@ class HopperBackend(TritonBackend):
     def _most_words(self, tokens: int, rows: int) -> int:
         assert self._prompts is not None
         ours, theirs = self._prompts.most_tiles(tokens, rows), super()._most_words(tokens, rows)
-        return 4 * max(ours, -(-theirs // 4))  # whoever of both reads them
+        return 4 * max(ours, -(-theirs // 4))  # whichever kernel reads them
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if not self._loads():

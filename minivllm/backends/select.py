@@ -1,4 +1,4 @@
-"""Which attention backend runs: the one that was named, or the best that can; and two of them side by side."""
+"""Selects the attention backend: the one named, or the best that can run; and combines two of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backends for prompts and for decodes, by name and class, and one line that says why."""
+    """The backends for prompts and for decodes, by name and class, and a one-line explanation."""
 
     prefill: str
     decode: str
@@ -37,25 +37,25 @@ class Choice:
         return self.decode_class.capabilities.cuda_graphs != CudaGraphs.NEVER
 
     def prompt_graphs(self) -> bool:
-        """Whether steps of prompts may be captured, too."""
+        """Whether prompt steps may be captured, too."""
         return self.cuda_graphs() and self.prefill_class.capabilities.cuda_graphs == CudaGraphs.ALWAYS
 
     def mixed_graphs(self) -> bool:
-        """Whether steps of both may be."""
+        """Whether mixed steps may be captured, too."""
         return self.prompt_graphs() and self.decode_class.capabilities.cuda_graphs == CudaGraphs.ALWAYS
 
 
 def choose(
     options: AttentionOptions, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str] | None = None
 ) -> Choice:
-    """Find the backends before anything is loaded. ``broken``: those that cannot be built, and why.
+    """Select the backends before anything is loaded. ``broken``: backends that cannot be built -> why.
 
     Raises:
-        ConfigError: a named backend cannot run this, with every reason; or none can.
-        PluginError: in strict mode, a plugin's backend that ``auto`` came to is broken.
+        ConfigError: a named backend cannot run ``spec``, with every reason; or none can.
+        PluginError: in strict mode, a plugin's backend that ``auto`` tried is broken.
     """
     broken = broken or {}
-    anyhow = replace(spec, needs_graphs=False)  # of prompts it is not asked
+    anyhow = replace(spec, needs_graphs=False)  # not required of prompts
     prefill, prefill_class, why = _one(options, "prefill", anyhow, registry, broken)
     decode, decode_class, decode_why = _one(options, "decode", spec, registry, broken)
     if decode != prefill:
@@ -70,7 +70,7 @@ def choose(
 
 
 def options_of(name: str, options: AttentionOptions, registry: Registry) -> FrozenDict:
-    """Those of ``attention.options`` that this backend declares."""
+    """The entries of ``attention.options`` that this backend declares."""
     declared = registry.get("attention", name).options
     return FrozenDict({key: value for key, value in options.options.items() if key in declared})
 
@@ -109,7 +109,7 @@ def _one(
 
 
 def reasons_against(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping[str, str]) -> list[str]:
-    """Why a backend cannot run this here, without building it. Raises PluginError: it is a plugin's, and broken."""
+    """Why a backend cannot run ``spec`` here, without building it. Raises PluginError if it is a broken plugin's."""
     if name in broken:
         return [broken[name]]
     if missing := registry.why_not(registry.get("attention", name)):
@@ -129,7 +129,7 @@ def _why_not(name: str, spec: AttentionSpec, registry: Registry, broken: Mapping
 
 
 class HybridBackend(AttentionBackend):
-    """Prompts in one backend, decodes in another, over one cache."""
+    """One backend for prompts, another for decodes, sharing one cache."""
 
     capabilities = Capabilities()
 

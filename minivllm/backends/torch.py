@@ -1,7 +1,7 @@
-"""The reference attention backend, in torch operations alone: any device, dtype, head size and block size.
+"""The reference attention backend, in pure torch: any device, dtype, head size and block size.
 
-The other backends' tests compare with it. It gathers the keys and values that each query may see, by token, so that
-what lies in unused cache slots (any value, NaN too) is never read, and computes in float32 at least.
+Tests compare the other backends with it. It gathers the keys and values that each query may see token by token, so that
+unused cache slots (which may hold anything, even NaN) are never read, and computes in float32 or wider.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch.nn import functional as F
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 
-MAX_GATHERED = 1 << 25  # elements of k that one product gathers: decode rows are split to stay below
-MAX_SCORES = 1 << 26  # scores that one product holds: a chunk's queries are split to stay below
-SLACK = 4096  # padded tokens that are cheaper than a second product
+MAX_GATHERED = 1 << 25  # elements of k gathered for one matmul: decode rows are split to stay below
+MAX_SCORES = 1 << 26  # scores of one matmul: a chunk's queries are split to stay below
+SLACK = 4096  # this many padding tokens are cheaper than another matmul
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Decode rows of similar context length, attended in one product."""
+    """Decode rows of similar context length, computed together."""
 
     rows: torch.Tensor | None  # (r,) int64: which decode rows; None for all of them, in order
-    slots: torch.Tensor  # (r * length,) int64: the cache slot of each visible token, rows padded with their first
+    slots: torch.Tensor  # (r * length,) int64: the cache slot of each visible token; padding repeats a row's first
     length: int
     mask: torch.Tensor | None  # (r, 1, 1, length), -inf at padding; None without padding
 
@@ -41,7 +41,7 @@ class _Chunk:
 
 
 class TorchBackend(AttentionBackend):
-    """The reference: torch's operations, on any device, in float32 at least."""
+    """The reference: pure torch, on any device, in float32 or wider."""
 
     capabilities = Capabilities(
         dtypes=("float32", "bfloat16", "float16", "float64"), sliding_window=True, cuda_graphs=CudaGraphs.NEVER
@@ -53,7 +53,7 @@ class TorchBackend(AttentionBackend):
         self._attend = attend_fused if spec.device == "cpu" else attend_plainly
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
-        self._scratch = torch.empty(2, 0)  # fresh memory costs a CPU more, in page faults, than the copy into it
+        self._scratch = torch.empty(2, 0)  # on a CPU, page faults of fresh memory cost more than the copy into it
 
     # ------------------------------------------------------------------ planning: once a step
 
@@ -76,7 +76,7 @@ class TorchBackend(AttentionBackend):
         plans = []
         for rows in groups:
             whole = len(groups) == 1
-            rows = np.arange(len(lengths)) if whole else rows  # one product takes all rows as they lie
+            rows = np.arange(len(lengths)) if whole else rows  # one matmul takes all rows as they are
             size = torch.from_numpy(lengths[rows]).to(device)[:, None]  # (r, 1)
             begin = torch.from_numpy(ends[rows] - lengths[rows]).to(device)[:, None]
             length = int(lengths[rows].max())
@@ -93,7 +93,7 @@ class TorchBackend(AttentionBackend):
         return plans
 
     def _plan_chunk(self, batch: AttentionBatch, i: int, start: int, count: int) -> list[_Chunk]:
-        """Sequence i's ``count`` queries, at rows ``start`` of the prompt part, in as many products as fit."""
+        """Sequence i's ``count`` queries, from row ``start`` of the prompt part, split into as few chunks as fit."""
         end, window, device = int(batch.host_seq_lens[i]), self.spec.sliding_window, batch.block_tables.device
         step = max(1, MAX_SCORES // (self.spec.num_heads * end))
         chunks = []
@@ -111,7 +111,7 @@ class TorchBackend(AttentionBackend):
         return chunks
 
     def _slots(self, tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Where tokens lie in the cache. tables: (r, max_blocks); positions, result: (r, length) int64."""
+        """The cache slots of tokens. tables: (r, max_blocks); positions, result: (r, length) int64."""
         size = self.spec.block_size
         return tables.long().gather(1, positions // size) * size + positions % size
 
@@ -122,7 +122,7 @@ class TorchBackend(AttentionBackend):
         for plan in self._decodes:
             rows = q if plan.rows is None else q[plan.rows]
             k, v = self._gather(layer, plan.slots)  # (r * length, kv, dim)
-            # The heads that share a kv head stand where queries do, so that k and v are not repeated.
+            # Heads that share a kv head take the place of queries, so that k and v need not be repeated.
             attended = self._attend(
                 rows.view(-1, kv, heads // kv, dim).to(self.dtype),
                 k.view(-1, plan.length, kv, dim).transpose(1, 2),
@@ -157,7 +157,7 @@ class TorchBackend(AttentionBackend):
         cache = self.kv_cache[layer.index].flatten(1, 2)  # (2, num_blocks * block_size, kv, dim)
         n = len(slots)
         if self._scratch.shape[1] < n:
-            with torch.inference_mode(False):  # usable inside and outside of it
+            with torch.inference_mode(False):  # usable inside and outside inference mode
                 self._scratch = cache.new_empty((2, n + n // 4, *cache.shape[2:]))
         for part, out in zip(cache, self._scratch, strict=True):
             torch.index_select(part, 0, slots, out=out[:n])
@@ -174,7 +174,7 @@ def attend_fused(
 def attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor:
-    """The same in three operations: a GPU's fused float32 kernels may round to TF32."""
+    """``attend_fused`` in three operations, because a GPU's fused float32 kernels may round to TF32."""
     scores = q @ k.transpose(-1, -2) * scale
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()

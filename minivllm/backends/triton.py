@@ -1,4 +1,4 @@
-"""Attention by minivllm's own kernels: no other package, any GPU that Triton knows; on Hopper, one of them CUDA C++."""
+"""Attention with minivllm's own kernels: no other package, any GPU that Triton supports; on Hopper, one is CUDA C++."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config,
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
-_CASCADE_BYTES = 320 << 20  # keys and values a layer, 25 to 40 µs to read, most of them in L2: two more kernels pay
+_CASCADE_BYTES = 320 << 20  # keys and values per layer, 25-40 µs to read, mostly from L2: two more kernels pay off
 
 
 class TritonBackend(AttentionBackend):
@@ -34,8 +34,8 @@ class TritonBackend(AttentionBackend):
         cuda_graphs=CudaGraphs.ALWAYS,
         packages=("triton",),
     )
-    fused_decode_rows = 16  # in the Triton kernel: beyond, norming q in every program costs more than a kernel for it
-    few_decode_rows = 4  # of queries apart: one long context's pages are read by more programs than the stream gives it
+    fused_decode_rows = 16  # in the Triton kernel; beyond, normalizing q in every program costs more than a kernel
+    few_decode_rows = 4  # rows; here one long context is spread over more programs than the stream kernel would
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -45,13 +45,13 @@ class TritonBackend(AttentionBackend):
         self.attends_beside = kept and type(self).prefill is TritonBackend.prefill
         self.group = spec.num_heads // spec.num_kv_heads
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))
-        self.max_rows = -(-spec.max_num_seqs // 16) * 16  # a captured batch is padded
+        self.max_rows = -(-spec.max_num_seqs // 16) * 16  # captured batches are padded
         self._workspace: DecodeWorkspace | None = None
-        self._stream: StreamWorkspace | None = None  # where its kernel runs: for rows that are not fused
+        self._stream: StreamWorkspace | None = None  # if its kernel can run: for rows that are not fused
         self.cascade_limits = self._cascade_limits() if kept and spec.cascade else None
         self._cascade: CascadeWorkspace | None = None
-        self._own: tuple[torch.Tensor, torch.Tensor] | None = None  # of this step's cascade, tables and lengths
-        self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # which holds this step's schedule
+        self._own: tuple[torch.Tensor, torch.Tensor] | None = None  # for this step's cascade: tables and lengths
+        self._scheduled: DecodeWorkspace | StreamWorkspace | None = None  # the one that holds this step's schedule
         self._words: torch.Tensor | None = None  # ``prompt_words`` of the step
 
     @classmethod
@@ -91,7 +91,7 @@ class TritonBackend(AttentionBackend):
                 )
 
     def _cascade_limits(self) -> CascadeLimits | None:
-        """None: it takes no cascades."""
+        """None: cascades are not supported."""
         s = self.spec
         if s.sliding_window is not None or self.group > BLOCK_M:
             return None
@@ -109,23 +109,23 @@ class TritonBackend(AttentionBackend):
 
     @property
     def tile_tokens(self) -> int:
-        """Query tokens of a tile of ``prefill``."""
+        """Query tokens per tile of ``prefill``."""
         return self.prefill_config.block_m // self.group
 
     def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """What ``prefill`` works through, of the step's prompt rows."""
+        """The query tiles of the step's prompt rows, for ``prefill``."""
         return query_tiles(query_lens, seq_lens, self.tile_tokens)
 
     def _most_words(self, tokens: int, rows: int) -> int:
-        """Of tiles of so many tokens of so many rows."""
+        """The most words that the tiles of this many tokens in this many rows can take."""
         return 2 * (tokens // self.tile_tokens + rows)
 
     def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
-        """Query tiles; captured, -1 behind the last."""
+        """The query tiles; for a captured step, padded with -1."""
         if not captured:
             return self._query_tiles(query_lens, seq_lens).reshape(-1)
         words = np.full(self._most_words(captured, len(query_lens)), -1, dtype=np.int32)
-        if query_lens.any():  # else somebody asks how many there are, who need not wait for a compiler
+        if query_lens.any():  # else only the size is asked for, which need not wait for a compiler
             tiles = self._query_tiles(query_lens, seq_lens)
             words[: tiles.size] = tiles.reshape(-1)
         return words
@@ -140,7 +140,7 @@ class TritonBackend(AttentionBackend):
             self._words = torch.from_numpy(words).to(batch.seq_lens.device)
 
     def _tiles(self, numbers: int) -> torch.Tensor:
-        """(m, numbers) int32, of the step. Raises ValueError: whoever plans has not handed ``prompt_words`` on."""
+        """The step's tiles, (m, numbers) int32. Raises ValueError if the batch's ``prompt_words`` were not set."""
         assert self._words is not None
         if not len(self._words):
             raise ValueError(
@@ -181,7 +181,7 @@ class TritonBackend(AttentionBackend):
             suits = suits if cascade is None else stream.takes_shared()
             stream = stream if suits else None
         holder = stream or workspace
-        first = layer.index == 0 or self._scheduled is not holder  # a graph is captured after an eager step of its plan
+        first = layer.index == 0 or self._scheduled is not holder  # capture follows an eager step with the same plan
         self._scheduled = holder
         tables, lens, shared = batch.block_tables, batch.seq_lens, None
         if cascade is not None:

@@ -1,6 +1,6 @@
-"""Times the all-reduce alone, NCCL beside our one and two shots: ``python -m minivllm.bench.all_reduce [--ranks N]``.
+"""Times all-reduce, NCCL against our one-shot and two-shot: ``python -m minivllm.bench.all_reduce [--ranks N]``.
 
-Each time is that of a CUDA graph of many calls in a row, divided by them, the slowest rank's. It starts its own ranks.
+Each time is that of a CUDA graph of many calls, per call, on the slowest rank. It starts its own ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CALLS, _REPEATS = 20, 20
 
 
 def time_of(call: Callable[[torch.Tensor], object], x: torch.Tensor) -> float:
-    """Seconds a call."""
+    """Seconds per call."""
 
     def many() -> None:
         for _ in range(_CALLS):

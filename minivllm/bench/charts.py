@@ -1,6 +1,6 @@
-"""Charts as SVG text, for a page that stands alone: no library, no script, no font from anywhere.
+"""Charts as SVG text, for a self-contained page: no library, script or external font.
 
-Every chart has a row a configuration, and beneath it the mark: machine, versions, commit.
+Every chart has one row per configuration, and below it the mark: machine, versions, commit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INK, _FAINT, _GRID = "#1a202c", "#718096", "#e2e8f0"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A row: one value or several that are stacked, with the spread of repeated runs. No values: ``text`` says why."""
+    """A row: one value, or several stacked, with the spread of repeated runs. Without values, ``text`` says why."""
 
     label: str
     color: str

@@ -1,4 +1,4 @@
-"""A sweep's job: a command in a process group of its own, so that whatever it dies of is a reason and not our end."""
+"""A sweep's job: a command in its own process group, so that a crash becomes a reason and does not end the sweep."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Outcome:
 def run_child(
     command: Sequence[str], log: Path, result: Path, *, cwd: Path, timeout: float | None, tick: Callable[[float], None]
 ) -> Outcome:
-    """Run ``command`` to its end, whatever that is.
+    """Run ``command`` until it ends in any way.
 
     Args:
         log: where its output goes.
@@ -77,7 +77,7 @@ def run_child(
 
 
 def why(code: int, output: str) -> str:
-    """What a job died of, in a line: its signal, our own error, a traceback's last line, or whatever it said last."""
+    """Why a job died, in one line: its signal, our own error, a traceback's last line, or its last output."""
     if code < 0:
         hint = "; the system does that when memory runs out" if -code == signal.SIGKILL else ""
         return f"killed by {signal.Signals(-code).name}{hint}"

@@ -1,4 +1,4 @@
-"""``minivllm bench``: measure one workload; a table to look at, one JSON object to keep."""
+"""``minivllm bench``: measure one workload; prints a table, writes one JSON object."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=t
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where the results go that were asked for, known to be writable before anything is loaded."""
+    """The requested output files, checked to be writable before anything is loaded."""
 
     output: Path | None
     profile: Path | None
@@ -109,7 +109,7 @@ def _measured(composed: Composed, options: BenchOptions, files: _Files, started:
 
 
 def _check_read(overrides: Sequence[str], read: tuple[str, ...], why: str) -> None:
-    """Raise ConfigError for a typed key that would change nothing: neither it nor its group is in ``read``."""
+    """Raise ConfigError for a typed key that would have no effect: neither it nor its group is in ``read``."""
     for typed in overrides:
         key = Override.parse(typed).key
         if not {key, key.partition(".")[0]} & {"mode", "workload", "output", "repeat", *read}:
@@ -184,7 +184,7 @@ def _profiles(options: BenchOptions, record: dict[str, Any]) -> bool:
 
 
 def _record_steps(bench: Bench, record: dict[str, Any], files: _Files) -> None:
-    """One more run, looked at closely; the figures above are of runs without that."""
+    """One more run, recorded in detail; the figures above are from runs without recording."""
     from minivllm.bench.recorder import StepRecorder
 
     _say("recording")
@@ -240,7 +240,7 @@ _ROWS = (
 
 
 def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
-    """The figures, and above and below them what they are figures of."""
+    """Print the figures, with what was measured above and below."""
     work = options.workload
     graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
     packed = ", packed weights" if record.get("packed_weights") else ""
@@ -266,7 +266,7 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
 
 
 def _show_figures(title: str, record: dict[str, Any], figures: Sequence[tuple[str, str, int]]) -> None:
-    """The median, the least and the most of several runs, or the value of one. ``figures``: label, key, digits."""
+    """The median, minimum and maximum of several runs, or the value of one. ``figures``: label, key, digits."""
     count = len(record["runs"])
     columns = {"median": "median", "min": "min", "max": "max"} if count > 1 else {"median": "value"}
     rows = [[label, *(f"{record['spread'][key][at]:,.{digits}f}" for at in columns)] for label, key, digits in figures]
@@ -311,7 +311,7 @@ _SERVED_ROWS = (
 
 
 def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any], overrides: Sequence[str]) -> bool:
-    """A server; returns whether no request failed."""
+    """Measure a server; returns whether no request failed."""
     from minivllm.bench.measure import summarize
 
     try:
@@ -365,7 +365,7 @@ def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any]
 
 
 def _host(config: EngineConfig, options: BenchOptions, record: dict[str, Any], overrides: Sequence[str]) -> bool:
-    """The host alone; returns whether every limit holds."""
+    """Measure only the host; returns whether every limit holds."""
     from minivllm.bench.host import limits, measure_host
     from minivllm.plugins import default_registry
 

@@ -1,4 +1,4 @@
-"""A client of a server with OpenAI's interface: asks for one completion at a time, and notes when its tokens came."""
+"""A client for servers with OpenAI's API: requests one completion at a time and records when its tokens arrive."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _Text(msgspec.Struct):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of a request, by ``time.perf_counter``."""
+    """A request's result; times are ``time.perf_counter``."""
 
     sent: float
     came: list[float] = field(default_factory=list)  # when each message with tokens did
@@ -91,7 +91,7 @@ class Answer:
 
 
 class Server:
-    """Asks one server. ``model`` is the first that it lists."""
+    """Sends requests to one server. ``model``: the first that it lists."""
 
     def __init__(self, url: str, endpoint: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -102,7 +102,7 @@ class Server:
         self._session = session
 
     async def find_model(self) -> None:
-        """Raises MinivllmError: there is no such server, or it lists no model."""
+        """Raises MinivllmError if there is no such server, or it lists no model."""
         where = f"{self.url}/v1/models"
         try:
             timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT)
@@ -201,7 +201,7 @@ class Server:
 
 
 def _reason(body: str) -> str:
-    """OpenAI's error message, or what there is."""
+    """OpenAI's error message, or the body."""
     try:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

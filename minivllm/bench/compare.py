@@ -1,6 +1,6 @@
 """``minivllm bench compare A B``: what became faster or slower from A to B, beyond the spread of repeated runs.
 
-A and B are ``results.json`` of sweeps or files that ``output=`` wrote. Rows meet that ran with the same settings.
+A and B are ``results.json`` of sweeps or files written by ``output=``. Rows with the same settings are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ What became faster or slower from A to B: each is results.json of a sweep, or a 
 
 The exit code is 1 if some figure is slower by more than the threshold and beyond the spread of repeated runs, or if a
 configuration that worked fails now, and 2 if nothing could be compared."""
-# Start is measured once a process, and the GPU-busy share is no aim in itself: neither is judged.
+# Startup is measured once per process, and the GPU-busy share is not a goal in itself: neither is judged.
 _JUDGED = ("output_tokens_per_s", "total_tokens_per_s", "ms_per_step_p50", "ttft_ms_p50", "latency_ms_p50")
 
 
@@ -50,12 +50,12 @@ class Change:
 
     @property
     def known(self) -> bool:
-        """Whether both were repeated, so that there is a spread to be beyond of."""
+        """Whether both were repeated, so that a spread is known."""
         return self.before.runs > 1 and self.after.runs > 1
 
     @property
     def beyond(self) -> bool:
-        """Whether no run of one lies among the runs of the other."""
+        """Whether the two ranges of runs do not overlap."""
         return self.before.max < self.after.min or self.after.max < self.before.min
 
     def verdict(self, threshold: float) -> str:

@@ -1,7 +1,7 @@
 """What a step costs on the host when the model costs nothing: scheduling, batch building and commit.
 
-Real scheduler, block manager and engine over an executor that computes nothing. All sizes are measured in turns of a
-few steps, so that a machine that slows down slows them all.
+Real scheduler, block manager and engine with an executor that computes nothing. All sizes are measured in turns of a
+few steps, so that a slowdown of the machine affects them all.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _NoTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HostRow:
-    """Microseconds a step with ``running`` sequences that decode and ``waiting`` more in the queue."""
+    """Microseconds per step with ``running`` decoding sequences and ``waiting`` more in the queue."""
 
     running: int
     waiting: int
@@ -151,7 +151,7 @@ def build(config: EngineConfig, options: WorkloadOptions, registry: Registry, ru
 
 
 def _fill(engine: LLMEngine, running: int) -> None:
-    """Step until every sequence gets a token a step."""
+    """Step until every sequence gets a token in each step."""
     gained = 0
     while gained < running:
         before, steps = engine.stats.output_tokens, engine.stats.steps
@@ -172,7 +172,7 @@ def _turn(engine: LLMEngine, running: int) -> list[float]:
 
 
 def _model_config(max_model_len: int) -> ModelConfig:
-    """No model reads it; the engine wants the vocabulary and the end tokens."""
+    """There is no model; the engine needs the vocabulary size and the end-of-sequence tokens."""
     return ModelConfig(
         architecture="none", vocab_size=_VOCAB, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
         num_kv_heads=1, head_dim=1, rms_norm_eps=1e-6, max_position=max_model_len, tie_word_embeddings=True,
@@ -195,7 +195,7 @@ class Limit:
 
 
 def limits(rows: list[HostRow]) -> list[Limit]:
-    """What was promised, as far as these sizes show it."""
+    """The limits that these sizes can check."""
     us = {(row.running, row.waiting): row.us_p50 for row in rows}
     found = []
     if (256, 0) in us:

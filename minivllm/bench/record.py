@@ -1,4 +1,4 @@
-"""What a figure needs beside it to mean something: versions, machine, time since the process began, memory."""
+"""Context recorded with every figure: versions, machine, time since process start, memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def peak_memory(device: str) -> dict[str, int | None]:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """One line more."""
+    """Append one line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
 

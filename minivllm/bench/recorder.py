@@ -1,4 +1,4 @@
-"""What looks on while an engine steps: when each request got its first token; or all that a picture of a run needs.
+"""Step observers: when each request got its first token; or everything that a picture of a run needs.
 
 Clock values are ``time.perf_counter``'s.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FirstTokens:
-    """``at[request_id]``: when its first token was there. So cheap that measured runs have it: a decode step costs one
+    """``at[request_id]``: when its first token arrived. Cheap enough for measured runs: a decode step costs one
     comparison."""
 
     def __init__(self, scheduler: Scheduler) -> None:

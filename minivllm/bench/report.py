@@ -1,4 +1,4 @@
-"""A sweep's ``report.html``: one file that needs nothing else, with the table and the pictures."""
+"""A sweep's ``report.html``: one self-contained file with the table and the charts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def write_report(sweep: Sweep, file: Path) -> None:
-    """Write it, of whatever rows there are."""
+    """Write it, from the rows available."""
     page = _Page(sweep)
     overrides = escape(" ".join(sweep.overrides))
     body = [

@@ -79,14 +79,14 @@ def _new(typed: Sequence[str], options: SweepOptions, registry: Registry) -> Swe
 
 
 def _shown(rows: list[Row]) -> Iterable[Row]:
-    """With a bar while they are looked at, if that takes long: 10 ms each."""
+    """The rows, with a progress bar if checking them takes long (10 ms each)."""
     from tqdm import tqdm
 
     return tqdm(rows, desc="looking at configurations", delay=2, leave=False, dynamic_ncols=True)
 
 
 def _refused(row: Row, registry: Registry) -> str | None:
-    """What is wrong with a configuration, as far as it shows without loading anything."""
+    """What is wrong with a configuration, as far as can be told without loading anything."""
     try:
         compose(row.overrides, registry, mode="bench")
     except ConfigError as e:
@@ -129,7 +129,7 @@ def _resumed(folder: Path, typed: Sequence[str], options: SweepOptions) -> Sweep
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One process a folder. Raises ConfigError if another has it."""
+    """One process per folder. Raises ConfigError if another is using it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

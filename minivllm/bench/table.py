@@ -1,4 +1,4 @@
-"""A table in the terminal: rich's where it is installed and somebody looks, else aligned columns."""
+"""A table in the terminal: rich's if it is installed and output is a terminal, else aligned columns."""
 
 from __future__ import annotations
 

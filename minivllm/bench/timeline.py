@@ -21,7 +21,7 @@ def check_matplotlib() -> None:
 
 
 def draw_timeline(recorder: StepRecorder, file: Path, title: str, mark: str) -> None:
-    """Three pictures over one time axis. ``mark`` says machine, versions and commit; it stands beneath them."""
+    """Three plots over one time axis. ``mark``, printed below, names machine, versions and commit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

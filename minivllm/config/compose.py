@@ -1,4 +1,4 @@
-"""The one place where ``key=value`` overrides and Hydra's groups become a frozen ``EngineConfig``."""
+"""Turns ``key=value`` overrides and Hydra's groups into a frozen ``EngineConfig``; the only place that does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from minivllm.plugins.types import CONFIG_GROUPS
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """What one command line, or one call, asks for."""
+    """The configuration of one command line or call."""
 
     engine: EngineConfig
     mode: str
@@ -39,11 +39,11 @@ class Composed:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process says and writes what comes out: of torchrun's, which all do the same, the first."""
+        """Whether this process prints and writes output: under torchrun, where all do the same work, only the first."""
         return self.engine.executor.name != "torchrun" or os.environ.get("RANK", "0") == "0"
 
     def to_yaml(self) -> str:
-        """All of it, as the nested keys that a user may type."""
+        """The whole configuration as YAML, with the keys that a user may type."""
         import yaml
 
         tree = {"mode": self.mode, **plain(self.engine), **plain(self.options)}
@@ -56,11 +56,11 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     Args:
         overrides: as typed on the command line; later ones win.
         registry: the plugins whose components and options may be named.
-        mode: refuse the keys of every mode (``""``), or take this one unless an override says ``mode=``.
+        mode: the mode unless an override says ``mode=``; ``""`` refuses the keys of every mode.
 
     Raises:
-        ConfigError: what was typed cannot be used; the message names the value and what is allowed.
-        PluginError: an option that a plugin brought does not fit the schema.
+        ConfigError: an override is invalid; the message names the value and what is allowed.
+        PluginError: a plugin's option does not fit the schema.
     """
     asked = [Override.parse(text) for text in overrides]
     engine_only = mode == ""
@@ -73,7 +73,7 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     groups = groups_of(schema)
     keys = keys_of(EngineSchema if engine_only else schema)
     del keys["mode"]
-    final: dict[str, str] = {}  # what Hydra gets: of each key, what was typed last
+    final: dict[str, str] = {}  # for Hydra: each key's last override
     for override in asked:
         if engine_only and override.key == "mode":
             raise ConfigError(f"{override.text}: an engine has no mode; leave it out")
@@ -112,11 +112,10 @@ def compose_engine_config(
 ) -> EngineConfig:
     """The config of ``LLM(model, ...)``: an option's name, a folder or a Hub repository, and vLLM's keywords.
 
-    ``overrides`` are applied last, as what stands last on a command line: they win over keywords. ``registry`` is this
-    process's unless given.
+    ``overrides`` are applied last and win over keywords. ``registry`` defaults to this process's.
 
     Raises:
-        ConfigError: an unknown keyword, key or name, or a value that cannot be used.
+        ConfigError: an unknown keyword, key or name, or an invalid value.
     """
     if registry is None:
         from minivllm.plugins.manager import default_registry
@@ -169,7 +168,7 @@ def _overrides(given: Any) -> list[str]:
 
 
 def _value_here(name: str, value: Any) -> Any:
-    """What a value of a keyword of ``vllm.LLM`` is called here."""
+    """The equivalent here of a ``vllm.LLM`` keyword's value."""
     if name == "load_format":
         return LOAD_FORMATS.get(value, value)
     if name == "max_model_len" and value in (-1, "auto"):  # the model's limit

@@ -1,4 +1,4 @@
-"""Where the YAML files are. Apart from the rest of the room, because listing them must not import Hydra."""
+"""Where the YAML files are. A separate module, because listing them must not import Hydra."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is built from: frozen all the way down, plain values only, so that it crosses process borders."""
+"""An engine's configuration: deeply frozen, plain values only, so that it can be sent to other processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """``prefill`` and ``decode`` name backends of their own, None: ``name``. ``cascade``: shared prefixes are read once
-    a step where that is faster."""
+    """``prefill`` and ``decode`` override ``name`` unless None. ``cascade``: read shared prefixes once per step where
+    that is faster."""
 
     name: str = "auto"
     prefill: str | None = None
@@ -34,7 +34,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """vLLM's names. ``max_num_seqs`` sequences run at once; a step has ``max_num_batched_tokens`` tokens at most."""
+    """vLLM's names. At most ``max_num_seqs`` sequences run at once; a step has at most ``max_num_batched_tokens``."""
 
     name: str = "mixed"
     max_num_seqs: int = 512
@@ -48,7 +48,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """``num_blocks=None`` measures: ``gpu_memory_utilization`` of the GPU, or 1 GiB of a CPU's memory."""
+    """``num_blocks=None``: as many as fit in ``gpu_memory_utilization`` of the GPU, or in 1 GiB on a CPU."""
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -58,7 +58,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """``options`` are the sampler's own."""
+    """``options`` are specific to the sampler."""
 
     name: str = "default"
     options: FrozenDict = field(default_factory=FrozenDict)
@@ -66,7 +66,7 @@ class SamplerOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorOptions:
-    """``options`` are the executor's own: devices, time limits, addresses."""
+    """``options`` are specific to the executor: devices, timeouts, addresses."""
 
     name: str = "auto"
     options: FrozenDict = field(default_factory=FrozenDict)
@@ -77,9 +77,9 @@ class EngineConfig:
     """Everything an ``LLMEngine`` needs to know.
 
     ``device`` is auto, cuda or cpu; ``dtype`` is auto, float32, bfloat16 or float16; ``load_format`` is auto or dummy;
-    ``max_model_len=None`` takes the model's own limit; ``enforce_eager=None`` captures CUDA graphs where the attention
-    backend allows it, False refuses one that does not. ``max_cudagraph_capture_size`` limits the sequences of a
-    captured decode step; None: no limit. ``packed_weights`` is auto, true (or an error) or false.
+    ``max_model_len=None`` means the model's own limit; ``enforce_eager=None`` captures CUDA graphs if the attention
+    backend allows it, False refuses a backend that does not. ``max_cudagraph_capture_size`` limits the sequences of a
+    captured decode step; None: no limit. ``packed_weights`` is auto, true (an error if impossible) or false.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)

@@ -1,4 +1,4 @@
-"""What Hydra does here: group options and checked overrides become one tree of schema objects."""
+"""The part that uses Hydra: combines group options and checked overrides into one tree of schema objects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from minivllm.plugins.registry import OptionEntry, Registry
 
 
 def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry: Registry) -> Any:
-    """A ``schema`` filled from ``conf/``, plugins' options and the overrides ``final``, as Hydra takes them, by key.
+    """A ``schema`` filled from ``conf/``, plugins' options and the overrides ``final`` (key -> override, for Hydra).
 
     Raises:
-        ConfigError: Hydra refuses an override, or one adds a key that no field has.
-        PluginError: a plugin's option does not fit the schema, or takes a value from a key that there is not.
+        ConfigError: Hydra refuses an override, or one adds a key that is not a field.
+        PluginError: a plugin's option does not fit the schema, or interpolates a key that does not exist.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -31,7 +31,7 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
 
     from minivllm.config.private_hydra import private_hydra
 
-    offered: dict[str, OptionEntry] = {}  # by plugins: the group's that is chosen
+    offered: dict[str, OptionEntry] = {}  # by group: the selected option, if a plugin's
     with private_hydra() as store:
         store.store(name="schema", node=schema)
         for group in groups_of(schema)[:-1]:
@@ -39,7 +39,7 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
             entry = registry.config_options(group).get(name)
             if entry is None and name in group_options(group, registry):
                 store.store(group=group, name=name, node={"name": registry.get(group, name).name})
-            elif entry is not None and not entry.provider.builtin:  # ours are files that Hydra finds by itself
+            elif entry is not None and not entry.provider.builtin:  # built-in options are files that Hydra finds itself
                 store.store(group=group, name=name, node=_node(entry, schema))
                 offered[group] = entry
         try:
@@ -61,7 +61,7 @@ def compose_tree(final: Mapping[str, str], schema: type[EngineSchema], registry:
 
 
 def _node(entry: OptionEntry, schema: type[EngineSchema]) -> Any:
-    """A plugin's option, checked against the schema of its group, so that a mistake is told with the plugin's name."""
+    """A plugin's option, checked against its group's schema, so that errors name the plugin."""
     from omegaconf import OmegaConf
 
     option = entry.option
@@ -86,7 +86,7 @@ def _first_sentence(e: Exception) -> str:
 
 
 def _refuse_extras(node: Any, prefix: str) -> None:
-    """Hydra accepts what is added with +; nothing that no field names may pass."""
+    """Refuse keys that are not fields: Hydra accepts any that are added with +."""
     known = {f.name for f in fields(node)}
     for name, value in vars(node).items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""What each mode is: its keys, frozen, and the function that runs it, named and imported only then."""
+"""Each mode: its frozen options, and the name of the function that runs it, imported lazily."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def _sampling_params(where: str, **values: Any) -> SamplingParams:
-    """``where`` begins what an error says. They are typed once for all requests: the command line is wrong, not one
-    request."""
+    """``where`` is the prefix of error messages. Raises ConfigError, not RequestError: the values come from the command
+    line, for all requests."""
     from minivllm.core.sampling_params import SamplingParams
 
     try:
@@ -50,7 +50,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions(SamplingOptions):
-    """``prompts`` holds strings and tuples of token ids."""
+    """``prompts``: strings and tuples of token ids."""
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
     prompts_file: str | None = None
@@ -88,9 +88,9 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadOptions:
-    """Requests to measure with, or (``host``) the sizes at which a step of the host alone is timed.
+    """The requests of a benchmark, or (``host``) the sizes at which the host's part of a step is timed.
 
-    ``input_len`` and ``output_len`` are a number, or the least and the most of what is drawn for each request.
+    ``input_len`` and ``output_len`` are a number, or the (least, most) of a value drawn for each request.
     """
 
     name: str
@@ -119,15 +119,15 @@ class WorkloadOptions:
 
     @property
     def host(self) -> bool:
-        """Whether it measures the host alone."""
+        """Whether it measures only the host."""
         return self.name == "host"
 
     def request_fields(self) -> dict[str, Any]:
-        """Each request's sampling parameters as a server is asked for them."""
+        """Each request's sampling parameters, as sent to a server."""
         return {name: value for name in _REQUEST if (value := getattr(self, name)) is not None}
 
     def sampling_params(self, **more: Any) -> SamplingParams:
-        """Each request's, but for ``max_tokens``. Raises ConfigError for a value out of range."""
+        """Each request's parameters, except ``max_tokens``. Raises ConfigError for a value out of range."""
         return _sampling_params(f"workload={self.name}: ", **self.request_fields(), **more)
 
     def __post_init__(self) -> None:
@@ -159,11 +159,11 @@ class WorkloadOptions:
             raise ConfigError(f"workload.running={list(self.running or ())} needs whole numbers from 1: [1,256,1024]")
 
 
-# Those that a request has in mode=generate, too, by the same names.
+# Fields that mode=generate has under the same names.
 _REQUEST = [f.name for f in fields(WorkloadOptions) if f.name in GenerateOptions.__dataclass_fields__]
 _SAMPLING = [name for name in _REQUEST if name not in ("temperature", "ignore_eos")]
 
-# The keys that a workload must have, and those that it may have; all others of these are refused.
+# workload -> (required keys, optional keys); its other keys are refused.
 _KEYS_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "host": (("input_len", "running", "waiting", "steps"), ()),
     "trace": (("path", "temperature"), ("num_requests", "time_scale", *_SAMPLING)),
@@ -188,7 +188,7 @@ class SweepOptions:
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """``profile``, ``trace`` and ``timeline`` are ``"false"``, ``"true"`` (``"gpu"``, ``"png"``) or a file's name."""
+    """``profile``, ``trace`` and ``timeline`` are ``"false"``, ``"true"`` (``"gpu"``, ``"png"``) or a file name."""
 
     workload: WorkloadOptions
     repeat: int = 1
@@ -242,7 +242,7 @@ def _address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         return False
     return bool(whole and not parts.query and not parts.fragment)
 

@@ -1,4 +1,4 @@
-"""``key=value`` as it was typed, judged before Hydra sees it, so that a mistake is answered in the user's words."""
+"""Checks ``key=value`` overrides before Hydra sees them, so that errors are in the user's terms."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from minivllm.plugins.types import CONFIG_GROUPS
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-# What is within the mapping of ``structured_outputs`` text as it was typed, and what may be JSON.
+# Keys of ``structured_outputs`` that are text taken as typed, and those that may be JSON.
 _TEXTS = tuple(f"structured_outputs.{name}" for name in ("regex", "grammar", "whitespace_pattern"))
 _JSON = ("structured_outputs.json", "structured_outputs.structural_tag")
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """``key=value`` as it was typed."""
+    """``key=value`` as typed."""
 
     text: str
     adds: bool  # with + or ++
     key: str
-    raw: str  # as typed: the spaces around a prompt are part of it
+    raw: str  # as typed: spaces around a prompt are part of it
 
     @property
     def value(self) -> str:
         return self.raw.strip()
 
     def is_text_of(self, key: Key) -> bool:
-        """Whether the value is taken as it was typed: null, a list, and what has quotes are not."""
+        """Whether the value is taken as typed; null, a list and a quoted value are not."""
         return key.text and self.value != "null" and not self.value.startswith(("[", '"', "'"))
 
     @classmethod
     def parse(cls, text: str) -> Override:
-        """Raises ConfigError: it is no such thing, has no value, or removes a key."""
+        """Raises ConfigError if it is not ``key=value``, has no value, or removes a key."""
         match = re.fullmatch(r"\s*(\+\+|\+|~)?\s*([^=\s]*)\s*(=(.*))?", text, re.DOTALL)
         if match is None or not match[2] or match[3] is None or match[1] == "~":
             if match is not None and match[1] == "~":
@@ -58,7 +58,7 @@ class Override:
 
 
 def check_group(override: Override, registry: Registry) -> str:
-    """Refuse an option that its group does not have, with a ConfigError; return the override as Hydra needs it."""
+    """Raise ConfigError for an option that its group does not have; return the override in Hydra's form."""
     group, value = override.key, override.value.strip("'\"")
     allowed = group_options(group, registry)
     if value in allowed:
@@ -69,7 +69,7 @@ def check_group(override: Override, registry: Registry) -> str:
     if group == "model":
         try:
             [(key, name)] = model_keys(value, registry).items()
-        except ConfigError:  # it looks like a folder, and there is none
+        except ConfigError:  # it looks like a folder but does not exist
             key, name = "model", value
         if key == "model" and name not in allowed:
             hint = " For a checkpoint folder type model.path=DIR, for a repository model.repo=ORG/NAME."
@@ -80,14 +80,14 @@ def check_group(override: Override, registry: Registry) -> str:
 
 
 def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_only: bool) -> str:
-    """Refuse an unknown key or a value of the wrong type; return the override as Hydra needs it."""
+    """Raise ConfigError for an unknown key or a value of the wrong type; return the override in Hydra's form."""
     name, prefix = override.key, ""
     key = keys.get(name)
     if key is None:
         above = next((k for k in keys.values() if k.mapping and name.startswith(k.name + ".")), None)
         if above is None:
             raise ConfigError(_unknown_key(override, keys, mode, engine_only))
-        # The shape of a model has keys that must not be mistyped; a backend's options are checked by their own list.
+        # A model's shape has keys that must not be mistyped; a component's options are checked against their own list.
         prefix = "++" if override.adds or above.name != "model.hf_config" else ""
         as_typed = name in _TEXTS and override.value not in ("", "null") and override.value[0] not in "\"'"
         if as_typed or (name in _JSON and _is_json(override.value)):
@@ -98,7 +98,7 @@ def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_onl
         _check_type(override, key, override.raw)
         return f"{name}={quote(override.raw)}"
     value = _parse_value(override)
-    if key is not None and key.text and "${" in override.value:  # text means what it says, in quotes, too
+    if key is not None and key.text and "${" in override.value:  # text is literal, even in quotes
         return f"{name}={_quoted(value)}"
     if key is not None and not key.mapping:
         _check_type(override, key, value)
@@ -132,7 +132,7 @@ def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_
 
 
 def _is_json(text: str) -> bool:
-    """Whether it is an object, as JSON has it."""
+    """Whether it is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -146,12 +146,12 @@ def _parse_value(override: Override) -> Any:
     try:
         parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
     except HydraException as e:
-        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's names of tokens say nothing
+        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's token names tell users nothing
         raise ConfigError(
             f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
         ) from e
     if parsed.is_sweep_override():
-        if override.key.startswith("sweep."):  # of all jobs of a sweep
+        if override.key.startswith("sweep."):  # applies to the whole sweep
             raise ConfigError(f"{override.text}: {override.key} takes one value, for the whole sweep")
         raise ConfigError(f"{override.text}: several values make a sweep (`minivllm bench -m`); for a list type [a,b]")
     return parsed.value()
@@ -177,33 +177,33 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
 
 @cache
 def _typed(mode: str) -> DictConfig:
-    """A mode's keys, which refuse values of other types. Made once, which takes 8 ms; what it is given stays in it."""
+    """A mode's keys, which refuse values of other types. Cached, as building it takes 8 ms; values set in it remain."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(MODES[mode].schema)
 
 
 def _quoted(value: Any) -> str:
-    """Strings, and lists of them and of numbers, without interpolations."""
+    """Quote strings, and those in lists with numbers; ``value`` has no interpolations."""
     if isinstance(value, list):
         return f"[{','.join(map(_quoted, value))}]"
     return quote(str(value).replace("\\${", "${")) if isinstance(value, str) else json.dumps(value)
 
 
 def quote(text: str) -> str:
-    """A string as Hydra's grammar reads it back unchanged."""
+    """A string quoted so that Hydra's grammar reads it back unchanged."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.double).with_quotes()
 
 
 def groups_of(schema: type[EngineSchema]) -> tuple[str, ...]:
-    """The Hydra groups of a mode's schema, and the mode itself."""
+    """The Hydra groups of a mode's schema, and ``mode`` itself."""
     return (*(group for group in CONFIG_GROUPS if group in schema.__dataclass_fields__), "mode")
 
 
 def group_options(group: str, registry: Registry) -> list[str]:
-    """Every value that ``group=`` takes: files, plugins' options, and components that have neither."""
+    """Every value that ``group=`` accepts: files, plugins' options, and components that have neither."""
     if group == "mode":
         return list(MODES)
     components = [*registry.names(group), *registry.aliases(group)] if group in KINDS else []
@@ -211,7 +211,7 @@ def group_options(group: str, registry: Registry) -> list[str]:
 
 
 def model_keys(model: str, registry: Registry) -> dict[str, Any]:
-    """The key that takes it: an option's name, a folder or a Hub repository. Raises ConfigError: none of them."""
+    """The key and value that select this model: an option's name, a folder or a Hub repository. Raises ConfigError."""
     if model in group_options("model", registry):
         return {"model": model}
     if os.path.isdir(os.path.expanduser(model)):
@@ -223,11 +223,11 @@ def model_keys(model: str, registry: Registry) -> dict[str, Any]:
         return {"model.repo": model}
     if "/" in model or os.sep in model:
         raise ConfigError(f"model={model}: there is no such folder, and it is not a repository's ORG/NAME")
-    return {"model": model}  # refused by compose, with the nearest names
+    return {"model": model}  # compose refuses it, suggesting similar names
 
 
 def option_repos(registry: Registry) -> dict[str, str]:
-    """option -> repository, for the options that name one."""
+    """Model option -> repository, for the options that name one."""
     import yaml
 
     found = {}

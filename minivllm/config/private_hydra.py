@@ -1,4 +1,4 @@
-"""Hydra without its global state: composing inside another Hydra app or a notebook leaves the host as it was."""
+"""Hydra without its global state: composing inside another Hydra app or a notebook leaves the host unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _lock = threading.RLock()
 
 @contextmanager
 def private_hydra() -> Iterator[Any]:
-    """A set of Hydra's singletons of our own, under a lock; yields its ConfigStore, with Hydra's own configs in it."""
+    """Swap in our own set of Hydra's singletons, under a lock; yields its ConfigStore, with Hydra's own configs."""
     import hydra.conf  # noqa: F401
     from hydra._internal.sources_registry import SourcesRegistry
     from hydra.core.config_store import ConfigStore
@@ -29,7 +29,7 @@ def private_hydra() -> Iterator[Any]:
         store.repo = {
             k: v for k, v in ConfigStore.instance().repo.items() if k in ("hydra", "_dummy_empty_config_.yaml")
         }
-        shared = {kind: instances[kind] for kind in (Plugins, SourcesRegistry)}  # what discovery found; never changed
+        shared = {kind: instances[kind] for kind in (Plugins, SourcesRegistry)}  # the result of discovery, read-only
         Singleton._instances = {**shared, ConfigStore: store}  # type: ignore[dict-item]
         try:
             yield store

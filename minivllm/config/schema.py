@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 
 class Device(Enum):
-    # OmegaConf reads an enum by its members' names, so these are what users type.
+    # OmegaConf parses enums by member name, so these are what users type.
     auto = "auto"
     cuda = "cuda"
     cpu = "cpu"
@@ -52,7 +52,7 @@ class Endpoint(Enum):
 def key(default: Any, help: str, **meta: Any) -> Any:
     """A field with its help and limits.
 
-    ``ge``, ``gt``, ``le`` bound a number; ``text`` marks a value that is taken as typed, outside Hydra's grammar.
+    ``ge``, ``gt``, ``le`` bound a number; ``text`` marks a value taken as typed, outside Hydra's grammar.
     """
     metadata = {"help": help, **meta}
     if isinstance(default, type):
@@ -130,7 +130,7 @@ class ExecutorSchema:
 
 @dataclass
 class EngineSchema:
-    """What every mode has; the fields of ``EngineConfig``, and the mode itself."""
+    """The keys of every mode: the fields of ``EngineConfig``, and the mode itself."""
 
     model: ModelSchema = key(ModelSchema, "which model")
     attention: AttentionSchema = key(AttentionSchema, "what attends")
@@ -284,7 +284,7 @@ class WorkloadSchema:
 
 @dataclass
 class SweepSchema:
-    """Of ``bench -m`` only."""
+    """Keys of ``bench -m`` only."""
 
     dir: str | None = key(None, "with -m: a new folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True)
     resume: str | None = key(None, "folder of an interrupted sweep: run what is missing", text=True)
@@ -327,18 +327,18 @@ class Key:
     """A leaf of a schema."""
 
     name: str  # dotted, as typed
-    type: str  # as a message says it
+    type: str  # as shown in messages
     default: Any
     help: str
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     text: bool = False
-    mapping: bool = False  # free keys beneath it
+    mapping: bool = False  # a mapping with arbitrary keys
 
 
 def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
-    """Every leaf of a schema by its dotted name, in the order of declaration."""
+    """Every leaf of a schema by its dotted name, in declaration order."""
     found: dict[str, Key] = {}
     hints = get_type_hints(schema)
     for f in fields(schema):
@@ -352,7 +352,7 @@ def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
 
 
 def type_in_words(hint: Any) -> str:
-    """``int | None`` as a person says it."""
+    """A type such as ``int | None`` in words, for messages."""
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(member.name for member in hint)
     if isinstance(hint, UnionType):

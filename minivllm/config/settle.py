@@ -1,4 +1,4 @@
-"""What only the whole tree shows: limits, names, options that nobody reads; and the copy into frozen classes."""
+"""Checks that need the whole tree (limits, names, unused options), and the copy into frozen classes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import KINDS, Registry, is_reserved
 from minivllm.plugins.types import Component
 
-# What people type for a line end; \nabla and the like may be meant.
+# Matches \n and \r typed for a line break, but not words such as \nabla.
 _NO_LINE_END = re.compile(r"\\[nr](?![a-z])")
-_KINDS = ("attention", "scheduler", "sampler", "executor")  # chosen by name; a model by its architecture
+_KINDS = ("attention", "scheduler", "sampler", "executor")  # selected by name; a model is selected by its architecture
 
 
 def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
-    """Raises ConfigError for a number that is out of its key's bounds."""
+    """Raises ConfigError for a number outside its key's bounds."""
     for key in keys.values():
         value = tree
         for part in key.name.split("."):
             value = getattr(value, part)
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        if key.ge is not None and not value >= key.ge:  # nor is nan
+        if key.ge is not None and not value >= key.ge:  # also catches nan
             raise ConfigError(f"{key.name}={value} is too small: the least is {key.ge:g} ({key.help})")
         if key.gt is None and key.le is not None and not value <= key.le:
             raise ConfigError(f"{key.name}={value} is too large: the most is {key.le:g} ({key.help})")
@@ -40,9 +40,9 @@ def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
 
 
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:
-    """Let a checkpoint's shape replace the option's; ``model.path`` becomes absolute.
+    """Let a checkpoint's shape replace the option's; make ``model.path`` absolute.
 
-    Raises ConfigError: a shape was typed that nothing would read, or there is neither a shape nor a checkpoint.
+    Raises ConfigError if a typed shape would be ignored, or if there is neither a shape nor a checkpoint.
     """
     model, shape = tree.model, next((k for k in final if k.startswith("model.hf_config")), None)
     if model.path is not None and "model.repo" in final:
@@ -58,7 +58,7 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
         source = f"model.path={model.path}" if model.path is not None else f"model.repo={model.repo}"
         if shape:
             raise ConfigError(f"{shape} and {source}: the shape is read from that checkpoint's config.json; drop one")
-        model.hf_config = {}  # the option's shape is another checkpoint's
+        model.hf_config = {}  # the option's shape is for another checkpoint
     elif shape and tree.load_format.value != "dummy":
         raise ConfigError(
             f"{shape}: a checkpoint's shape is in its config.json; add load_format=dummy for random weights of the "
@@ -78,7 +78,7 @@ def component_fields(kind: str) -> tuple[str, ...]:
 
 
 def named_component(kind: str, field: str, value: str | None, registry: Registry) -> Component | None:
-    """What ``{kind}.{field}=value`` names; None for null and auto. Raises ConfigError: nobody registered it."""
+    """The component named by ``{kind}.{field}=value``; None for null and auto. Raises ConfigError if not registered."""
     if value is None or (field == "name" and is_reserved(kind, value)):
         return None
     allowed = sorted([*registry.names(kind), *registry.aliases(kind)])
@@ -91,7 +91,7 @@ def named_component(kind: str, field: str, value: str | None, registry: Registry
 
 
 def settle_components(tree: Any, registry: Registry) -> None:
-    """Aliases become names; a name that nobody registered, and an option that nobody reads, are refused."""
+    """Replace aliases by names; refuse unregistered names and options that no component reads."""
     for kind in _KINDS:
         node, used = getattr(tree, kind), []
         for field in component_fields(kind):
@@ -112,7 +112,7 @@ def settle_components(tree: Any, registry: Registry) -> None:
 
 
 def settle_mode(tree: Any) -> Any:
-    """Bring what may be typed in two ways (one string or a list) into one."""
+    """Normalize values that may be typed in two ways (a string or a list)."""
     if hasattr(tree, "stop"):
         tree.stop, tree.bad_words = _strings("stop", tree.stop), _strings("bad_words", tree.bad_words)
         tree.stop_token_ids = tree.stop_token_ids or []
@@ -124,7 +124,7 @@ def settle_mode(tree: Any) -> Any:
                 )
     if hasattr(tree, "allowed_origins"):
         tree.allowed_origins = _strings("allowed_origins", tree.allowed_origins)
-    for switch in ("profile", "trace", "timeline"):  # a word, or a file's name
+    for switch in ("profile", "trace", "timeline"):  # a keyword or a file name
         if getattr(tree, switch, "").lower() in ("true", "false"):
             setattr(tree, switch, getattr(tree, switch).lower())
     if hasattr(tree, "prompts"):
@@ -166,7 +166,7 @@ def _prompt(prompt: Any, index: int) -> str | tuple[int, ...]:
 
 
 def freeze(node: Any, target: type) -> Any:
-    """Copy the fields that ``target`` has, all the way down."""
+    """Copy the fields that ``target`` has, recursively."""
     hints = get_type_hints(target)
     return target(**{f.name: _freeze_value(getattr(node, f.name), hints[f.name]) for f in fields(target)})
 

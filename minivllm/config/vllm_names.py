@@ -1,4 +1,4 @@
-"""What ``vllm.LLM`` calls our keys, and which of its keywords ask for nothing."""
+"""Maps ``vllm.LLM``'s keywords to our keys, and lists those that have no effect here."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _LORA = "it belongs to enable_lora, which is not supported yet"
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
 
-# vllm.LLM's keywords that ask for nothing at these values (and at None), and for something that is not here at others.
-# A type stands for all its values.
+# vllm.LLM's keywords that have no effect at these values (and at None), and are not supported at others. A type stands
+# for all its values.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "additional_config": (({},), "a plugin's own keys are .options of its group"),
     "allowed_local_media_path": (("",), _MULTIMODAL),
     "calculate_kv_scales": ((False,), "not supported yet"),
-    "compilation_config": (({}, int), f"nothing is compiled by torch; of CUDA graphs {_GRAPHS}"),  # a number is a level
+    "compilation_config": (({}, int), f"nothing is compiled by torch; of CUDA graphs {_GRAPHS}"),  # an int is a level
     "config_format": (("auto", "hf"), "a checkpoint has config.json"),
     "convert": (("auto", "none"), "models generate"),
     "cpu_offload_gb": ((0,), "not supported"),
@@ -62,7 +62,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_prompt_embeds": ((False,), "not supported"),
     "enable_sleep_mode": ((False,), "not supported"),
     "fully_sharded_loras": ((bool,), _LORA),
-    # "auto" is vLLM's default, "vllm" asks for what happens here.
+    # "auto" is vLLM's default; "vllm" is what happens here.
     "generation_config": (
         ("auto", "vllm"),
         "of generation_config.json only the end tokens are taken; give SamplingParams",
@@ -80,7 +80,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs_mode": (("raw_logprobs",), "not supported"),
     "lora_dtype": (("auto",), _LORA),
     "lora_extra_vocab_size": ((int,), _LORA),
-    "master_addr": ((str,), "not supported; type executor=torchrun"),  # with one node it is nobody's
+    "master_addr": ((str,), "not supported; type executor=torchrun"),  # unused on one node
     "master_port": ((int,), "not supported; type executor=torchrun"),
     "max_context_len_to_capture": ((int,), "it is a whole number"),
     "max_cpu_loras": ((int,), _LORA),
@@ -119,7 +119,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "task": (("auto", "generate"), "models generate"),
     "tokenizer_mode": (("auto", "hf"), "there is one tokenizer"),
     "tokenizer_revision": ((), "one revision is for model and tokenizer"),
-    # A permission, which is not used: an architecture that nobody registered is refused.
+    # A permission that is never used: unregistered architectures are refused.
     "trust_remote_code": ((bool,), "it is True or False"),
     "use_tqdm_on_load": ((bool,), "it is True or False"),
     "use_v2_block_manager": ((bool,), "it is True or False"),
@@ -127,7 +127,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "worker_use_ray": ((False,), "type distributed_executor_backend='ray'"),
 }
 
-# Others of its keywords, now or earlier, which ask for nothing where they are None, False, 0 or empty.
+# Other keywords, current or former, that have no effect if None, False, 0 or empty.
 _NOTHING_HERE = """
     aggregate_engine_logging all2all_backend allowed_media_domains attention_config code_revision
     collect_detailed_traces cp_kv_cache_interleave_size cpu_offload_params cudagraph_metrics
@@ -157,8 +157,8 @@ _CALLED = {int: "a whole number", float: "a number", bool: "True, False", str: "
 
 
 def check_neutral(name: str, value: Any) -> bool:
-    """Whether ``vllm.LLM`` has this keyword, and nothing here is called by it. Raises ConfigError if it asks for
-    something nevertheless."""
+    """Whether this is a ``vllm.LLM`` keyword that has no effect here. Raises ConfigError if its value asks for
+    something unsupported."""
     neutral, why = NEUTRAL.get(name, ((), "not supported; leave it out"))
     if name not in NEUTRAL and name not in NOT_HERE:
         return False

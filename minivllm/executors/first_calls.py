@@ -1,5 +1,5 @@
-"""What a plugin's classes return, looked at when a method is first called: some wrong shapes are cut or spread
-silently, and every answer is garbage. What is built in is not looked at, and later calls cost nothing.
+"""Checks what a plugin's methods return on their first call: some wrong shapes would be truncated or broadcast
+silently, and every answer would be garbage. Built-in components are not checked, and later calls cost nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def look_at_first(entry: Entry, component: object, **looks: Callable[..., Any]) -> None:
-    """``looks``: of a method, what takes its first call's result and arguments, and returns what the caller gets. It
-    raises TypeError, saying what came instead of what, which becomes a PluginError."""
+    """``looks``: method name -> a check that takes its first call's result and arguments and returns what the caller
+    gets. Its TypeError, which says what was expected and what came, becomes a PluginError."""
     if not entry.provider.builtin:
         for method, look in looks.items():
             _look_at_first(entry, component, method, look)
@@ -32,9 +32,9 @@ def _look_at_first(entry: Entry, component: object, method: str, look: Callable[
     call, own = getattr(component, method), vars(component).get(method)
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        if vars(component).get(method) is first:  # nobody has put another in its place
+        if vars(component).get(method) is first:  # it has not been replaced since
             delattr(component, method)
-            if own is not None:  # not the class's: somebody compiled it, say
+            if own is not None:  # an instance attribute, such as a compiled method
                 setattr(component, method, own)
         found = call(*args, **kwargs)
         try:
@@ -70,7 +70,7 @@ def look_at_sampler(entry: Entry, sampler: Sampler, vocab_size: int) -> None:
         expected = (len(logits),)
         if not isinstance(found, torch.Tensor) or found.shape != expected or found.dtype != torch.int64:
             raise TypeError(f"{_what(found)}, not int64 {expected}, a token for each row of logits")
-        if found.device.type == "cpu" and len(found):  # a GPU would have to be waited for
+        if found.device.type == "cpu" and len(found):  # on a GPU this would synchronize
             _check_ids(found.numpy(), vocab_size)
         return found
 
@@ -87,7 +87,7 @@ def look_at_sampler(entry: Entry, sampler: Sampler, vocab_size: int) -> None:
 
 
 def look_at_scheduler(entry: Entry, scheduler: Scheduler, row: np.dtype) -> None:
-    """``row``: the sampler's."""
+    """``row``: the sampler's row dtype."""
 
     def schedule(found: Any) -> Any:
         if found is not None and not isinstance(found, Batch):
@@ -112,7 +112,7 @@ def look_at_scheduler(entry: Entry, scheduler: Scheduler, row: np.dtype) -> None
 
 
 def _check_batch(batch: Batch, row: np.dtype) -> None:
-    """Its arrays become bytes on their way to other processes, where others would be read as something else."""
+    """Check its arrays' dtypes: they are sent to other processes as raw bytes, and others would be misread."""
 
     def check(names: str, dtype: Any, length: int) -> None:
         for name in names.split():
@@ -147,7 +147,7 @@ def look_at_executor(entry: Entry, executor: Executor, vocab_size: int) -> None:
 
 
 class _FirstStep:
-    """A step under way whose tokens are looked at."""
+    """A step in flight whose tokens are checked."""
 
     def __init__(self, entry: Entry, step: StepHandle, batch: Batch, vocab_size: int) -> None:
         self.entry, self.step, self.batch, self.vocab_size = entry, step, batch, vocab_size

@@ -1,6 +1,6 @@
-"""What a rank and its parent say to each other beside the steps: msgpack on a socket.
+"""Messages between a rank and its parent, apart from steps: msgpack on a socket.
 
-That the socket ends tells either side that the other is gone.
+A closed socket tells either side that the other is gone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from minivllm.errors import EngineDeadError, MinivllmError, by_name, place_of
 from minivllm.frames import Frames, frame
 from minivllm.plugins.ranks import ParentView
 
-_MOST_FDS = 253  # that Linux takes in one message: of 125 ranks
+_MOST_FDS = 253  # Linux's limit per message: enough for 125 ranks
 
 
 class Hello(msgspec.Struct, tag=True):
-    """To a rank: who it is and what to build. Names of components are resolved where they are used."""
+    """To a rank: which rank it is and what to build. Component names are resolved where they are used."""
 
     rank: int
     size: int
@@ -37,17 +37,18 @@ class Hello(msgspec.Struct, tag=True):
     max_model_len: int
     steps_fd: int
     results_fd: int
-    step_bytes: int  # of a slot
+    step_bytes: int  # per slot
     result_bytes: int
     plugins: ParentView
-    bell_fds: tuple[int, int]  # of the rank's own bell
-    results_bell_fds: tuple[int, int]  # of the parent's
-    fds: list[int] = []  # all of these, as they were handed over
+    bell_fds: tuple[int, int]  # the rank's own bell
+    results_bell_fds: tuple[int, int]  # the parent's
+    fds: list[int] = []  # all of these, in the order handed over
     parent_pid: int = 0
     die_with_parent: bool = False
 
     def rename_fds(self, taken: Sequence[int]) -> None:
-        """By their numbers in this process, which has taken ``fds`` over in their order; closes what is another's."""
+        """Replace the descriptors by their numbers in this process, ``taken`` in the order of ``fds``; closes those of
+        other ranks."""
         here = dict(zip(self.fds, taken, strict=True))
         self.steps_fd, self.results_fd = here[self.steps_fd], here[self.results_fd]
         self.bell_fds = here[self.bell_fds[0]], here[self.bell_fds[1]]
@@ -59,7 +60,7 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Build(msgspec.Struct, tag=True):
-    """What an actor builds; the rest it is told as it comes up."""
+    """What an actor builds; it learns the rest during startup."""
 
     config: EngineConfig
     model_config: ModelConfig
@@ -68,37 +69,37 @@ class Build(msgspec.Struct, tag=True):
 
 
 class Still(msgspec.Struct, tag=True):
-    """From a rank that starts: what its main thread is in, and for how many seconds at that very place."""
+    """From a starting rank: where its main thread is, and for how many seconds it has been at exactly that place."""
 
     where: str
     seconds: float
 
 
 class Pulse(msgspec.Struct, tag=True):
-    """From an actor that was asked whether it lives."""
+    """An actor's answer to a health check."""
 
     pid: int
     node: str
-    place: Still  # of the thread that starts it and takes steps
+    place: Still  # of the thread that starts it and runs steps
 
 
 class Ready(msgspec.Struct, tag=True):
-    """From a rank: it can take steps."""
+    """From a rank: it is ready for steps."""
 
     num_blocks: int
     about: dict[str, Any]
-    notes: list[str]  # what the parent should tell: plugins that are broken here and not there
+    notes: list[str]  # for the parent to log: plugins that are broken here but not there
 
 
 class Failed(msgspec.Struct, tag=True):
-    """From a rank, its last words."""
+    """From a rank: the error that ends it."""
 
     error: str  # the class's name
     message: str
     traceback: str
     doing: str
-    place: str  # where it was raised; empty for errors of ours, whose messages say what is wrong
-    at: float  # time.monotonic(), the same clock for all processes of a machine
+    place: str  # where it was raised; empty for minivllm's own errors, whose messages suffice
+    at: float  # time.monotonic(), the same clock in all processes of a machine
 
     @classmethod
     def of(cls, error: BaseException, doing: str) -> Failed:
@@ -107,7 +108,7 @@ class Failed(msgspec.Struct, tag=True):
         return cls(type(error).__name__, str(error), text, doing, place, time.monotonic())
 
     def as_error(self, rank: int, starting: bool) -> MinivllmError:
-        """What to raise in the parent: EngineDeadError; at the start, an error of ours as it was."""
+        """The exception to raise in the parent: EngineDeadError; at startup, minivllm's own errors unchanged."""
         error = by_name(self.error, self.message)
         if not starting or not isinstance(error, MinivllmError):
             where = f" ({self.place})" if self.place else ""
@@ -144,18 +145,18 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Raises nothing if the other side is gone: whoever waits for an answer will see that."""
+        """Does not raise if the other side is gone: whoever waits for an answer will notice."""
         data = encode(message)
         with self._lock, contextlib.suppress(OSError):
             self.socket.sendall(frame(data))
 
     def hand_over(self, fds: Sequence[int]) -> None:
-        """Descriptors, ahead of the first message, for ``take_over``."""
+        """Send file descriptors, before the first message, for ``take_over``."""
         with contextlib.suppress(OSError):
             socket.send_fds(self.socket, [b"\0"], list(fds))
 
     def take_over(self) -> list[int]:
-        """What was handed over, by its numbers here; none: the other side is gone."""
+        """The descriptors handed over, as numbers in this process; empty: the other side is gone."""
         try:
             return list(socket.recv_fds(self.socket, 1, _MOST_FDS)[1])
         except ConnectionError:
@@ -168,7 +169,7 @@ class Link:
         return message
 
     def hear(self) -> list[Message]:
-        """After a poll said that there is something: all messages that are complete. Sets ``ended``."""
+        """All complete messages, once a poll has found data. Sets ``ended``."""
         self._fill()
         found = []
         while (message := self._next()) is not None:

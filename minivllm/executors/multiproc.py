@@ -1,8 +1,8 @@
-"""Several ranks on one machine, each a child process; the parent schedules and stays responsive when one dies or hangs.
+"""Several ranks on one machine, each a child process; the parent schedules and stays responsive if one dies or hangs.
 
 Steps go to all ranks through one shared-memory ring, tokens come back from rank 0 through another. Children are
-started as ``python -m minivllm.executors.rank``, so a script needs no ``if __name__ == "__main__"``, and the config
-reaches them as msgpack.
+started as ``python -m minivllm.executors.rank``, so scripts need no ``if __name__ == "__main__"``, and get the config
+as msgpack.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
-_LOGPROBS = 20  # a token, in a slot for results; more travel in pieces
+_LOGPROBS = 20  # per token, in a slot for results; more are sent in pieces
 
 
 class MultiprocExecutor(Executor):
-    """Options: ``devices``, the GPUs' numbers (0, 1, … unless given); ``step_timeout`` and ``start_timeout`` in seconds
-    (how long a start may come no further); ``all_reduce``, auto, nccl or peer (small sums through peer
-    memory, up to what is faster here, never, or up to ``all_reduce_bytes``)."""
+    """Options: ``devices``, GPU indices (default 0, 1, …); ``step_timeout`` and ``start_timeout`` in seconds (how long
+    startup may make no progress); ``all_reduce``: small all-reduces use peer memory up to the size where that is faster
+    (auto), never (nccl) or up to ``all_reduce_bytes`` (peer)."""
 
     takes_masks = True
 
@@ -61,10 +61,10 @@ class MultiprocExecutor(Executor):
         self._sent = self._received = 0
         self._children: Sequence[Child] = ()
         self._resources = ExitStack()
-        self._release = weakref.finalize(self, self._resources.close)  # for an engine that nobody shut down
+        self._release = weakref.finalize(self, self._resources.close)  # for an engine that was never shut down
 
     def take(self, children: Sequence[Child]) -> None:
-        """Processes for the ranks, which ``start`` starts otherwise; they are this executor's now."""
+        """Use these processes for the ranks, instead of starting them in ``start``; the executor owns them now."""
         self._children = children
         for child in children:
             self._resources.callback(child.kill)
@@ -77,7 +77,7 @@ class MultiprocExecutor(Executor):
         bells = [Bell.create() for _ in range(size + 1)]
         for close in (steps.close, results.close, *(bell.close for bell in bells)):
             held.callback(close)
-        stores = [open_store("127.0.0.1")]  # it lives as long as the ranks
+        stores = [open_store("127.0.0.1")]  # must live as long as the ranks
         hellos = [
             Hello(
                 rank=rank,
@@ -116,8 +116,8 @@ class MultiprocExecutor(Executor):
         return min(r.num_blocks for r in ready)
 
     def _slot_bytes(self) -> tuple[int, int]:
-        """Room for all but a rare step in one slot: full batches, a few new blocks a sequence and a prompt's; and for
-        all masks of guided sequences. Memory is taken where it is first written to."""
+        """Slot sizes that hold nearly every step (a full batch, a few new blocks per sequence and those of a prompt)
+        and all masks of guided sequences. Memory is allocated only when first written to."""
         s, cache = self.config.scheduler, self.config.cache
         blocks = 4 * s.max_num_seqs + 2 * s.max_num_batched_tokens // cache.block_size
         step = 4096 + s.max_num_seqs * (32 + self._row_bytes) + 4 * s.max_num_batched_tokens + 12 * blocks
@@ -142,7 +142,7 @@ class MultiprocExecutor(Executor):
             raise self._died(error) from None
 
     def result(self, number: int) -> StepResult:
-        """What step ``number`` (from 1, in the order of launches) sampled; earlier ones that nobody asked for go."""
+        """The result of step ``number`` (from 1, in launch order); drops earlier results that were not asked for."""
         self._check_alive()
         waited = 0.0
 
@@ -205,13 +205,13 @@ class MultiprocExecutor(Executor):
             try:
                 self._steps.send(b"", self._ranks.watch)
                 self._ranks.wait_ended()
-            except MinivllmError as error:  # one was gone already
+            except MinivllmError as error:  # one was already gone
                 self._dead = error
         self._release()
 
 
 class _Step:
-    """A step under way."""
+    """A step in flight."""
 
     __slots__ = ("executor", "number")
 
@@ -223,7 +223,7 @@ class _Step:
 
 
 def choose_devices(config: EngineConfig) -> list[int]:
-    """The GPUs of the ranks; none on a CPU. Raises ConfigError where there are too few."""
+    """The ranks' GPUs; none on a CPU. Raises ConfigError if there are too few."""
     if resolve_device(config.device) == "cpu":
         if "devices" in config.executor.options:
             raise ConfigError("executor.options.devices names GPUs, and this runs on the CPU; leave it out")
@@ -248,7 +248,7 @@ def choose_devices(config: EngineConfig) -> list[int]:
 
 
 def refuse_unsplittable(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> None:
-    """Build the last rank's model without memory, so that what cannot be split is said before anything is started."""
+    """Build the last rank's model on the meta device, to refuse what cannot be split before starting any process."""
     name = registry.model_for_architecture(model_config.architecture).name
     model_class = registry.resolve("model", name)
     with torch.device("meta"), registry.building("model", name):

@@ -1,4 +1,4 @@
-"""Whether a rank packs its weights (``layers/packed.py``): by configuration, device, model and memory."""
+"""Decides whether a rank packs its weights (``layers/packed.py``), by configuration, device, model and memory."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minivllm")
 
-_LEFT_FOR_CACHE = 3 / 4  # of the memory that a cache would have, unless packing is asked for
-_CACHE_OF_LEFT = 0.9  # at most, of a cache that is asked for; steps need some, too
+_LEFT_FOR_CACHE = 3 / 4  # of the memory available to the cache, unless packing is requested
+_CACHE_OF_LEFT = 0.9  # at most, for a cache of a requested size; steps need memory, too
 
 
 def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Begin to compile, while weights are loaded, what packs them, and the kernels that ``pack_weights`` will ask for,
-    if the model is a usual one."""
+    """While weights load, start compiling the packing kernels and those that ``pack_weights`` will need, if the model
+    is a usual one."""
     if config.packed_weights == "false" or _impossible(dtype, device) is not None:
         return
     compile_ahead(PACK_KERNEL)
@@ -54,7 +54,7 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     shape = DecoderShape(
         its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
     )
-    mixture = any("experts" in key for key in its.hf_config)  # its MLPs are of other sizes, and are not packed
+    mixture = any("experts" in key for key in its.hf_config)  # MLPs of experts have other sizes and are not packed
     chain, whole, order = Ways(None, None, Order.UNITS) if mixture else packed_ways(shape.products, shape, tp)
     if chain and (chained := packed_chain_config(packed_rows(chain)[0], chain, sms)):
         compile_ahead(packed_kernel(chain, chained))
@@ -74,12 +74,12 @@ def pack_weights(
     cache_bytes: int,
     plain: bool,
 ) -> bool:
-    """Pack the weights of a model that is loaded, those of LM heads and those of layers, where
-    ``config.packed_weights`` asks for it, or is auto and they fit, on all ranks; returns whether any are.
-    ``cache_bytes``: of the least cache that the configuration allows. ``plain``: its attention ``attends_plainly``.
+    """Pack the LM head and layer weights of a loaded model if ``config.packed_weights`` is true, or is auto and they
+    fit on all ranks; returns whether any were packed. ``cache_bytes``: the smallest cache that the configuration
+    allows. ``plain``: its attention ``attends_plainly``.
 
     Raises:
-        ConfigError: packed_weights=true, and some that would be faster cannot be packed, or none would be; it says why.
+        ConfigError: packed_weights=true, but some that would be faster cannot be packed, or none would be; says why.
     """
     if config.packed_weights == "false":
         return False
@@ -106,7 +106,7 @@ def pack_weights(
 def _pack(
     part: _Part, model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int
 ) -> str | None:
-    """Packs it, or returns why it cannot be."""
+    """Pack this part, or return why it cannot be packed."""
     if (why := _lacks_room(part.weights, config, device, cache_bytes)) is not None:
         return why
     if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
@@ -122,12 +122,12 @@ def _refusal(why: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class _Part:
-    """Of a model, what is packed together, or not. ``unfit``: why nobody would gain by it."""
+    """The part of a model that is packed as a whole or not at all. ``unfit``: why packing would gain nothing."""
 
     what: str
     products: Mapping[Product, Order]
     unfit: str | None
-    runs: Callable[[torch.dtype, torch.device], bool]  # is the kernel for these, and does it load? compiles it
+    runs: Callable[[torch.dtype, torch.device], bool]  # whether the kernel supports these and loads; compiles it
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -175,7 +175,7 @@ def _layers(model: nn.Module, plain: bool) -> _Part:
 
 
 def _impossible(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What it is about the device or the dtype."""
+    """Why the device or dtype rules packing out."""
     if not nvrtc.available(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "device=cpu"
         return f"{name} is no Hopper GPU (H100, H200), or the package cuda-bindings is missing"
@@ -187,7 +187,7 @@ def _impossible(dtype: torch.dtype, device: torch.device) -> str | None:
 def _lacks_room(
     weights: Sequence[torch.Tensor], config: EngineConfig, device: torch.device, cache_bytes: int
 ) -> str | None:
-    """For what there is not enough memory."""
+    """What there is not enough memory for, if anything."""
     needed = sum(packed_bytes(*weight.shape) for weight in weights)
     torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info(device)[0] * config.cache.gpu_memory_utilization

@@ -1,5 +1,5 @@
-"""What ranks whose GPUs reach each other's memory have beside their group: sums in kernels and by copy engines of ours,
-each taken after a proof, on this machine, that it is right."""
+"""Communication for ranks whose GPUs can access each other's memory, in addition to NCCL: our own all-reduce kernels
+and copy-engine exchange, each used only after it has been verified on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("minivllm")
 
-_PEER_BYTES = 1 << 20  # all_reduce=peer: up to here, if not told otherwise
-_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)  # all_reduce=auto: what is tried
+_PEER_BYTES = 1 << 20  # all_reduce=peer: the default limit
+_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)  # all_reduce=auto: sizes to try
 
 
 def check_all_reduce(options: Mapping[str, Any], device_type: str) -> None:
-    """Raises ConfigError for an ``executor.options.all_reduce`` (or ``all_reduce_bytes``) that cannot be heeded."""
+    """Raises ConfigError for an ``executor.options.all_reduce`` (or ``all_reduce_bytes``) that cannot be used."""
     how, size = options.get("all_reduce", "auto"), options.get("all_reduce_bytes", _PEER_BYTES)
     if how not in ("auto", "nccl", "peer"):
         raise ConfigError(f"executor.options.all_reduce={how} is not auto, nccl or peer")
@@ -44,17 +44,17 @@ def check_all_reduce(options: Mapping[str, Any], device_type: str) -> None:
 def with_peers(
     tp: TensorParallel, device_index: int, options: Mapping[str, Any], rows: int, width: int, dtype: torch.dtype
 ) -> TensorParallel:
-    """All that sums faster than NCCL here, of steps of up to ``rows`` tokens, ``width`` wide. Every rank calls this."""
+    """Add whatever sums faster than NCCL here, for steps of up to ``rows`` tokens, ``width`` wide. Collective."""
     tp = _with_peer_memory(tp, device_index, options)
     tp = _with_peer_words(tp, device_index, width)
     return _with_exchange(tp, device_index, rows, width, dtype)
 
 
 def _with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[str, Any]) -> TensorParallel:
-    """Small sums through peer memory, after proving on this machine that they are right. Every rank calls this.
+    """Use peer memory for small all-reduces, if they are verified to be correct on this machine. Collective.
 
-    ``executor.options.all_reduce``: auto (the default) takes it up to the size where NCCL is faster, measured here;
-    peer up to ``all_reduce_bytes``, 1 MiB if not given; nccl never.
+    ``executor.options.all_reduce``: auto (the default) uses it up to the size where NCCL is faster, measured here;
+    peer, up to ``all_reduce_bytes`` (default 1 MiB); nccl, never.
     """
     how = options.get("all_reduce", "auto")
     if how == "nccl" or tp.size == 1:
@@ -63,9 +63,9 @@ def _with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[st
     capacity = options.get("all_reduce_bytes", _PEER_BYTES) if how == "peer" else _SIZES[-1]
     try:
         peer = PeerAllReduce.create(tp.group, capacity, device)
-    except Exception as error:  # whatever this torch or this machine lacks: NCCL works without it
+    except Exception as error:  # something missing in this torch or machine: NCCL works without it
         why = f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
-    # a rank without peer memory would leave the others waiting in the first sum
+    # a rank without peer memory would hang the others in the first all-reduce
     everywhere = bool(tp.minimum(int(peer is not None), device))
     if peer is None or not everywhere or not tp.minimum(int(_agrees(peer, tp, device)), device):
         level = logging.WARNING if how == "peer" else logging.INFO
@@ -77,14 +77,14 @@ def _with_peer_memory(tp: TensorParallel, device_index: int, options: Mapping[st
 
 
 def _with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int, dtype: torch.dtype) -> TensorParallel:
-    """Sums of steps of up to ``rows`` tokens beside products, where peer memory works and steps may be large enough;
-    after proving on this machine that they are right. Every rank calls this."""
+    """Overlap sums with matmuls in steps of up to ``rows`` tokens, if peer memory works, steps may be large enough and
+    the sums are verified to be correct on this machine. Collective."""
     if tp.peer is None or rows < least_rows(tp.size, captured=True):
         return tp
     device, why, exchange = torch.device("cuda", device_index), "", None
     try:
         exchange = PeerExchange.create(tp.group, rows, width, dtype, device)
-    except Exception as error:  # too little memory, most likely: NCCL works without it
+    except Exception as error:  # most likely too little memory: NCCL works without it
         why = f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
     everywhere = bool(tp.minimum(int(exchange is not None), device))
     if exchange is None or not everywhere or not tp.minimum(int(_exchanges(exchange, tp)), device):
@@ -94,8 +94,8 @@ def _with_exchange(tp: TensorParallel, device_index: int, rows: int, width: int,
 
 
 def _with_peer_words(tp: TensorParallel, device_index: int, width: int) -> TensorParallel:
-    """Few sequences' layers in one kernel, where peer memory works and all ranks have that kernel. Every rank calls
-    this."""
+    """Let all layers run in one kernel for few sequences, if peer memory works and all ranks have that kernel.
+    Collective."""
     device = torch.device("cuda", device_index)
     if tp.peer is None or not tp.minimum(int(nvrtc.available(device)), device):
         return tp
@@ -103,9 +103,9 @@ def _with_peer_words(tp: TensorParallel, device_index: int, width: int) -> Tenso
 
 
 def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> int:
-    """The bytes up to which peer memory is faster than NCCL; 0: nowhere. A few milliseconds in all.
+    """The number of bytes up to which peer memory is faster than NCCL; 0: never. Takes a few milliseconds.
 
-    Both run in a graph, as they do in a decode step: what their launches cost the host is no part of it.
+    Both are timed in a CUDA graph, as in a decode step, so that launch overhead does not count.
     """
 
     def milliseconds(reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
@@ -128,7 +128,7 @@ def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device)
         return min(times)
 
     limit, faster = 0, True
-    for size in _SIZES:  # every rank times every size: they must make the same calls
+    for size in _SIZES:  # every rank times every size, as all must make the same calls
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         faster &= milliseconds(peer, x) < milliseconds(tp.all_reduce, x)
         limit = size if faster else limit
@@ -137,23 +137,23 @@ def _faster_up_to(peer: PeerAllReduce, tp: TensorParallel, device: torch.device)
 
 
 def _agrees(peer: PeerAllReduce, tp: TensorParallel, device: torch.device) -> bool:
-    """Whether it sums as NCCL does: small whole numbers, so that any order gives the same.
+    """Whether it sums as NCCL does, on small integers, so that the order of summation does not matter.
 
-    Large sums stand right before small ones and the other way round, with nothing between, and each size comes again
-    when the memory that it went through is used for the second time and later.
+    Large sums directly follow small ones and vice versa, and each size repeats until its memory has been reused more
+    than once.
     """
     large, middle = peer.capacity // 2, peer.one_shot // 2
     sizes = (8, 4096, large, 8, middle, 4096, middle, 8, large, large // 16 * 8, 8, middle, 8, 8)
     xs = [torch.randint(-8, 8, (n,), device=device).to(torch.bfloat16) for n in sizes if n <= large]
     ours = [(x, peer(x.clone(), two_shots)) for x in xs for two_shots in peer.ways(x)]
     right = True
-    for x, sums in ours:  # to the end: every rank must make the same calls
+    for x, sums in ours:  # no early exit: every rank must make the same calls
         right &= torch.equal(sums, tp.all_reduce(x.clone()))
     return right
 
 
 def _exchanges(exchange: PeerExchange, tp: TensorParallel) -> bool:
-    """Whether it sums as NCCL does: small whole numbers, in calls of several sizes with nothing between, the same in a
+    """Whether it sums as NCCL does, on small integers, in back-to-back calls of several sizes, with and without a
     graph."""
     most, width = exchange.stream.shape
 
@@ -172,7 +172,7 @@ def _exchanges(exchange: PeerExchange, tp: TensorParallel) -> bool:
         right &= is_right(other)
     try:
         graph, _ = capture_graph(lambda: exchange.all_reduce(x, eps=1.0), torch.cuda.graph_pool_handle())
-    except (RuntimeError, MinivllmError):  # on all ranks, which have the same driver
+    except (RuntimeError, MinivllmError):  # on all ranks alike, as they have the same driver
         return False
     for _ in range(2):
         x.copy_(drawn(1000))

@@ -1,12 +1,12 @@
-"""The parent's side of rank processes: starting them, noticing that one is gone or silent, ending them all.
+"""The parent's side of rank processes: starting them, detecting that one is gone or silent, ending them all.
 
-They are started before the parent imports torch, and import it at the same time (``start_children``); what they are to
-be they are told when the parent knows (``RankProcesses.spawn``).
+They are started before the parent imports torch, and import it at the same time (``start_children``); they are told
+which rank they are once the parent knows (``RankProcesses.spawn``).
 
-A rank is watched in three ways: its socket ends when it dies, however it dies; it reports its own errors there; and
-its heartbeats stop if it is stopped or stuck where not even its threads run. At its start the last may be right (an
-import or a driver can hold up all its threads), so there a rank counts as lost when the system says that it is stopped,
-or when no rank came further for long.
+A rank is monitored in three ways: its socket closes when it dies, however it dies; it reports its own errors there; and
+its heartbeats stop if it is stopped, or stuck with all threads blocked. At startup that may be legitimate (an import or
+a driver can block all threads), so there a rank counts as lost only if the system says that it is stopped, or if no
+rank makes progress for long.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from minivllm.errors import EngineDeadError, MinivllmError
 from minivllm.executors.messages import Failed, Hello, Link, Ready, Still
 from minivllm.executors.progress import SILENT, START_TIMEOUT, TICK, nobody_moves
 
-_LAST_WORDS = 0.5  # how long the others may still report, to find out who began
-_GRACE = 3.0  # between asking ranks to end and ending them
+_LAST_WORDS = 0.5  # seconds for others to report, to find which failed first
+_GRACE = 3.0  # seconds between asking ranks to exit and killing them
 
 
 @dataclass(slots=True)
 class Rank:
-    """One rank, as its parent knows it."""
+    """One rank, as seen by its parent."""
 
     number: int
     process: subprocess.Popen[bytes]
@@ -43,7 +43,7 @@ class Rank:
     failed: Failed | None = None
     place: Still = field(default_factory=lambda: Still("its first moments", 0.0))
     beats: int = 0
-    silent: float = 0.0  # seconds, as far as we watched
+    silent: float = 0.0  # seconds, while we were watching
 
     def hear(self) -> None:
         for message in self.link.hear():
@@ -55,7 +55,7 @@ class Rank:
                 self.place = message
 
     def still(self) -> Still:
-        """Its place; what it said is old if it is silent."""
+        """Where it is; its last report is stale if it is silent."""
         return Still(self.place.where, self.place.seconds + self.silent)
 
     def end(self) -> str:
@@ -70,7 +70,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that waits to be told which rank it is."""
+    """A process waiting to be told which rank it is."""
 
     process: subprocess.Popen[bytes]
     link: Link
@@ -83,7 +83,7 @@ class Child:
 
 
 def start_children(size: int, gpus: bool) -> list[Child]:
-    """A process for each of ``size`` ranks. ``gpus``: rank i may open GPU i while it imports torch."""
+    """Start a process for each of ``size`` ranks. ``gpus``: rank i may open GPU i while it imports torch."""
     with ExitStack() as undo:
         children = []
         for number in range(size):
@@ -107,25 +107,25 @@ def _start_child(size: int, gpu: list[str]) -> Child:
         raise
     finally:
         theirs.close()
-    # What the parent dies of may end the thread that made the rank first; only the main thread lives as long as it.
+    # A dying parent may lose the thread that started the rank first; only the main thread lives as long as the parent.
     return Child(process, Link(ours), threading.current_thread() is threading.main_thread())
 
 
 class RankProcesses:
-    """All ranks of one engine. ``fds``: descriptors that each is handed, named by their numbers here in its ``Hello``;
+    """All ranks of one engine. ``fds``: descriptors passed to each rank, named in its ``Hello`` by their numbers here;
     ``beats(rank)`` reads a rank's heartbeat counter; ``start_timeout`` is in seconds."""
 
     def __init__(self, fds: Sequence[int], beats: Callable[[int], int], start_timeout: float = START_TIMEOUT) -> None:
         self.ranks: list[Rank] = []
         self.fds, self.beats, self.start_timeout = fds, beats, start_timeout
-        self.poller = select.poll()  # for a blocking wait: the caller adds what else should end it
+        self.poller = select.poll()  # for a blocking wait; the caller registers what else should end it
         self._health = select.poll()
         self._by_fd: dict[int, Rank] = {}
         self._listened = time.monotonic()
         self._starting = True
 
     def spawn(self, hellos: Sequence[Hello], children: Sequence[Child]) -> None:
-        """Tell each child who it is; from here on they are ``ranks``."""
+        """Tell each child which rank it is; from then on they are ``ranks``."""
         for hello, child in zip(hellos, children, strict=True):
             rank = Rank(hello.rank, child.process, child.link)
             self.ranks.append(rank)
@@ -143,7 +143,7 @@ class RankProcesses:
     # ------------------------------------------------------------------ watching
 
     def wait_ready(self) -> list[Ready]:
-        """Until every rank can take steps. Raises what a rank raised at its start."""
+        """Wait until every rank is ready for steps. Raises what a rank raised at startup."""
         while waiting := [rank for rank in self.ranks if rank.ready is None]:
             self.watch()
             if why := nobody_moves({rank.number: rank.still() for rank in waiting}, self.start_timeout):
@@ -155,14 +155,14 @@ class RankProcesses:
         return [rank.ready for rank in self.ranks if rank.ready is not None]
 
     def watch(self) -> float:
-        """Wait a moment, or until something on ``poller`` happens; returns the seconds since the last look.
+        """Wait a moment, or until an event on ``poller``; returns the seconds since the last call.
 
         Raises:
-            EngineDeadError: a rank failed, is gone or is silent; all of them are gone then.
+            EngineDeadError: a rank failed, is gone or is silent; all ranks have been ended then.
         """
         self._hear(self.poller.poll(TICK * 1000))
         now = time.monotonic()
-        # Counted in our own ticks, so that time in which nobody ran (Ctrl-Z, a suspended machine) does not count.
+        # Counted in our own ticks, so that time in which nothing ran (Ctrl-Z, a suspended machine) does not count.
         elapsed, self._listened = min(now - self._listened, 2 * TICK), now
         for rank in self.ranks:
             beats = self.beats(rank.number)
@@ -175,12 +175,12 @@ class RankProcesses:
         return elapsed
 
     def check(self) -> None:
-        """As ``watch``, at once, and without the heartbeats."""
+        """Like ``watch``, but without waiting and without heartbeats."""
         if events := self._health.poll(0):
             self._hear(events)
 
     def give_up(self, rank: Rank, why: str) -> MinivllmError:
-        """End all, because of what one rank does not do; returns the error to raise."""
+        """End all ranks because one does not respond; returns the error to raise."""
         self.kill()
         return EngineDeadError(f"rank {rank.number} (process {rank.process.pid}) {why}; the engine was stopped")
 
@@ -192,7 +192,7 @@ class RankProcesses:
             raise self._post_mortem()
 
     def _post_mortem(self) -> MinivllmError:
-        """One rank's end makes the others fail, too: listen on for a moment, then name the one that began."""
+        """One rank's death makes the others fail, too: keep listening for a moment, then name the first to fail."""
         end = time.monotonic() + _LAST_WORDS
         while (left := end - time.monotonic()) > 0 and (open_ := [r for r in self.ranks if not r.link.ended]):
             ready, _, _ = select.select([rank.link.socket for rank in open_], [], [], left)
@@ -222,7 +222,7 @@ class RankProcesses:
     # ------------------------------------------------------------------ ending
 
     def wait_ended(self) -> None:
-        """After the ranks were asked to end: let them, for a moment."""
+        """Give ranks that were asked to exit a moment to do so."""
         end = time.monotonic() + _GRACE
         for rank in self.ranks:
             try:
@@ -231,9 +231,9 @@ class RankProcesses:
                 return
 
     def kill(self) -> None:
-        """End every process now, and wait until it is gone; safe to call twice."""
+        """Kill every process and wait until it is gone; safe to call twice."""
         for rank in self.ranks:
-            rank.process.kill()  # a no-op for one that was waited for
+            rank.process.kill()  # a no-op if it was already waited for
         for rank in self.ranks:
             rank.process.wait()
             if rank.link.socket.fileno() >= 0:
@@ -248,7 +248,7 @@ _STATES = {"T": STOPPED, "t": "held by a debugger", "D": "waiting for a device",
 
 
 def process_state(pid: int) -> str:
-    """What the system says about a process of this machine (Linux)."""
+    """The state of a process on this machine (Linux)."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state = file.read().rpartition(")")[2].split()[0]

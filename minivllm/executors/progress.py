@@ -1,7 +1,7 @@
-"""Where a rank is at its start, seen from beside: the stack of the thread that starts it, sampled now and then.
+"""Tracks a rank's progress at startup by sampling the stack of its starting thread.
 
-A thread that loads, compiles or captures is not found at one place for long, whoever wrote what it runs; one that hangs
-is. This says nothing about a thread that runs in circles.
+A thread that loads, compiles or captures does not stay at one place for long, whatever code it runs; one that hangs
+does. An endless loop is not detected.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from minivllm.errors import ConfigError
 from minivllm.executors.messages import Still
 
-# In seconds, for ranks that are processes and ranks that are actors:
-START_TIMEOUT = 600.0  # at one place; the longest that is right is a backend that compiles its kernels
+# In seconds, for ranks in processes and in actors:
+START_TIMEOUT = 600.0  # at one place; the longest legitimate wait is a backend compiling its kernels
 STEP_TIMEOUT = 300.0  # a first step may compile kernels
-SILENT = 6.0  # without a sign of life, after which a rank counts as lost
-TICK = 0.25  # between two looks at who lives
+SILENT = 6.0  # without a sign of life, until a rank counts as lost
+TICK = 0.25  # between liveness checks
 _OURS = Path(__file__).parents[1]
-_WAITS_FOR_OTHERS = "/huggingface_hub/"  # a download: its threads work, this one waits, and it has its own time limits
+_WAITS_FOR_OTHERS = "/huggingface_hub/"  # a download waits for its own threads and has its own time limits
 
 
 def seconds(options: Mapping[str, Any], name: str, usual: float) -> float:
-    """``executor.options.<name>``. Raises ConfigError for what is no time."""
+    """``executor.options.<name>`` in seconds. Raises ConfigError for an invalid value."""
     value = options.get(name, usual)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigError(f"executor.options.{name}={value} is not a number of seconds above 0; type {name}={usual:g}")
@@ -41,7 +41,7 @@ class Progress:
         self._place, self._since = 0, time.monotonic()
 
     def sample(self) -> Still:
-        """Where the thread is, and for how many seconds."""
+        """Where the thread is, and for how many seconds it has been there."""
         frame = sys._current_frames().get(self.thread or 0)
         frames = list(_stack(frame))
         place = hash(tuple((f.f_code, f.f_lasti) for f in frames))
@@ -59,7 +59,7 @@ def _stack(frame: FrameType | None) -> Iterable[FrameType]:
 
 
 def describe(frames: list[FrameType]) -> str:
-    """The innermost function, and the innermost one of ours that called it."""
+    """The innermost function, and the innermost minivllm function that called it."""
     if not frames:
         return "no Python code"
     ours = next((f for f in frames if _OURS in Path(f.f_code.co_filename).parents), None)
@@ -73,9 +73,9 @@ def _name(frame: FrameType) -> str:
 
 
 def nobody_moves(places: dict[int, Still], limit: float) -> str | None:
-    """Why to give up a start: every rank that is not ready has been at its place for ``limit`` seconds.
+    """Why to give up startup, if every rank that is not ready has been at one place for ``limit`` seconds.
 
-    One that moves may be what the others wait for. Who began cannot be told from outside: all are named.
+    While one moves, the others may be waiting for it. The cause cannot be told from outside, so all are named.
     """
     if not places or min(still.seconds for still in places.values()) <= limit:
         return None

@@ -1,7 +1,7 @@
-"""One rank's process: ``python -m minivllm.executors.rank [GPU] FD`` imports torch, opening that GPU meanwhile, is told
-on that socket who it is, then runs steps.
+"""One rank's process: ``python -m minivllm.executors.rank [GPU] FD`` imports torch while opening that GPU, learns on
+that socket which rank it is, then runs steps.
 
-It ends when its parent does, however that ends; Ctrl-C is the parent's to handle.
+It exits when its parent does, however that ends; Ctrl-C is left to the parent.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 _BEAT = 0.2  # seconds
-_BEATS_A_REPORT = 5  # of where a start is
+_BEATS_A_REPORT = 5  # of progress at startup
 _PR_SET_PDEATHSIG = 1
 
 
 class RankProcess:
-    """The main thread runs the model; one thread watches the parent and beats, one (rank 0) returns tokens."""
+    """The main thread runs the model; one watches the parent and sends heartbeats; one (rank 0) returns tokens."""
 
     def __init__(self, link: Link, hello: Hello) -> None:
         self.link, self.hello = link, hello
-        self.taker: StepTaker | None = None  # there when it is ready
+        self.taker: StepTaker | None = None  # set when it is ready
         self.steps = Reader(Ring(hello.steps_fd, hello.size, hello.step_bytes), hello.rank, Bell(*hello.bell_fds))
         self._pending: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -70,7 +70,7 @@ class RankProcess:
         from minivllm.executors.step_bytes import unpack_profile
 
         profile = contextlib.ExitStack()
-        while message := self.steps.receive():  # an empty one says that it is over
+        while message := self.steps.receive():  # an empty message ends it
             if (file := unpack_profile(message)) is not None:
                 self._profile(taker, profile, file)
             elif (taken := taker.take(message)) is not None and self.hello.rank == 0:
@@ -87,7 +87,7 @@ class RankProcess:
             running.enter_context(profiled(Path(file)))
 
     def _return(self, worker: Worker) -> None:
-        """Tokens to the parent as soon as the device has them, while the main thread launches what comes next."""
+        """Return tokens to the parent as soon as the device has them, while the main thread launches further steps."""
         from minivllm.executors.step_bytes import pack_result
 
         hello = self.hello
@@ -121,7 +121,7 @@ class RankProcess:
 
 
 def import_ahead(gpu: int | None) -> None:
-    """What every rank needs, while the parent does the same. What is missing is met again by who needs it."""
+    """Import what every rank needs, while the parent does the same. Failed imports fail again where they are needed."""
     with contextlib.suppress(Exception):
         from minivllm.kernels._triton import open_device
 
@@ -137,7 +137,7 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
     from minivllm.kernels._triton import open_device
 
     if hello.config.device != "cpu":
-        open_device(hello.device_index)  # if it is not the one that was opened ahead
+        open_device(hello.device_index)  # unless it was opened ahead
     import torch
 
     from minivllm.executors.group import join
@@ -157,22 +157,22 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux); the socket's end says the same elsewhere."""
+    """Have the kernel kill this process when its parent ends (Linux); elsewhere the closed socket tells."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it ended before we asked
+        if os.getppid() != parent_pid:  # it had already ended
             os._exit(0)
 
 
 def leave(code: int) -> None:
-    """End at once: the device's driver frees what we hold faster than we could, and a peer may be gone already."""
+    """Exit at once: the driver frees device memory faster than we could, and a peer may be gone already."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def main() -> None:
-    # Sent to all of a group (a terminal, systemd, timeout), they are for the parent: it ends its ranks when it is done.
+    # Sent to a whole process group (by a terminal, systemd, timeout), these are for the parent, which ends its ranks.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     *gpu, fd = map(int, sys.argv[1:])
@@ -186,7 +186,7 @@ def main() -> None:
     if hello.die_with_parent:
         die_with_parent(hello.parent_pid)
     for fd in (link.socket.fileno(), *hello.fds):
-        os.set_inheritable(fd, False)  # a process that the model starts must not keep them open
+        os.set_inheritable(fd, False)  # processes started by the model must not keep it open
     rank = RankProcess(link, hello)
     try:
         rank.run()

@@ -1,8 +1,8 @@
-"""Ranks as Ray actors, one a GPU (or a CPU), on as many nodes as it takes: for what outgrows one machine.
+"""Ranks as Ray actors, one per GPU (or CPU), on as many nodes as needed: for models that outgrow one machine.
 
-What travels is bytes of our own (``step_bytes``, ``messages``); Ray wraps them and never sees an object of ours. Who is
-silent is found out here, by asking each actor every second (``ray_health``): Ray itself watches nodes, and lets a call
-to an actor that is stopped wait for ever.
+Ray only transports bytes in our own formats (``step_bytes``, ``messages``), never our objects. Silent actors are
+detected here, by polling each every second (``ray_health``): Ray watches only nodes, and a call to a stopped actor
+would wait forever.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 _PLACE_TIMEOUT = 60.0  # seconds until the cluster has room
-_LAST_WORDS = 2.0  # how long other ranks may still report, to find out who began; Ray takes a while over a dead one
-_PUT = 64 << 10  # a larger step is stored once instead of sent to each actor
+_LAST_WORDS = 2.0  # seconds for other ranks to report, to find which failed first; Ray is slow to notice a dead one
+_PUT = 64 << 10  # a larger step is put in the object store once instead of sent to each actor
 
 
 class RayExecutor(Executor):
-    """Options: ``address`` of the cluster (the running one, or a new one on this machine); ``step_timeout`` and
-    ``start_timeout`` in seconds (how long a start may come no further)."""
+    """Options: ``address`` of the cluster (by default the running one, or a new one on this machine); ``step_timeout``
+    and ``start_timeout`` in seconds (how long startup may make no progress)."""
 
     takes_masks = True
 
@@ -72,7 +72,7 @@ class RayExecutor(Executor):
         if self.config.device == "cuda" and not on_gpu:
             raise ConfigError("device=cuda with executor=ray: the cluster has no GPU; use device=cpu")
         self._place(size, {"CPU": 1.0} | ({"GPU": 1.0} if on_gpu else {}))
-        config = replace(self.config, device="cuda" if on_gpu else "cpu")  # whatever else is on an actor's node
+        config = replace(self.config, device="cuda" if on_gpu else "cpu")  # whatever an actor's node has
         build = ray.put(encode(Build(config, *self._args)))
         for rank in range(size):
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
@@ -88,7 +88,7 @@ class RayExecutor(Executor):
         return min(r.num_blocks for r in found)
 
     def _place(self, size: int, bundle: dict[str, float]) -> None:
-        """Room for all ranks, as few nodes as possible. Raises ConfigError if there is none."""
+        """Reserve resources for all ranks on as few nodes as possible. Raises ConfigError if there are none."""
         self._group = placement_group([bundle] * size, strategy="PACK")
         try:
             ray.get(self._group.ready(), timeout=_PLACE_TIMEOUT)
@@ -111,7 +111,7 @@ class RayExecutor(Executor):
 
     def guide(self, masks: TokenMasks) -> None:
         self.check_health()
-        self._launched |= self._tell(pack_masks(masks))  # the step's own, which it waits for
+        self._launched |= self._tell(pack_masks(masks))  # belongs to the step, which waits for it
 
     def _tell(self, message: Any) -> dict[Any, int]:
         if len(message) > _PUT:
@@ -119,10 +119,10 @@ class RayExecutor(Executor):
         return {actor.launch.remote(message): rank for rank, actor in enumerate(self._actors)}
 
     def _gather(self, asked: dict[Any, int], time_limit: float | None, result: Any = None) -> list[Any]:
-        """Wait for ``result``, or else for all of ``asked`` (to which rank each was put); returns what came.
+        """Wait for ``result``, or else for all of ``asked`` (call -> rank); returns the answers.
 
         Raises:
-            EngineDeadError: an actor failed, is gone or is silent, or it took longer than ``time_limit`` seconds.
+            EngineDeadError: an actor failed, is gone or is silent, or this took longer than ``time_limit`` seconds.
         """
         said: dict[Any, Any] = {}
         failures: Failures = []
@@ -136,14 +136,14 @@ class RayExecutor(Executor):
                 raise self._died([(0, why)])
         if not failures:
             return [said[result]] if result is not None else [said[ref] for ref in asked]
-        end = time.monotonic() + _LAST_WORDS  # one rank's end makes the others fail, too
+        end = time.monotonic() + _LAST_WORDS  # one rank's death makes the others fail, too
         waiting = [ref for ref in waiting if ref is not result]
         while waiting and time.monotonic() < end and all(isinstance(why, Failed) for _, why in failures):
             waiting = self._listen(waiting, asked, said, failures)
         raise self._died(failures)
 
     def _listen(self, waiting: list[Any], asked: dict[Any, int], said: dict[Any, Any], failures: Failures) -> list[Any]:
-        """Add what comes within a moment to ``said`` or ``failures``; returns what is still waited for."""
+        """Add answers that come within a moment to ``said`` or ``failures``; returns those still pending."""
         done, waiting = ray.wait(waiting, timeout=TICK)
         for ref in done:
             rank = asked.get(ref, 0)
@@ -159,7 +159,7 @@ class RayExecutor(Executor):
         return waiting
 
     def _died(self, failures: Failures) -> MinivllmError:
-        """An actor that is gone or silent explains the errors of the others; among errors the first counts."""
+        """The error to raise: an actor that is gone or silent explains the others' errors; among errors, the first."""
         gone = [(rank, why) for rank, why in failures if isinstance(why, RayError)]
         silent = [why for _, why in failures if isinstance(why, str)]
         spoke = sorted([(why.at, rank, why) for rank, why in failures if isinstance(why, Failed)], key=lambda x: x[:2])
@@ -201,7 +201,7 @@ class RayExecutor(Executor):
 
 
 class _Step:
-    """A step under way."""
+    """A step in flight."""
 
     def __init__(self, executor: RayExecutor, launched: dict[Any, int], outcome: Any) -> None:
         self.executor, self.launched, self.outcome = executor, launched, outcome

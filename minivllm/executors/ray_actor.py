@@ -1,6 +1,6 @@
-"""A rank as a Ray actor: what runs on the cluster's nodes. Imports torch only when it starts, to answer from the first.
+"""A rank as a Ray actor: what runs on the cluster's nodes. Imports torch only in ``start``, so that it answers early.
 
-Steps run in one thread, their results are waited for in a second, and a third says that the actor lives.
+Steps run in one thread, a second waits for their results, and a third answers health checks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RankActor:
 
     @ray.method(concurrency_group="steps")
     def open_store(self) -> tuple[str, int]:
-        """Rank 0: where the others find us."""
+        """Rank 0: the address at which the others find it."""
         self.progress = Progress(threading.get_ident())
         from minivllm.executors.group import open_store
 
@@ -71,7 +71,7 @@ class RankActor:
 
     @ray.method(concurrency_group="steps")
     def launch(self, step: bytes) -> bytes:
-        """Empty, or why it failed; later ones say so again: the driver may not have waited for this answer."""
+        """Empty, or why it failed. Later calls repeat that, as the driver may not have waited for this answer."""
         if self.failed:
             return self.failed
         try:
@@ -84,7 +84,7 @@ class RankActor:
 
     @ray.method(concurrency_group="results")
     def result(self) -> tuple[bytes, bytes]:
-        """Rank 0: what the oldest step sampled that was not asked for yet, and why there is nothing, or empty."""
+        """Rank 0: the result of the oldest step not yet asked for, and why there is none, or empty."""
         from minivllm.executors.step_bytes import pack_result
 
         assert self.worker is not None
@@ -98,9 +98,9 @@ class RankActor:
 
 
 def own_gpu(visible: str | None, given: list[Any]) -> int:
-    """Torch's number of the GPU that Ray gave this actor, whose variable CUDA_VISIBLE_DEVICES is ``visible``.
+    """Torch's index of the GPU that Ray assigned to this actor. ``visible``: its CUDA_VISIBLE_DEVICES.
 
-    Ray shows an actor its own GPU alone, which is number 0 then, unless it was told to leave the variable as it is.
+    Ray shows an actor only its own GPU, which is then index 0, unless told to leave the variable unchanged.
     """
     if not given:
         return 0

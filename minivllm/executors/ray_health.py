@@ -1,6 +1,6 @@
-"""Which actors live: each is asked every second, and is lost if it does not answer.
+"""Health checks of actors: each is polled every second, and counts as lost if it does not answer.
 
-As with processes, silence at the start may be right; there the system of the actor's node is asked whether it stopped.
+As with processes, silence at startup may be legitimate; then the actor's node is asked whether the process is stopped.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from minivllm.executors.progress import SILENT, START_TIMEOUT, TICK, nobody_move
 
 _EVERY = 1.0  # seconds between an answer and the next question
 
-Failures = list[tuple[int, Failed | RayError | str]]  # of a rank: its own words, Ray's, or ours
+Failures = list[tuple[int, Failed | RayError | str]]  # rank, and its own error, Ray's, or ours
 
 
 @dataclass(slots=True, eq=False)
 class Heart:
-    """One actor's, as the driver knows it."""
+    """The health of one actor, as the driver knows it."""
 
     rank: int
     actor: Any
-    asked: Any = None  # the question under way
+    asked: Any = None  # the pending poll
     ask_at: float = 0.0
-    silent: float = 0.0  # seconds, as far as we watched
+    silent: float = 0.0  # seconds, while we were watching
     last: Pulse | None = None
-    probe: Any = None  # asks the system of its node
+    probe: Any = None  # asks its node's operating system
 
     def still(self) -> Still:
         if self.last is None:
@@ -45,7 +45,7 @@ class Heart:
 
 @dataclass(slots=True)
 class Hearts:
-    """All actors of one engine. ``starting`` until every rank can take steps."""
+    """All actors of one engine. ``starting`` until every rank is ready for steps."""
 
     actors: list[Any]
     start_timeout: float  # seconds
@@ -57,11 +57,11 @@ class Hearts:
         self.hearts = [Heart(rank, actor) for rank, actor in enumerate(self.actors)]
 
     def look(self) -> Failures:
-        """Who is gone or silent. Does nothing until a tick has passed since the last time."""
+        """The actors that are gone or silent. Does nothing until a tick has passed since the last call."""
         now = time.monotonic()
         if now - self._looked < TICK:
             return []
-        # Counted in our own ticks, so that time in which nobody ran (Ctrl-Z, a suspended machine) does not count.
+        # Counted in our own ticks, so that time in which nothing ran (Ctrl-Z, a suspended machine) does not count.
         elapsed, self._looked = min(now - self._looked, 2 * TICK), now
         asked = [heart.asked for heart in self.hearts if heart.asked is not None]
         answered = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0]) if asked else set()
@@ -86,7 +86,7 @@ class Hearts:
         return failures
 
     def _stuck(self) -> str | None:
-        """Why to give up the start, if nobody moves; before an actor has answered for the first time, Ray works."""
+        """Why to give up startup, if no actor makes progress; before its first answer, Ray is still starting it."""
         for heart in self.hearts:
             if heart.last is None:
                 limit = max(self.start_timeout, START_TIMEOUT)
@@ -98,7 +98,7 @@ class Hearts:
         return len({heart.last.node for heart in self.hearts if heart.last is not None})
 
     def _is_lost(self, heart: Heart) -> bool:
-        """Whether silence means that; at the start the answer takes some looks."""
+        """Whether its silence means that it is lost; at startup, finding out takes several calls."""
         if not self.starting:
             return True
         if heart.last is None:

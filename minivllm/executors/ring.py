@@ -1,7 +1,7 @@
 """Messages from one process to several through shared memory: a few microseconds when the reader is awake.
 
-The memory has no name (a file that is unlinked, or a memfd, handed to children as a descriptor), so nothing is left
-behind however its owners die. Messages are bytes; one longer than a slot travels in pieces.
+The memory has no name (an unlinked file or a memfd, passed to children as a descriptor), so nothing is left behind
+however its owners die. Messages are bytes; one longer than a slot is sent in pieces.
 
 # words (int64): one line (64 bytes) of the writer: [written], in slots since the start
 #                one line a reader: [read, asleep, beats]
@@ -21,12 +21,12 @@ from collections.abc import Callable
 
 _LINE = 8  # words
 _READ, _ASLEEP, _BEATS = 0, 1, 2
-_SPIN = 50e-6  # seconds that a reader stays awake before it sleeps: an answer often comes within a few microseconds
+_SPIN = 50e-6  # seconds that a reader spins before it sleeps: an answer often comes within microseconds
 SLOTS = 8
 
 
 def create_memory(size: int) -> int:
-    """A descriptor of ``size`` bytes of anonymous shared memory; pages take room when they are first written."""
+    """A descriptor of ``size`` bytes of anonymous shared memory; pages are allocated when first written to."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("minivllm")
     else:
@@ -37,7 +37,7 @@ def create_memory(size: int) -> int:
 
 
 class Ring:
-    """The shared memory of one direction, as any of its processes sees it."""
+    """The shared memory of one direction, as seen by any of its processes."""
 
     def __init__(self, fd: int, readers: int, slot_bytes: int) -> None:
         self.fd, self.readers, self.slot_bytes = fd, readers, slot_bytes
@@ -74,7 +74,7 @@ class Ring:
 
 
 class Bell:
-    """Wakes a sleeping process: a pipe that nobody reads for what is in it."""
+    """Wakes a sleeping process, through a pipe whose contents do not matter."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self.read_fd, self.write_fd = read_fd, write_fd
@@ -87,7 +87,7 @@ class Bell:
         return bell
 
     def ring(self) -> None:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # rung often enough; the reader is gone
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # the pipe is full; the reader is gone
             os.write(self.write_fd, b"\0")
 
     def silence(self) -> None:
@@ -106,7 +106,7 @@ class Writer:
         self.ring, self.bells, self.written = ring, bells, ring.words[0]
 
     def send(self, message: bytes, check: Callable[[], object] = lambda: None) -> None:
-        """Hand ``message`` to all readers. While they are a full ring behind, ``check`` is called (it may raise)."""
+        """Send ``message`` to all readers. While the ring is full, ``check`` is called repeatedly (it may raise)."""
         ring, size = self.ring, self.ring.slot_bytes
         for start in range(0, max(len(message), 1), size):
             piece = message[start : start + size] if len(message) > size else message
@@ -141,7 +141,7 @@ class Reader:
         self.ring.words[self._line + _BEATS] += 1
 
     def receive(self, sleep: Callable[[], object] | None = None) -> bytearray:
-        """The next message. ``sleep`` waits for the bell, with a time limit, and may raise; it is called repeatedly."""
+        """The next message. ``sleep`` waits for the bell with a timeout; it is called repeatedly and may raise."""
         sleep = sleep or self._sleep
         while True:
             end = time.perf_counter() + _SPIN

@@ -1,4 +1,4 @@
-"""One process, one device: the rank runs where the scheduler does."""
+"""One process, one device: the rank runs in the scheduler's process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SingleExecutor(Executor):
         self._worker.guide(masks)
 
     def check_health(self) -> None:
-        """One process is alive as long as its caller is."""
+        """Does nothing: this process is alive if its caller is."""
 
     def describe(self) -> dict[str, Any]:
         return self._about

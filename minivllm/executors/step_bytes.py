@@ -1,4 +1,4 @@
-"""A step as bytes, and what it sampled as bytes: a header of counts, then the arrays' own bytes. No pickle anywhere.
+"""Serializes steps and their results: a header of counts, then the arrays' raw bytes. No pickle.
 
 # step:   counts (12,) int64 | generations int64 | thirteen int32 arrays | admitted_params | samples bool
 # masks:  -2 int64 | counts (2,) int64 | slots int32 | bits int32
@@ -19,7 +19,7 @@ from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
 _UNSCORED = Scored(NO_INTS, NO_INTS, NO_INTS, 0)
-_PROFILE, _MASKS = b"\xff" * 8, b"\xfe" + b"\xff" * 7  # -1 and -2, which are no step's number
+_PROFILE, _MASKS = b"\xff" * 8, b"\xfe" + b"\xff" * 7  # -1 and -2, which no step starts with
 
 
 def pack_batch(batch: Batch) -> bytes:
@@ -43,12 +43,12 @@ def pack_batch(batch: Batch) -> bytes:
 
 
 def pack_profile(file: str) -> bytes:
-    """Rank 0 is to trace what comes, into ``file``; "" ends that."""
+    """Tell rank 0 to trace the following steps into ``file``; "" stops tracing."""
     return _PROFILE + os.fsencode(file)
 
 
 def unpack_profile(data: bytearray) -> str | None:
-    """``pack_profile``'s file, or None: it is a step."""
+    """``pack_profile``'s file; None: the message is a step."""
     return os.fsdecode(bytes(data.removeprefix(_PROFILE))) if data.startswith(_PROFILE) else None
 
 
@@ -57,7 +57,7 @@ def pack_masks(masks: TokenMasks) -> bytes:
 
 
 def unpack_masks(data: bytearray) -> TokenMasks | None:
-    """``pack_masks``'s, as views of ``data``, or None: it is a step."""
+    """``pack_masks``'s masks, as views of ``data``; None: the message is a step."""
     if not data.startswith(_MASKS):
         return None
     take = _Taker(data)
@@ -66,7 +66,7 @@ def unpack_masks(data: bytearray) -> TokenMasks | None:
 
 
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
-    """The batch, as views of ``data``; ``row`` is the sampler's."""
+    """The batch, as views of ``data``. ``row``: the sampler's row dtype."""
     take = _Taker(data)
     step, n, t, b, a, num_decodes, itemsize, known, s, ids, best, guided = take(12, np.int64).tolist()
     if itemsize != row.itemsize:
@@ -125,7 +125,7 @@ def _take_logprobs(take: _Taker, there: int, m: int, k: int) -> Logprobs | None:
 
 
 class _Taker:
-    """Arrays off the front of a buffer, one after another."""
+    """Reads arrays from the front of a buffer, one after another."""
 
     def __init__(self, data: bytearray) -> None:
         self.data, self.at = data, 0

@@ -1,4 +1,4 @@
-"""What a rank makes of what comes on the wire, be it a process or an actor."""
+"""How a rank, in a process or an actor, handles the messages it receives."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 class StepTaker:
-    """Has one worker take the steps that come, and knows which of them are whole."""
+    """Has one worker run the steps received, and tracks which of them are complete."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.doing = "before its first step"  # for last words
+        self.doing = "before its first step"  # for the error message if it dies
         self._last: tuple[int, StepHandle]
 
     def take(self, message: bytearray) -> tuple[int, StepHandle] | None:
-        """Launch a step that was packed, or let it sample with the masks that come behind a guided one. Returns its
-        number and itself when nothing more is to come for it."""
+        """Launch a packed step, or let a guided one sample with the masks that follow it. Returns the step's number and
+        handle once nothing more is to come for it."""
         if (masks := unpack_masks(message)) is not None:
             self.worker.guide(masks)
             return self._last

@@ -1,8 +1,8 @@
 """This process is one rank, started from outside (``torchrun --nproc-per-node 2 script.py``), as RL trainers do.
 
 Every rank builds the same LLM and makes the same requests; every rank's scheduler then takes the same steps, and only
-the model's collectives communicate. That they are the same is checked each step, by comparing checksums of the steps.
-With more ranks than ``tp``, each ``tp`` neighbours form one replica, whose requests are its own.
+the model's collectives communicate. Each step, checksums are compared to check that all ranks agree. With more ranks
+than ``tp``, each ``tp`` neighbours form a replica with its own requests.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.plugins.registry import Registry
 
-_TIMEOUT = 600.0  # seconds that ranks may come to the same step apart
+_TIMEOUT = 600.0  # seconds by which ranks may arrive at a step apart
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TorchrunExecutor(Executor):
-    """Options: ``timeout``, how long ranks wait for each other at a step, in seconds."""
+    """Options: ``timeout``, the seconds that ranks wait for each other at a step."""
 
     takes_masks = True
 
@@ -61,14 +61,14 @@ class TorchrunExecutor(Executor):
         return blocks
 
     def _join(self) -> TensorParallel:
-        """Groups of their own beside the trainer's, if there is one: two engines, or an engine and it, never meet."""
+        """Create process groups separate from the trainer's, if any: engines and trainer never share a collective."""
         if self._device == "cuda":
             torch.cuda.set_device(self._local)
         if not dist.is_initialized():
             device = torch.device("cuda", self._local) if self._device == "cuda" else None
             dist.init_process_group("nccl" if self._device == "cuda" else "gloo", device_id=device)
         mine: list[Any] = []
-        for ranks in self._replicas:  # every rank takes part in making every group
+        for ranks in self._replicas:  # every rank must take part in creating every group
             talk = dist.new_group(ranks, backend="nccl" if self._device == "cuda" else "gloo")
             check = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
             if self.rank in ranks:
@@ -84,7 +84,7 @@ class TorchrunExecutor(Executor):
         if not self._groups:
             return self._worker.launch(batch)
         check = _SameStep(self._groups[1], self._args[0].tp, batch)
-        if self._device == "cpu":  # here a step runs at once, and would hang if ranks differed
+        if self._device == "cpu":  # steps run synchronously and would hang if ranks differed
             self._verify(check, batch.step)
         return _Step(self, check, batch.step, self._worker.launch(batch))
 
@@ -110,14 +110,14 @@ class TorchrunExecutor(Executor):
         if self._worker is not None and self._dead is None:
             self._worker.shutdown()
         self._worker = None
-        if self._dead is None:  # else others may hang in a collective, and destroying a group would wait for them
+        if self._dead is None:  # else others may hang in a collective, and destroying the group would wait for them
             for group in self._groups:
                 dist.destroy_process_group(group)
         self._groups = []
 
 
 class _SameStep:
-    """Asks the other ranks for their checksum of the step; the answer is waited for when it is needed."""
+    """Exchanges checksums of the step with the other ranks; waits for them only when they are needed."""
 
     def __init__(self, group: Any, size: int, batch: Batch) -> None:
         digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
@@ -126,7 +126,7 @@ class _SameStep:
         self.work = dist.all_gather(self.all, self.mine, group=group, async_op=True)
 
     def verify(self, step: int) -> None:
-        """Raises EngineDeadError: other ranks take another step, or none."""
+        """Raises EngineDeadError if other ranks run a different step, or none."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -143,7 +143,7 @@ class _SameStep:
 
 
 class _Step:
-    """A step under way."""
+    """A step in flight."""
 
     __slots__ = ("check", "executor", "pending", "step")
 
@@ -157,7 +157,7 @@ class _Step:
 
 
 def read_environment(environ: Mapping[str, str], tp: int) -> tuple[int, int]:
-    """(rank, world size). Raises ConfigError outside torchrun, or where ``tp`` does not divide its ranks."""
+    """(rank, world size). Raises ConfigError outside torchrun, or if ``tp`` does not divide the world size."""
     missing = [name for name in _NEEDED if name not in environ]
     if missing:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Ray runs its workers at a niceness of 15, of which a busy node's other processes leave them a thirtieth of a core."""
+"""Undoes Ray's niceness of 15 for its workers, which on a busy node leaves them a thirtieth of a core."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-_ASKED = "RAY_worker_niceness"  # what a cluster may be started with instead
+_ASKED = "RAY_worker_niceness"  # a cluster may be started with another value
 
 
 def be_as_urgent_as_others() -> None:
-    """Undo that for this process, which launches a GPU's work. Not where the cluster was started with a niceness of its
-    own, nor where it takes a privilege (CAP_SYS_NICE) that this process lacks."""
+    """Reset the niceness of this process, which launches GPU work; not if the cluster was started with its own value,
+    or if this process lacks the privilege (CAP_SYS_NICE)."""
     if _ASKED in os.environ:
         return
-    threads = Path("/proc/self/task")  # of Linux, where each has a niceness of its own
+    threads = Path("/proc/self/task")  # on Linux each thread has its own niceness
     for thread in threads.iterdir() if threads.is_dir() else ():
-        with suppress(OSError):  # it may not, or has ended
+        with suppress(OSError):  # not permitted, or the thread has ended
             if os.getpriority(os.PRIO_PROCESS, int(thread.name)) > 0:
                 os.setpriority(os.PRIO_PROCESS, int(thread.name), 0)

@@ -1,4 +1,4 @@
-"""One rank: chooses its attention backend, loads its weights, sizes its cache, captures its graphs."""
+"""One rank: selects the attention backend, loads the weights, sizes the KV cache, captures CUDA graphs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 def resolve_device(device: str) -> str:
-    """auto, cuda or cpu → cuda or cpu. Raises ConfigError for a GPU that is not there."""
+    """auto, cuda or cpu → cuda or cpu. Raises ConfigError for cuda without a GPU."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError(
@@ -54,7 +54,7 @@ def resolve_device(device: str) -> str:
 
 
 def resolve_dtype(dtype: str, device: str, model_dtype: str) -> str:
-    """``auto``: float32 on a CPU; on a GPU the checkpoint's own, bfloat16 if that is float32."""
+    """``auto``: float32 on a CPU; on a GPU the checkpoint's dtype, or bfloat16 if that is float32."""
     if dtype != "auto":
         return dtype
     if device == "cpu":
@@ -63,7 +63,7 @@ def resolve_dtype(dtype: str, device: str, model_dtype: str) -> str:
 
 
 class Worker:
-    """Everything that one rank holds. ``start`` returns how many cache blocks it has room for."""
+    """Everything that one rank holds. ``start`` returns the number of cache blocks that fit."""
 
     def __init__(
         self,
@@ -101,25 +101,25 @@ class Worker:
         if self.device_type == "cuda":
             open_device(device_index)
         elif "OMP_NUM_THREADS" not in os.environ:
-            # Torch counts the machine's cores. With more threads than a container's quota, they wait for each other.
+            # Torch counts the machine's cores; threads beyond a container's CPU quota would wait for each other.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
 
     def use_device(self) -> None:
-        """Make this rank's GPU the calling thread's; torch keeps that per thread."""
+        """Make this rank's GPU the calling thread's current device (torch keeps it per thread)."""
         if self.device_type == "cuda":
             torch.cuda.set_device(self.device_index)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Within, this rank's GPU is the calling thread's."""
+        """A context in which this rank's GPU is the calling thread's current device."""
         if self.device_type != "cuda" or torch.cuda.current_device() == self.device_index:
             return nullcontext()
         return torch.cuda.device(self.device_index)
 
     def launch(self, batch: Batch) -> StepHandle:
-        """A step, from whichever thread, which may use another GPU for itself.
+        """Launch a step, from any thread, whatever its current device.
 
         Raises:
-            EngineDeadError: it was shut down.
+            EngineDeadError: the worker was shut down.
         """
         if self.runner is None:
             raise EngineDeadError("the engine was shut down; make a new one")
@@ -127,14 +127,14 @@ class Worker:
             return self.runner.launch(batch)
 
     def guide(self, masks: TokenMasks) -> None:
-        """See ``Executor.guide``; as ``launch``."""
+        """See ``Executor.guide``; from any thread, like ``launch``."""
         if self.runner is None:
             raise EngineDeadError("the engine was shut down; make a new one")
         with self._on_device():
             self.runner.guide(masks)
 
     def start(self) -> int:
-        """Build all of it; returns the cache blocks that there is room for."""
+        """Build everything; returns the number of cache blocks that fit."""
         with self._on_device():
             return self._start()
 
@@ -157,13 +157,13 @@ class Worker:
         return self.num_blocks
 
     def _build(self, device: torch.device) -> ModelRunner:
-        """The model with its weights, the sampler and the attention backend, and who runs them."""
+        """The model with its weights, the sampler and the attention backend, in a runner."""
         config, model_config = self.config, self.model_config
         model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
         if self.tp.exchange is not None:
-            compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights are loaded
+            compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights load
         compile_for_packing(config, model_config, getattr(torch, self.dtype), device)
         with self.registry.building("model", model_name):
             model = build_model(
@@ -201,7 +201,7 @@ class Worker:
             runner.attention.bind(cache)
 
     def _graphs(self, runner: ModelRunner) -> tuple[DecodeGraphs | None, PromptGraphs | None, MixedGraphs | None]:
-        """Of this device, backend and configuration; not yet captured."""
+        """The graphs for this device, backend and configuration, not yet captured."""
         if self.device_type != "cuda" or self.config.enforce_eager or not self.choice.cuda_graphs():
             return None, None, None
         from minivllm.core.cuda_graphs import DecodeGraphs
@@ -221,24 +221,24 @@ class Worker:
     def _find_kernels(
         self, runner: ModelRunner, decodes: DecodeGraphs | None, prompts: PromptGraphs | None, mixed: MixedGraphs | None
     ) -> None:
-        """Have all kernels compiled that steps will launch, without launching one."""
+        """Compile all kernels that steps will launch, without launching any."""
         most, num_slots = self.spec.max_num_batched_tokens, runner.num_slots
         with compile_only():
-            for beside in dict.fromkeys((1, 5, 17, num_slots - 1)):  # decodes, whose kernels take longest
+            for beside in dict.fromkeys((1, 5, 17, num_slots - 1)):  # decodes, whose kernels take longest to compile
                 if 0 < beside < num_slots:
                     runner.dry_run(min(most, 512), self.max_model_len, beside)
             for graphs in (decodes, prompts, mixed):
                 if graphs is not None:
                     graphs.launch_all_kinds()
             runner.launch_all_refinements()
-            for tokens in (512, 1025):  # some; and many, but no even shares, which leaves products to the library
+            for tokens in (512, 1025):  # some; and many in uneven shares, which use library matmuls
                 runner.dry_run(min(most, tokens), self.max_model_len)
             launch_all_heads(runner.model, runner.attention)
 
     def _capture(
         self, runner: ModelRunner, decodes: DecodeGraphs | None, prompts: PromptGraphs | None, mixed: MixedGraphs | None
     ) -> None:
-        """Capture what is captured ahead, and let the runner take it."""
+        """Capture what is captured in advance, and hand it to the runner."""
         vocab_size = self.model_config.vocab_size
         if decodes is not None:
             from minivllm.core.sample_graphs import SampleGraphs
@@ -265,11 +265,11 @@ class Worker:
         }
 
     def shutdown(self) -> None:
-        """Let go of the weights, the cache and the graphs, and give the memory back to the device."""
+        """Drop the weights, cache and graphs, and return their memory to the device."""
         runner, self.runner = self.runner, None
         with self._on_device():
             if self.device_type == "cuda":
-                torch.cuda.synchronize()  # a step under way writes into host memory, too
+                torch.cuda.synchronize()  # a step in flight writes to host memory, too
             del runner
             gc.collect()
             if self.device_type == "cuda":
@@ -278,13 +278,13 @@ class Worker:
     # ------------------------------------------------------------------ memory
 
     def _cache(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Keys and values of all layers; block 0 is for padding. Zeroed: a masked score times garbage may be NaN."""
+        """Keys and values of all layers; block 0 is for padding. Zeroed, as a masked zero times garbage may be NaN."""
         spec = self.spec
         shape = (spec.num_layers, 2, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
         dtype = getattr(torch, self.dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         try:
-            if device.type == "cpu":  # numpy's zeros take memory when they are first written to
+            if device.type == "cpu":  # numpy's zeros are allocated when first written to
                 return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(dtype).view(shape)
             return torch.zeros(nbytes, dtype=torch.uint8, device=device).view(dtype).view(shape)
         except (MemoryError, ValueError, OverflowError, torch.OutOfMemoryError) as error:
@@ -298,15 +298,15 @@ class Worker:
         return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
 
     def _least_cache_bytes(self) -> int:
-        """Of ``cache.num_blocks``, or of one sequence of a user's ``max_model_len``."""
+        """The bytes of ``cache.num_blocks``, or of one sequence of the user's ``max_model_len``."""
         tokens = self.config.max_model_len or 1
         return self._block_bytes() * (1 + (self.config.cache.num_blocks or -(-tokens // self.spec.block_size)))
 
     def _num_blocks(self, device: torch.device) -> int:
-        """How many blocks can be handed out: ``cache.num_blocks``, or what fits.
+        """The number of usable blocks: ``cache.num_blocks``, or as many as fit.
 
         Raises:
-            ConfigError: not even one sequence of a user's ``max_model_len`` fits; it says how many tokens do.
+            ConfigError: not even one sequence of the user's ``max_model_len`` fits; says how many tokens do.
         """
         cache, spec = self.config.cache, self.spec
         block_bytes = self._block_bytes()
@@ -330,7 +330,7 @@ class Worker:
         return min(blocks, most)
 
     def _free_bytes_at_peak(self) -> float:
-        """Run the largest batch once, on the cache of one block that is bound, and see what it leaves."""
+        """Run the largest batch once, on the bound one-block cache, and measure the memory left."""
         assert self.runner is not None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""From the residual stream to the attended heads: the packed projection, q/k-norm, rotary, cache write, the backend."""
+"""From the residual stream to the attention output: QKV projection, q/k norm, rotary, cache write, backend."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _Path = Callable[[torch.Tensor, torch.Tensor, AttentionBackend, RowScale | None]
 
 
 class Attention:
-    """One layer's attention. It owns no weights (hence no Module) and no state but which path its backend takes.
+    """One layer's attention. It owns no weights (so it is not a Module); its only state is the path its backend takes.
 
-    A backend that keeps ``AttentionBackend.forward`` and ``write`` gets the fused path: norm, rotary and the cache
-    write in one kernel; k and v stay in their places in qkv, too, for ``fresh_prompts``. In decode steps of which
-    ``takes_qkv`` is true that kernel's work is done by attention itself, and in others, where that is faster, by the
-    projection. A backend that overrides either is handed q, k and v.
+    A backend that does not override ``AttentionBackend.forward`` or ``write`` gets the fused path: norm, rotary and
+    cache write in one kernel, which leaves k and v in qkv, too, for ``fresh_prompts``. That work moves into the
+    attention kernel in decode steps where ``takes_qkv`` is true, and into the projection in others where that is
+    faster. A backend that overrides either is given q, k and v.
 
-    ``scale``, of the scores, is head_dim**-0.5 unless given, and the same for all layers of a model. The norms' weights
-    are read, and eps, which is the same for both.
+    ``scale`` multiplies the scores (default head_dim**-0.5); it must be the same in all layers of a model. Only the
+    norms' weights and eps are used; eps must be the same for both.
 
     Raises:
-        TypeError: a norm that is no RMSNorm, or one with a forward of its own.
-        ValueError: norms of different eps.
+        TypeError: a norm is not an RMSNorm, or overrides its ``forward``.
+        ValueError: the norms have different eps.
     """
 
     def __init__(
         self,
         index: int,
-        num_heads: int,  # of this rank
-        num_kv_heads: int,  # of this rank
+        num_heads: int,  # per rank
+        num_kv_heads: int,  # per rank
         head_dim: int,
         rotary: RotaryTable,
         *,
@@ -71,7 +71,7 @@ class Attention:
         self._path: _Path = self._separate
 
     def _check(self, spec: AttentionSpec) -> None:
-        """Raises ValueError: a cache made for ``spec`` has no place for it."""
+        """Raises ValueError if this layer does not fit a cache made for ``spec``."""
         ours, its = ((x.num_heads, x.num_kv_heads, x.head_dim) for x in (self, spec))
         if ours != its:
             raise ValueError(
@@ -85,8 +85,8 @@ class Attention:
     def __call__(
         self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None = None
     ) -> torch.Tensor:
-        """qkv: (t, (heads + 2 * kv heads) * head_dim), to which ``scale``, if there is one, is still to be applied;
-        positions: (t,); returns (t, heads * head_dim)."""
+        """qkv: (t, (heads + 2 * kv heads) * head_dim), still to be multiplied by ``scale``, if given; positions: (t,);
+        returns (t, heads * head_dim)."""
         if backend is not self._chosen_for:
             self._check(backend.spec)
             if self.scale != backend.spec.scale:
@@ -136,8 +136,8 @@ class Attention:
         positions: torch.Tensor,
         backend: AttentionBackend,
     ) -> torch.Tensor:
-        """``of_stream`` of a large step, each part projected when it is there: by one product that waits for them, or
-        by the library's, one a part. ``projection`` is of no subclass."""
+        """``of_stream`` for a large step, projecting each part as it arrives: in one matmul that waits for them, or in
+        one library matmul per part. ``projection`` must not be of a subclass."""
         if not stream.under_way:
             return self.of_stream(stream.whole(), norm, projection, positions, backend)
         weight, t, usual = projection.weight, stream.shape[0], self._usual(norm, projection, backend)
@@ -153,7 +153,7 @@ class Attention:
         return self(qkv, positions, backend)
 
     def _usual(self, norm: RMSNorm, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
-        """Whether the projection's kernel may norm, rotate and store, too."""
+        """Whether the projection's kernel may also apply q/k norm and rotary and write the cache."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
         usual = usual and goes_with(projection, norm)
         whole = self.head_dim in HEAD_DIMS and self.rotary.cos_sin.shape[1] == self.head_dim
@@ -187,7 +187,7 @@ class Attention:
         assert batch is not None
         rotary_dim = self.rotary.cos_sin.shape[1]
         alone = batch.num_decodes == batch.num_seqs
-        biased = scale is not None and scale.bias is not None  # which no backend adds
+        biased = scale is not None and scale.bias is not None  # no backend adds a bias
         if not alone or biased or not backend.takes_qkv(batch.num_decodes, scale is not None, rotary_dim):
             return self._fused(qkv, positions, backend, scale)
         out = backend.decode_qkv(
@@ -234,11 +234,11 @@ class Attention:
 
 
 def attention_scale(model: nn.Module, spec: AttentionSpec) -> float:
-    """What scores are multiplied by in all of a model's layers; that of ``spec`` where it has no ``Attention``.
+    """The scale of the scores in all of a model's layers; ``spec``'s if the model has no ``Attention``.
 
     Raises:
-        ValueError: it is not the same in all; two layers have one place in the cache, or one has none; the cache is
-            made for other heads; a layer's norms or rotary are not modules of the model, which alone get values.
+        ValueError: layers have different scales; two share an index in the cache, or one has none; the cache is made
+            for other head counts; a layer's norms or rotary are not modules of the model, so they would get no values.
     """
     found, modules = _attentions(model), set(model.modules())
     for layer in found:
@@ -259,7 +259,7 @@ def attention_scale(model: nn.Module, spec: AttentionSpec) -> float:
 
 
 def _attentions(model: nn.Module) -> list[Attention]:
-    """All that are a module's attributes, or in a list or a mapping that is one."""
+    """Every ``Attention`` that is an attribute of a module, or in a list or mapping that is one."""
     found: dict[int, Attention] = {}
     for value in (value for module in model.modules() for value in vars(module).values()):
         held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
@@ -268,8 +268,8 @@ def _attentions(model: nn.Module) -> list[Attention]:
 
 
 def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backend: AttentionBackend) -> None:
-    """The kernel between projection and backend as steps of any size may take it, for ``compile_only``, behind one of
-    prompts: of rows that are to be scaled and of others, keeping k and v if the backend reads them, and not."""
+    """For ``compile_only``, after a step of prompts: launch every variant of the kernel between projection and backend:
+    with and without row scales, and with and without keeping k and v, if the backend reads them."""
     if attention._path_for(backend) == attention._separate:
         return
     weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)

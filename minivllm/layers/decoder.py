@@ -1,6 +1,6 @@
 """What dense decoders share: self-attention, the pre-norm layer, the stack, and the language-model head.
 
-A model file subclasses ``DecoderLayer`` for what is special about it and names it in its ``CausalLM``.
+A model file subclasses ``DecoderLayer`` for what is specific to it and names that class in its ``CausalLM``.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _Pick = Callable[[torch.Tensor, torch.Tensor, AttentionBackend], tuple[torch.Ten
 
 
 class LayerFactory(Protocol):
-    """Makes layer ``index`` of a decoder; a layer's class is one."""
+    """Creates layer ``index`` of a decoder; a layer class is one."""
 
     def __call__(self, config: ModelConfig, tp: TensorParallel, index: int, rotary: RotaryTable, /) -> nn.Module: ...
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query self-attention with rotary positions; ``qk_norm`` normalizes each head's q and k before them,
-    ``scale`` is of the scores (head_dim**-0.5 unless given).
+    """Grouped-query self-attention with rotary embeddings. ``qk_norm`` normalizes each head's q and k before rotary;
+    ``scale`` multiplies the scores (default head_dim**-0.5).
 
-    Like the MLP it takes the residual stream and the norm in front of it, and adds its output to the stream in place.
+    Like the MLP, it takes the residual stream and the norm before it, and adds its output to the stream in place.
     """
 
     def __init__(
@@ -90,25 +90,25 @@ class SelfAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """x: (t, hidden), the residual stream; returns it, or, of those tokens alone that the last layer picks, a new
-        one."""
+        """x: (t, hidden), the residual stream, updated in place and returned. In the last layer, a new tensor of only
+        the picked tokens may be returned (``pick_last_tokens``)."""
         return self.add(x, self.attention.of_stream(x, norm, self.qkv_proj, positions, attention), attention)
 
     def add(self, x: torch.Tensor, heads: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """What ``forward`` does behind attention, of its output (t, width)."""
+        """The part of ``forward`` after attention: project heads (t, width) and add them to x."""
         return self.o_proj.add_to(*self._pick(x, heads, attention))
 
     def in_parts(
         self, stream: PartedStream, norm: RMSNorm, positions: torch.Tensor, attention: AttentionBackend, eps: float
     ) -> None:
-        """``forward`` of all tokens, see ``DecoderLayer.goes_in_parts``; leaves sums under way. ``eps``: of the norm
-        behind."""
+        """``forward`` of all tokens, see ``DecoderLayer.goes_in_parts``; returns with sums in flight. ``eps``: of the
+        following norm."""
         heads = self.attention.of_parts(stream, norm, self.qkv_proj, positions, attention)
         stream.add(self.o_proj, [heads[part.rows] for part in stream.parts], eps)
 
 
 def launch_all_heads(model: Model, backend: AttentionBackend) -> None:
-    """``launch_all_kinds`` of the first layer that is ours, which the others are like."""
+    """``launch_all_kinds`` for the first layer with plain ``Attention``; the others are like it."""
     for module in model.modules():  # type: ignore[attr-defined]
         if isinstance(module, SelfAttention) and type(module.attention) is Attention:
             if type(module.qkv_proj) is QKVParallelLinear:
@@ -121,14 +121,14 @@ def _all_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend)
 
 
 def _last_tokens(x: torch.Tensor, heads: torch.Tensor, backend: AttentionBackend) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (t, hidden), heads (t, width): the rows of ``last_tokens`` in tensors of their own, or all if there is none."""
+    """x (t, hidden), heads (t, width): copies of the rows in ``last_tokens``, or all rows if it is None."""
     assert backend.batch is not None
     last = backend.batch.last_tokens
     return (x, heads) if last is None else (x.index_select(0, last), heads.index_select(0, last))
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MLP, each with its norm before it and added to the residual stream."""
+    """Pre-norm attention, then a pre-norm MLP, each added to the residual stream."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -144,9 +144,10 @@ class DecoderLayer(nn.Module):
         return self.mlp(x, self.post_attention_layernorm)
 
     def norm_pairs(self) -> list[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]]:
-        """Each norm that one product alone reads, with that product, into whose weight the loader may fold the norm's.
+        """Each norm whose output only one matmul reads, with that matmul: the loader may fold the norm's weight in.
 
-        A ``forward`` of one's own, here or in a part, may read a norm twice: it has no pairs unless this is overridden.
+        An overridden ``forward``, here or in a submodule, may use a norm twice: then its pair is left out, unless this
+        method is overridden.
         """
         pairs: list[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]] = []
         if type(self).forward is not DecoderLayer.forward:
@@ -156,7 +157,7 @@ class DecoderLayer(nn.Module):
             isinstance(attention, SelfAttention)
             and type(attention).forward is SelfAttention.forward
             and type(attention.attention).of_stream is Attention.of_stream
-            and type(attention.attention).__call__ is Attention.__call__  # is given rows that are not scaled
+            and type(attention.attention).__call__ is Attention.__call__  # gets unscaled rows
         ):
             pairs.append((self.input_layernorm, attention.qkv_proj))
         if isinstance(mlp, GatedMLP) and type(mlp).forward is GatedMLP.forward:
@@ -164,9 +165,10 @@ class DecoderLayer(nn.Module):
         return pairs
 
     def pick_last_tokens(self) -> None:
-        """Called of the last layer: behind attention nobody reads any but ``AttentionBatch.last_tokens``.
+        """Called on the last layer: after its attention, only ``AttentionBatch.last_tokens`` are needed.
 
-        A ``forward`` of one's own, here or in the attention, may need all: it is left alone unless this is overridden.
+        An overridden ``forward``, here or in the attention, may need all tokens: then this does nothing unless
+        overridden.
         """
         if type(self).forward is not DecoderLayer.forward:
             return
@@ -175,9 +177,8 @@ class DecoderLayer(nn.Module):
             attention._pick = _last_tokens
 
     def is_usual(self) -> bool:
-        """Whether another way through the same parts may stand for ``forward``. One of one's own, here or in a part of
-        it, reads the stream whole, and so does a hook. Asked at each such step, as modules may be replaced at any
-        time."""
+        """Whether a fused path may replace ``forward``: not if ``forward`` is overridden, or a hook is registered, here
+        or in a submodule. Checked at each such step, since modules may be replaced at any time."""
         mlp = self.mlp
         gated = is_plain(mlp, GatedMLP) and adds_parts(mlp.down_proj) and is_plain(mlp.gate_up_proj, LinearBase)
         return gated and self._attends_as_usual()
@@ -198,19 +199,19 @@ class DecoderLayer(nn.Module):
         )
 
     def goes_in_parts(self) -> bool:
-        """``is_usual``, and nobody picks tokens of it."""
+        """``is_usual``, and it keeps all tokens."""
         return self.is_usual() and cast(SelfAttention, self.self_attn)._pick is _all_tokens
 
     def in_parts(self, stream: PartedStream, positions: torch.Tensor, attention: AttentionBackend, eps: float) -> None:
-        """``forward`` of a layer that ``goes_in_parts``; leaves sums under way. ``eps``: of the norm behind."""
+        """``forward`` of a layer that ``goes_in_parts``; returns with sums in flight. ``eps``: of the next norm."""
         assert isinstance(self.self_attn, SelfAttention) and isinstance(self.mlp, GatedMLP)
         behind = self.post_attention_layernorm
         self.self_attn.in_parts(stream, self.input_layernorm, positions, attention, behind.eps)
         self.mlp.in_parts(stream, behind, eps)
 
     def chain_shape(self) -> ChainShape | None:
-        """Of a layer, or a rank's part of it, whose products ``chain_linear`` may compute: its norms are folded into
-        them."""
+        """The shape of the layer (of this rank's part), if ``chain_linear`` may compute its matmuls: its norms are
+        folded into them."""
         attention, mlp = self.self_attn, self.mlp
         if not self.is_usual():
             return None
@@ -223,7 +224,7 @@ class DecoderLayer(nn.Module):
         return ChainShape(hidden, width, mlp.down_proj.weight.shape[1], attention.qkv_proj.weight.shape[0])
 
     def routed_shape(self) -> DecoderShape | None:
-        """Of a layer that is usual but for its MLP, which is one of experts, on one rank."""
+        """The shape of the layer, if it is usual except for an MLP of experts, on one rank."""
         attention, experts = self.self_attn, routed_experts(self.mlp)
         if experts is None or not self._attends_as_usual():
             return None
@@ -234,7 +235,7 @@ class DecoderLayer(nn.Module):
         return decoder_shape(self, experts.down.shape[2], routing)
 
     def products(self) -> tuple[QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear]:
-        """Of a layer that has a ``chain_shape``, in their order."""
+        """The four matmuls, in order, of a layer that has a ``chain_shape``."""
         own, mlp = self.self_attn, self.mlp
         assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP)
         return own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj
@@ -247,8 +248,8 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """What follows attention, and attention of the layer ``behind``: adds to x (t, hidden) in place and returns
-        (t, width). Both have a ``chain_shape``, the same."""
+        """This layer after attention, then the attention of the next layer, ``behind``: adds to x (t, hidden) in place
+        and returns (t, width). Both layers must have the same ``chain_shape``."""
         o, gate_up, down = (product.weight for product in self.products()[1:])
         projection = behind.products()[0]
         eps, eps_behind = self.post_attention_layernorm.eps, behind.input_layernorm.eps
@@ -263,7 +264,7 @@ class DecoderLayer(nn.Module):
         positions: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """``chain`` from packed weights."""
+        """``chain`` with packed weights."""
         o, gate_up, down = (cast(PackedWeight, product.packed_weight) for product in self.products()[1:])
         projection = behind.products()[0]
         weight = cast(PackedWeight, projection.packed_weight)
@@ -284,7 +285,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        x: torch.Tensor = self.embed_tokens(input_ids)  # nobody else's: the layers add to it in place
+        x: torch.Tensor = self.embed_tokens(input_ids)  # not shared: the layers add to it in place
         layers = self._different_layers if compiling() or only_loads() else list(self.layers)
         exchange = self.tp.exchange
         if exchange is not None and exchange.takes(x):
@@ -298,7 +299,8 @@ class Decoder(nn.Module):
     def _at_once(
         self, layers: list[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, list[nn.Module]]:
-        """The stream behind layers several of whose products go in one kernel, and those that are left, none or all."""
+        """Run all layers with several matmuls per kernel, if possible; returns the stream and the layers left to run,
+        none or all."""
         usual, products = cast(list[DecoderLayer], layers), self._shape_of(layers, x, DecoderLayer.chain_shape)
         whole = self._whole_shape(layers, x, products)
         order = _order_of(usual) if products and (whole or len(x) in packed_rows(products)) else None
@@ -314,7 +316,7 @@ class Decoder(nn.Module):
 
     @cached_property
     def _different_layers(self) -> list[nn.Module]:
-        """Those that launch all kernels there are: the first two, each that is like none before it, and the last."""
+        """Layers that together launch every kernel: the first two, each one unlike those before it, and the last."""
         found: dict[object, nn.Module] = {}
         for i, layer in enumerate(self.layers):
             kind = type(layer), *(weight.shape for weight in layer.parameters())
@@ -324,19 +326,19 @@ class Decoder(nn.Module):
     def _shape_of(
         self, layers: list[nn.Module], x: torch.Tensor, of: Callable[[DecoderLayer], _Shape | None]
     ) -> _Shape | None:
-        """The shape that all layers share. None: they differ, or there are more rows than any way through several
-        products at once takes. Several ranks have only the one for few rows."""
+        """The shape that all layers share. None: they differ, or there are too many rows for any kernel that fuses
+        several matmuls; with several ranks, only the one for few rows exists."""
         alone = self.tp.size == 1
         if len(x) > (MAX_CHAIN_ROWS if alone else MAX_MEGAKERNEL_ROWS) or not (alone or self.tp.words):
             return None
         return _shared_shape(layers, of)
 
     def chain_shape(self) -> ChainShape | None:
-        """That of all layers, if they share one."""
+        """The shape of all layers, if they share one."""
         return _shared_shape(list(self.layers), DecoderLayer.chain_shape)
 
     def dense_shape(self) -> DecoderShape | None:
-        """The same as this rank's part of all layers in one kernel, if ranks can meet in one."""
+        """The shape of this rank's part of all layers in one kernel, if ranks can synchronize within a kernel."""
         products = self.chain_shape()
         if products is None or not (self.tp.size == 1 or self.tp.words):
             return None
@@ -348,8 +350,8 @@ class Decoder(nn.Module):
     def _whole_shape(
         self, layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None
     ) -> DecoderShape | None:
-        """The shape with which all layers may run as one kernel, dense or with experts; for steps of few rows only."""
-        if len(x) > MAX_MEGAKERNEL_ROWS:  # the host would ask each layer for nothing
+        """The shape for running all layers as one kernel, dense or with experts; only for steps of few rows."""
+        if len(x) > MAX_MEGAKERNEL_ROWS:  # do not ask each layer in vain
             return None
         if products is not None:
             return self._dense_shape(layers[0], products)
@@ -363,7 +365,7 @@ class Decoder(nn.Module):
         attention: AttentionBackend,
         packed: bool,
     ) -> torch.Tensor:
-        """The stream behind all layers, each one's products and the next one's projection in one kernel."""
+        """The stream after all layers, running each one's matmuls and the next one's projection in one kernel."""
         first, last = cast(SelfAttention, layers[0].self_attn), cast(SelfAttention, layers[-1].self_attn)
         heads = first.attention.of_stream(x, layers[0].input_layernorm, first.qkv_proj, positions, attention)
         for layer, behind in pairwise(layers):
@@ -378,20 +380,20 @@ class Decoder(nn.Module):
         positions: torch.Tensor,
         attention: AttentionBackend,
     ) -> tuple[torch.Tensor, list[nn.Module]]:
-        """The stream behind the layers that go in parts, and those that are left: the last one, behind which anyone may
-        read it, or all of them where one does not go so."""
+        """Run layers in parts; returns the stream and the layers left to run: the last one, whose output must be whole,
+        or all of them if one cannot run in parts."""
         *first, last = layers
         if not first or not all(isinstance(layer, DecoderLayer) and layer.goes_in_parts() for layer in first):
             return x, layers
         stream = PartedStream(exchange, x)
         parted = cast(list[DecoderLayer], first)
-        for layer, behind in zip(parted, [*parted[1:], parted[0]], strict=True):  # behind the last nobody asks for it
+        for layer, behind in zip(parted, [*parted[1:], parted[0]], strict=True):  # unused after the last
             layer.in_parts(stream, positions, attention, behind.input_layernorm.eps)
         return stream.whole(), [last]
 
 
 def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape | None]) -> _Shape | None:
-    """The shape that all of them have, of which the last one alone may pick tokens."""
+    """The shape that all layers have, if only the last one may pick tokens; else None."""
     shapes = (of(layer) if isinstance(layer, DecoderLayer) else None for layer in layers)
     shape = next(shapes, None)
     if shape is None or any(other != shape for other in shapes):
@@ -401,24 +403,24 @@ def _shared_shape(layers: list[nn.Module], of: Callable[[DecoderLayer], _Shape |
 
 
 def _order_of(layers: list[DecoderLayer]) -> Order | None:
-    """In which all their weights are packed; None: they are not, or not alike."""
+    """The order in which all their weights are packed; None: they are not packed, or in different orders."""
     first = layers[0].products()[0].packed_weight
-    if first is None:  # as where nothing is: then the others are not asked
+    if first is None:  # the common case of no packed weights: do not check the others
         return None
     packed = (product.packed_weight for layer in layers for product in layer.products())
     return first.order if all(its is not None and its.order is first.order for its in packed) else None
 
 
 def _goes_packed(shape: ChainShape, x: torch.Tensor) -> bool:
-    """Whether products of layers of that shape read packed weights in this step, in the kernel between attentions."""
+    """Whether the kernel between attentions reads packed weights in this step, for layers of this shape."""
     return len(x) in packed_rows(shape) and use_packed(len(x), shape, x.dtype, x.device)
 
 
 class CausalLM(nn.Module, Model):
-    """A decoder with a language-model head, in the tensor names of Hugging Face's checkpoints.
+    """A decoder with a language-model head, with the tensor names of Hugging Face's checkpoints.
 
-    A subclass says which ``architectures`` it reads, what one layer is, and, if its checkpoints pack their weights
-    otherwise, ``packed``: a checkpoint's module name -> (ours, shard id).
+    A subclass sets ``architectures``, which it can load, ``layer``, its layer class, and, if its checkpoints pack
+    weights differently, ``packed``: a checkpoint's module name -> (ours, shard id).
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""The vocabulary's two ends, split over the ranks by rows: token ids to vectors, hidden states to logits."""
+"""The embedding and the LM head, with the vocabulary split over the ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from minivllm.layers.parameter import Piece, sharded_parameter
 
 
 def rank_rows(vocab_size: int, ranks: int) -> tuple[int, bool]:
-    """Rows of a vocabulary that each of several ranks holds, padding counted: whole groups of tokens, which a rank can
-    weigh alone when it samples, or, of a small vocabulary, as few as there can be; and whether they are groups."""
+    """(Vocabulary rows per rank, with padding; whether they are whole groups of tokens.) Whole groups let a rank sample
+    from its shard alone; a small vocabulary is split as evenly as possible instead."""
     rows = -(-vocab_size // ranks)
     groups = -(-rows // GROUP)
-    if ranks > 1 and groups * GROUP * (ranks - 1) < vocab_size:  # something for the last rank
+    if ranks > 1 and groups * GROUP * (ranks - 1) < vocab_size:  # the last rank gets some
         return groups * GROUP, True
     return rows, False
 
@@ -60,7 +60,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """hidden (n, hidden) -> logits (n, vocab_size), on every rank. ``packed_weight``: as a linear layer's."""
+    """hidden (n, hidden) -> logits (n, vocab_size), on every rank. ``packed_weight``: as in ``LinearBase``."""
 
     packed_weight: PackedWeight | None = None
 
@@ -69,7 +69,7 @@ class ParallelLMHead(_VocabParallel):
         return self.tp.all_gather(logits)[:, : self.vocab_size] if self.tp.size > 1 else logits
 
     def shard(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Shard] | None:
-        """This rank's columns of the logits, (n, rows), if they are whole groups."""
+        """This rank's columns of the logits, (n, rows); None unless they are whole groups."""
         if not self.whole_groups:
             return None
         return self._product(hidden), Shard(self.first, self.vocab_size, self.tp)

@@ -1,4 +1,4 @@
-"""What an MLP of experts says about itself, so that a decode step may go through all layers in one kernel."""
+"""How a mixture-of-experts MLP describes itself, so that a decode step may run all layers in one kernel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """One rank's, all of them. router (experts, hidden); gate_up (experts, 2 * inner, hidden), gate's rows first; down
-    (experts, hidden, inner). All three read x behind the norm in front of the MLP, whose weight none has taken in; each
-    expert is down(silu(gate(x)) * up(x)), and a token's are the ``top_k`` of the largest logits, counted by the softmax
-    of all, or, if ``renormalize``, of those ``top_k``."""
+    """All experts, on one rank. router (experts, hidden); gate_up (experts, 2 * inner, hidden), gate's rows first; down
+    (experts, hidden, inner). They read x after the MLP's norm, whose weight must not be folded in. Each expert is
+    down(silu(gate(x)) * up(x)); a token uses the ``top_k`` experts of the largest logits, weighted by the softmax over
+    all, or, if ``renormalize``, over those ``top_k``."""
 
     router: torch.Tensor
     gate_up: torch.Tensor
@@ -23,9 +23,9 @@ class RoutedExperts:
 
 
 class RoutedMLP(Protocol):
-    """What an MLP may have beside ``forward``, in the same class: one with a ``forward`` of its own is called as any
-    module is."""
+    """What an MLP may define in addition to ``forward``, in the same class; a subclass that overrides only ``forward``
+    is called like any module."""
 
     def routed_experts(self) -> RoutedExperts | None:
-        """What ``forward`` computes with in this step. None: nothing else may stand for it."""
+        """The weights that ``forward`` uses in this step. None: no kernel may replace it."""
         ...

@@ -1,10 +1,10 @@
-"""Linear layers that hold this rank's slice of a weight. Columns split the output, rows split the input.
+"""Tensor-parallel linear layers: each rank holds a slice. Column-parallel splits the output, row-parallel the input.
 
-A decoder's products come with what stands around them: columns with the norm before (``after_norm``), rows with the
-residual addition behind (``add_to``), so that a few rows take one kernel each.
+A decoder's matmuls are fused with their neighbours: column-parallel with the norm before (``after_norm``), row-parallel
+with the residual addition after (``add_to``), so that each takes one kernel when there are few rows.
 
-For many rows the norm's weight g can be folded into the product's: norm(x) @ w.T = (x @ (w * g).T) / rms(x). Then the
-product reads x itself, and the kernel that reads the product divides it, and adds its bias (``unscaled``).
+For many rows the norm's weight g can be folded into the matmul's: norm(x) @ w.T = (x @ (w * g).T) / rms(x). The matmul
+then reads x itself, and the kernel that consumes its output divides by rms(x) and adds the bias (``unscaled``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 from minivllm.layers.plain import is_plain
 
-# So many tokens are summed over the ranks in halves, one beside the product of the other: a product of half of them is
-# still as fast a token, which one of a quarter is not.
+# From this many tokens, the all-reduce runs in two halves, the first overlapping the matmul of the second: a matmul of
+# half the tokens is still as fast per token; one of a quarter is not.
 SUMMED_IN_HALVES = 4096
 
 
 class LinearBase(nn.Module):
-    """x (t, in) -> (t, out). ``weight`` is (out, in), as checkpoints hold it; ``packed_weight`` what it was when the
-    model was loaded, for steps of few rows (``layers/packed.py``)."""
+    """x (t, in) -> (t, out). ``weight`` is (out, in), as in checkpoints; ``packed_weight`` is a packed copy made at
+    load time, for steps of few rows (``layers/packed.py``)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -43,7 +43,7 @@ class LinearBase(nn.Module):
 
 
 class ReplicatedLinear(LinearBase):
-    """Every rank holds, and computes, the whole."""
+    """Every rank holds the whole weight and computes the whole output."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -53,9 +53,9 @@ class ReplicatedLinear(LinearBase):
 
 
 class _StackedLinear(LinearBase):
-    """Checkpoint tensors stacked along the output. A part is (shard id, rows in all, first row, rows of this rank)."""
+    """Checkpoint tensors stacked along the output. A part is (shard id, total rows, this rank's start, its rows)."""
 
-    _bias_comes_behind: ClassVar[bool] = False  # whoever reads the product unscaled adds the bias, too
+    _bias_comes_behind: ClassVar[bool] = False  # whether the consumer of ``unscaled`` adds the bias
 
     def __init__(self, in_features: int, parts: Sequence[tuple[ShardId, int, int, int]], bias: bool) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ class _StackedLinear(LinearBase):
             offset += size
         self.weight = sharded_parameter((offset, in_features), weight)
         self.bias = sharded_parameter((offset,), biases) if bias else None
-        self.folded = False  # the weight holds that of the norm in front
+        self.folded = False  # the preceding norm's weight is folded in
 
     @property
     def foldable(self) -> bool:
-        """Whether to ``fold`` is sound and may pay. In float16 a product of what no norm has seen may overflow."""
+        """Whether ``fold`` is sound and may pay off. In float16, a matmul of unnormalized x may overflow."""
         w = self.weight
         fits = w.is_cuda and w.dtype in (torch.bfloat16, torch.float32)
         return fits and self._may_fold() and type(self).after_norm is _StackedLinear.after_norm
@@ -81,10 +81,10 @@ class _StackedLinear(LinearBase):
         return self.bias is None or self._bias_comes_behind
 
     def fold(self, norm: RMSNorm) -> None:
-        """Take in the weight of ``norm``, which becomes ones; again after either is loaded anew.
+        """Fold in the weight of ``norm``, which becomes ones. Call again after either is reloaded.
 
         Raises:
-            ValueError: the norm is not RMSNorm's own, or the product adds a bias itself.
+            ValueError: the norm is not a plain RMSNorm, or the matmul adds a bias itself.
         """
         if not is_plain(norm, RMSNorm):
             raise ValueError(f"a {type(norm).__name__} with a forward or a hook of its own is folded into nothing")
@@ -101,14 +101,14 @@ class _StackedLinear(LinearBase):
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
 
     def unscaled(self, x: torch.Tensor, norm: RMSNorm) -> tuple[torch.Tensor, RowScale | None]:
-        """``after_norm``, and what its rows are still to be multiplied by, if ``fold`` has left that to the caller."""
+        """``after_norm``, and the scale its rows still need, if ``fold`` has left that to the caller."""
         if not self.folded or not goes_with(self, norm):
             return self.after_norm(x, norm), None
         return norm_linear_unscaled(x, norm.weight, norm.eps, self.weight, self.bias)
 
 
 def goes_with(product: LinearBase, norm: RMSNorm) -> bool:
-    """Whether one kernel may stand for the product behind the norm: neither has a forward of its own, or a hook."""
+    """Whether one kernel may replace norm and matmul: neither overrides ``forward`` or has a hook."""
     return is_plain(product, LinearBase) and is_plain(norm, RMSNorm)
 
 
@@ -123,7 +123,7 @@ class ColumnParallelLinear(_StackedLinear):
 
 
 class MergedColumnParallelLinear(_StackedLinear):
-    """Several column-parallel weights in one product: (t, in) -> (t, sum(outs) / tp). Shard ids are 0, 1, …"""
+    """Several column-parallel weights in one matmul: (t, in) -> (t, sum(outs) / tp). Shard ids are 0, 1, …"""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class MergedColumnParallelLinear(_StackedLinear):
 
 
 class QKVParallelLinear(_StackedLinear):
-    """Queries, keys and values in one product: (t, in) -> (t, (heads + 2 * kv heads) * head_dim) of this rank.
+    """Queries, keys and values in one matmul: (t, in) -> (t, (heads + 2 * kv heads) * head_dim) for this rank.
 
     Shard ids are "q", "k", "v". With more ranks than kv heads, several ranks hold the same kv head.
     """
@@ -166,7 +166,7 @@ class QKVParallelLinear(_StackedLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """(t, in / tp) -> (t, out), summed over the ranks. Rank 0 holds the bias, the others zeros: it is added once."""
+    """(t, in / tp) -> (t, out), all-reduced. Rank 0 holds the bias, the others zeros, so that it is added once."""
 
     def __init__(
         self, in_features: int, out_features: int, tp: TensorParallel, *, bias: bool = False, what: str = "input size"
@@ -184,7 +184,7 @@ class RowParallelLinear(LinearBase):
         return self.tp.all_reduce(linear(x, self.weight, self.bias))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual + self(x)``, in place of residual (t, out), which every rank holds whole."""
+        """Add ``self(x)`` to residual (t, out) in place; every rank holds all of it. Returns residual."""
         if not is_plain(self, RowParallelLinear):
             return residual.add_(self(x))
         return self._add(residual, x)
@@ -199,8 +199,8 @@ class RowParallelLinear(LinearBase):
         return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
 
     def _add_halves(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Summed where the residual stands, so that nothing is added behind: rank 0 brings it in, the others overwrite
-        theirs."""
+        """All-reduce in the residual's memory, so that no addition follows: rank 0 adds to its residual, the others
+        overwrite theirs."""
         sums = []
         for part, rows in zip(residual.chunk(2), x.chunk(2), strict=True):
             if self.tp.rank == 0:
@@ -213,16 +213,16 @@ class RowParallelLinear(LinearBase):
         return residual
 
     def add_own(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """Add what this rank computes of very many rows, alone and without bias."""
+        """Add this rank's partial result to ``residual``, for very many rows, without bias or all-reduce."""
         linear_add(x, self.weight, None, residual)
 
     def write(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """The same written to ``out`` instead."""
+        """Write this rank's partial result to ``out``."""
         linear_into(out, x, self.weight)
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:
-    """(query heads, kv heads) of one rank. Raises ConfigError, with the numbers, where they cannot be split."""
+    """(query heads, kv heads) per rank. Raises ConfigError, with the numbers, if they cannot be split."""
     if num_heads % num_kv_heads:
         raise ConfigError(f"the model's {num_heads} attention heads do not divide into {num_kv_heads} kv heads")
     heads = split("attention heads", num_heads, tp)

@@ -1,4 +1,4 @@
-"""The gated feed-forward block: x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one product."""
+"""The gated MLP block: x + down(silu(gate(norm(x))) * up(norm(x))), gate and up in one matmul."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ACTIVATIONS = {"silu": norm_gate_up, "swish": norm_gate_up}  # hidden_act: norm,
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) of the normed stream, added to it; gate and up are one product. Raises CheckpointError
-    for an activation that it does not know."""
+    """down(act(gate(x)) * up(x)) of the normalized stream, added to the stream; gate and up are one matmul. Raises
+    CheckpointError for an unknown activation."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class GatedMLP(nn.Module):
         return self.down_proj.add_to(x, self._activated(x, norm))
 
     def in_parts(self, stream: PartedStream, norm: RMSNorm, eps: float) -> None:
-        """``forward``, see ``DecoderLayer.goes_in_parts``; leaves sums under way. ``eps``: of the norm behind."""
+        """``forward``, see ``DecoderLayer.goes_in_parts``; returns with sums in flight. ``eps``: of the next norm."""
         up = self.gate_up_proj
         product = (stream.shape[0], *up.weight.shape, up.weight.dtype, up.weight.device)
         waits = stream.under_way and up.folded and self.activation is norm_gate_up

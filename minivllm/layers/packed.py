@@ -1,10 +1,10 @@
-"""Packed copies of the weights of a decoder's layers and of LM heads (``kernels/packed_weights.py``), beside those that
-they are of: steps of few rows read these, all others the weights themselves. ``executors/packing.py`` decides whether a
-model gets any.
+"""Packed copies of decoder layer and LM head weights (``kernels/packed_weights.py``), kept beside the originals: steps
+of few rows read the copies, all others the weights themselves. ``executors/packing.py`` decides whether a model gets
+any.
 
-A copy is of the weights that ``load_weights`` brought, as a product's folded norm is; loaded anew, they are packed
-anew. Who changes a weight in another way sets its product's ``packed_weight`` to None: then all layers go as without
-packed weights, but for CUDA graphs that are captured already.
+``load_weights`` packs again whatever was packed (as it folds norms again). If you change a weight in any other way, set
+its module's ``packed_weight`` to None: then all layers run without packed weights, except in CUDA graphs that are
+already captured.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Product: TypeAlias = LinearBase | ParallelLMHead
 
 
 def packable_decoders(model: nn.Module) -> list[Decoder]:
-    """Those that would read packed weights: whose step is ours, and whose layers, two or more, share a shape."""
+    """Decoders that would read packed weights: ``forward`` is not overridden, and two or more layers share a shape."""
     found = (module for module in model.modules() if isinstance(module, Decoder) and len(module.layers) > 1)
     return [its for its in found if type(its).forward is Decoder.forward and its.chain_shape() is not None]
 
 
 class Ways(NamedTuple):
-    """Which kernels read packed weights of layers, where that is faster, and in which order: of products between two
-    attentions, of all layers."""
+    """The order of packed weights for each kernel that reads them, where that is faster: the kernel of the matmuls
+    between two attentions, and that of all layers."""
 
     chain: ChainShape | None
     whole: DecoderShape | None
@@ -45,14 +45,14 @@ class Ways(NamedTuple):
 
 
 def packed_ways(chain: ChainShape, whole: DecoderShape | None, ranks: int) -> Ways:
-    """Of layers of these shapes; ``whole``: None if they never go as one kernel."""
+    """``Ways`` for layers of these shapes. ``whole``: None if they never run as one kernel."""
     chained = chain if ranks == 1 and packed_rows(chain) else None
-    order = Order.LINES if chained is None else Order.UNITS  # one kernel reads either, but lines faster
+    order = Order.LINES if chained is None else Order.UNITS  # the one of all layers reads either, but lines faster
     return Ways(chained, whole if whole is not None and packed_megakernel_rows(whole, order) else None, order)
 
 
 def products_of(decoder: Decoder) -> list[LinearBase]:
-    """Whose packed weights its steps would read."""
+    """The linear layers whose packed weights its steps would read."""
     return [product for layer in decoder.layers for product in cast(DecoderLayer, layer).products()]
 
 
@@ -61,7 +61,7 @@ def heads_of(model: nn.Module) -> list[ParallelLMHead]:
 
 
 def pack_products(model: nn.Module, products: Mapping[Product, Order]) -> str | None:
-    """Pack the weights of some of its products, all or nothing. Returns the name of one that cannot be packed."""
+    """Pack the weights of these linear layers, all or none. Returns the name of one that cannot be packed, if any."""
     gated = [isinstance(product, MergedColumnParallelLinear) for product in products]
     packed = pack_all([product.weight for product in products], gated, list(products.values()))
     if None in packed:
@@ -72,16 +72,16 @@ def pack_products(model: nn.Module, products: Mapping[Product, Order]) -> str | 
 
 
 def unpack_products(products: Iterable[Product]) -> None:
-    """Nobody reads packed ones any more."""
+    """Drop their packed weights."""
     for product in products:
         product.packed_weight = None
 
 
 def pack_products_again(model: nn.Module) -> None:
-    """After weights were loaded into a model that may have packed ones.
+    """Called after loading weights into a model that may have packed weights.
 
     Raises:
-        CheckpointError: one cannot be packed; then none is packed any more.
+        CheckpointError: one can no longer be packed; then none stays packed.
     """
     modules = (module for module in model.modules() if isinstance(module, Product))
     copies = {module: module.packed_weight for module in modules if module.packed_weight is not None}

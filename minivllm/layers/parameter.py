@@ -1,4 +1,4 @@
-"""Parameters that know where a checkpoint's tensors go in them, so that packing and slicing need no table of names.
+"""Parameters that know where a checkpoint's tensors go in them, so that stacking and sharding need no name tables.
 
 A layer describes its parameter as ``Piece``s; loading, shape checks and dummy weights all follow from them.
 """
@@ -14,13 +14,13 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 
-# Which part of a packed parameter: "q", "k", "v"; 0, 1. None: of one part, or all parts, stacked.
+# The part of a stacked parameter: "q", "k", "v"; 0, 1. None: the only part, or all parts, stacked.
 ShardId = str | int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One checkpoint tensor's place in a parameter: along ``dim``, ``start:start + size`` of it goes to ``offset``."""
+    """A checkpoint tensor's place in a parameter: its ``start:start + size`` along ``dim`` goes to ``offset``."""
 
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int = 0
@@ -34,7 +34,7 @@ class Piece:
 
 
 def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = None) -> None:
-    """Copy this rank's slice of a checkpoint tensor into its place; converts dtype and device on the way."""
+    """Copy this rank's slice of a checkpoint tensor into its place, converting dtype and device."""
     pieces, piece = pieces_of(param), whole_of(param, shard_id)
     if tuple(loaded.shape) != piece.shape:
         raise ValueError(f"shape {tuple(loaded.shape)} where {piece.shape} is expected")
@@ -47,7 +47,7 @@ def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = No
 
 
 def sharded_parameter(shape: Sequence[int], pieces: Mapping[ShardId, Piece]) -> nn.Parameter:
-    """A parameter of ``shape`` (this rank's) on the current device that takes ``pieces``."""
+    """A parameter of this rank's ``shape`` on the current device, made up of ``pieces``."""
     param = nn.Parameter(torch.empty(tuple(shape)), requires_grad=False)
     param.pieces = dict(pieces)  # type: ignore[attr-defined]
     param.weight_loader = load_piece  # type: ignore[attr-defined]
@@ -57,13 +57,13 @@ def sharded_parameter(shape: Sequence[int], pieces: Mapping[ShardId, Piece]) -> 
 
 
 def pieces_of(param: nn.Parameter) -> dict[ShardId, Piece]:
-    """A parameter's pieces; one that no layer of ours made is one whole piece."""
+    """A parameter's pieces; a parameter not made by ``sharded_parameter`` is one whole piece."""
     pieces = getattr(param, "pieces", None)
     return {None: Piece(tuple(param.shape))} if pieces is None else pieces
 
 
 def whole_of(param: nn.Parameter, shard_id: ShardId) -> Piece:
-    """That piece, or, for None, of a parameter of several parts, all of them as one tensor, in their order."""
+    """The piece ``shard_id``; for None in a stacked parameter, all its parts in order as one tensor."""
     pieces = pieces_of(param)
     if shard_id in pieces:
         return pieces[shard_id]
@@ -73,13 +73,13 @@ def whole_of(param: nn.Parameter, shard_id: ShardId) -> Piece:
 
 
 def zero_uncovered(param: nn.Parameter) -> None:
-    """Rows that no checkpoint tensor fills (a padded vocabulary, another rank's bias) are zero."""
+    """Zero the rows that no checkpoint tensor fills (vocabulary padding, another rank's bias)."""
     if sum(p.length for p in pieces_of(param).values()) < param.shape[next(iter(pieces_of(param).values())).dim]:
         param.data.zero_()
 
 
 def split(what: str, count: int, tp: TensorParallel) -> int:
-    """This rank's share of ``count``. Raises ConfigError where it does not divide."""
+    """This rank's share of ``count``. Raises ConfigError if it is not divisible by the number of ranks."""
     if count % tp.size:
         fitting = [n for n in range(1, min(count, 64) + 1) if count % n == 0]
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""The residual stream of a large step on several ranks, each of which adds up a part of its rows
-(``kernels/exchange.py``): what the others add up arrives while a product begins with what is there. Which layers go so,
-``Decoder`` decides; one step's stream lives here, and nothing behind it.
+"""The residual stream of a large step on several ranks, each of which sums a part of its rows
+(``kernels/exchange.py``): the other ranks' parts arrive while a matmul starts on those already there. ``Decoder``
+decides which layers run this way; the state here lasts one step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from minivllm.layers.plain import is_plain
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank adds up."""
+    """The rows that one rank sums."""
 
     rank: int
     rows: slice
 
 
 class PartedStream:
-    """x (t, hidden): read by ``arriving``, part by part, by a product that waits for parts (``hand_over``), or
-    ``whole``. It is x no longer, but a copy of it."""
+    """The residual stream, a copy of x (t, hidden): read part by part (``arriving``), by a matmul that waits for the
+    parts itself (``hand_over``), or ``whole``."""
 
     def __init__(self, exchange: PeerExchange, x: torch.Tensor) -> None:
         self.parts = [Part(rank, rows) for rank, rows in enumerate(exchange.parts(x.shape[0]))]
@@ -44,8 +44,8 @@ class PartedStream:
         return self._x.shape
 
     def arriving(self) -> Iterator[tuple[Part, torch.Tensor]]:
-        """Each part with its rows, for what is launched from then on: this rank's own, then those that the device
-        waits for, which the host does not."""
+        """Each part with its rows, ready for kernels launched from then on: this rank's first, then the others', for
+        which the device waits but not the host."""
         exchange = self._exchange
         for rank in (exchange.rank, *exchange.others):
             if self._under_way and rank != exchange.rank:
@@ -56,25 +56,25 @@ class PartedStream:
     def whole(self) -> torch.Tensor:
         for _ in self.arriving():
             pass
-        self._exchange.settle()  # who gets it may write to it
+        self._exchange.settle()  # the caller may write to it
         return self._x
 
     def hand_over(self, eps: float) -> tuple[torch.Tensor, torch.Tensor, Arrival]:
-        """What is under way to one product, which is launched next and waits for it itself: x, its rows' factors (t,)
-        float32 of a norm with ``eps``, as the last ``add`` was told, and what to wait for. Behind it all parts have
-        arrived."""
+        """Hand parts in flight to one matmul, which must be launched next and waits for them itself: x, its rows' norm
+        factors (t,) float32 (``eps`` must be that of the last ``add``), and what to wait for. After that matmul all
+        parts have arrived."""
         assert self._under_way and eps == self._eps
         exchange, rows = self._exchange, self.shape[0]
         for rank in exchange.others:
             part = self.parts[rank].rows
-            if part.start == part.stop:  # the product has no use for it, and so waits for nothing
+            if part.start == part.stop:  # the matmul reads no row of it, so it would not wait
                 exchange.arrive(rank)
         self._under_way = False
         return self._x, exchange.factors[:rows], exchange.arrival(rows)
 
     def add(self, product: RowParallelLinear, ys: Sequence[torch.Tensor], eps: float) -> None:
-        """Begin to add ``product`` of each part's y (rows, in / tp). All parts must have arrived. ``eps``: of the norm
-        behind the sum."""
+        """Start adding ``product`` of each part's y (rows, in / tp). All parts must have arrived. ``eps``: of the norm
+        that follows."""
         assert not self._under_way
         exchange = self._exchange
         exchange.begin()
@@ -90,7 +90,7 @@ class PartedStream:
 
 
 def adds_parts(product: nn.Module) -> bool:
-    """Whether ``PartedStream.add`` may stand for the product's ``add_to``."""
+    """Whether ``PartedStream.add`` may replace this layer's ``add_to``."""
     if not is_plain(product, RowParallelLinear):
         return False
     return type(product).add_to is RowParallelLinear.add_to and product.bias is None

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: one table of cosines and sines a model, with the scalings that stretch a context."""
+"""Rotary position embeddings (RoPE): one table of cosines and sines per model, with RoPE scaling for long contexts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minivllm.errors import CheckpointError
 class RotaryTable(nn.Module):
     """``cos_sin``: (positions, rot_dim) float32; the first half cosines, the second half sines.
 
-    All layers of a model share one table. It holds no parameter, and is built after the weights are on their device.
+    All layers of a model share one table. It has no parameters and is built once the weights are on their device.
     """
 
     cos_sin: torch.Tensor
@@ -23,7 +23,7 @@ class RotaryTable(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        frequencies(config)  # refuses here, before any weight is loaded, what it does not know
+        frequencies(config)  # refuses an unknown rope_type before any weight is loaded
 
     def build(self, num_positions: int, device: torch.device | str) -> None:
         """Compute the table for positions [0, num_positions)."""
@@ -35,7 +35,7 @@ class RotaryTable(nn.Module):
 
 
 def frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """(inverse frequencies (rot_dim / 2,) float32, what cosines and sines are multiplied by)."""
+    """(inverse frequencies (rot_dim / 2,) float32, the factor on cosines and sines)."""
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if any(isinstance(value, dict) for value in rope.values()):
@@ -58,12 +58,12 @@ def _default(inv_freq: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor,
 
 
 def _linear(inv_freq: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Positions squeezed evenly by ``factor``."""
+    """All positions are divided by ``factor``."""
     return inv_freq / float(config.rope_parameters["factor"]), 1.0
 
 
 def _llama3(inv_freq: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Long wavelengths are squeezed by ``factor``, short ones kept, those between blended."""
+    """Long wavelengths are scaled by ``factor``, short ones kept, and those between interpolated."""
     rope = config.rope_parameters
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = _original_length(config) * inv_freq / (2 * math.pi)  # rotations within the original context
@@ -75,14 +75,14 @@ def _llama3(inv_freq: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, 
 
 
 def _yarn(inv_freq: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Dimensions that turn often are kept, those that turn rarely squeezed, with a ramp between; longer contexts
-    also sharpen the attention, by a factor on cosines and sines."""
+    """Dimensions with many rotations are kept, those with few are scaled, with a ramp between; longer contexts also
+    sharpen the attention, by a factor on cosines and sines."""
     rope, half = config.rope_parameters, len(inv_freq)
     original = _original_length(config)
     factor = float(rope.get("factor") or config.max_position / original)
     base = float(rope["rope_theta"])
 
-    def dimension(turns: float) -> float:  # that turns so often within the original context
+    def dimension(turns: float) -> float:  # the one with this many rotations in the original context
         return half * math.log(original / (turns * 2 * math.pi)) / math.log(base)
 
     low, high = dimension(float(rope.get("beta_fast") or 32)), dimension(float(rope.get("beta_slow") or 1))
@@ -112,7 +112,7 @@ def _original_length(config: ModelConfig) -> int:
 
 
 _Scale = Callable[[torch.Tensor, ModelConfig], tuple[torch.Tensor, float]]
-ROPE_TYPES: dict[str, tuple[_Scale, tuple[str, ...]]] = {  # rope_type: its function, the numbers it cannot do without
+ROPE_TYPES: dict[str, tuple[_Scale, tuple[str, ...]]] = {  # rope_type: (its function, the config keys it requires)
     "default": (_default, ()),
     "linear": (_linear, ("factor",)),
     "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),

@@ -1,5 +1,5 @@
-"""The decode step of a few sequences through all layers as one kernel (``kernels/megakernel.py``), where the layers and
-the attention backend are made for it. ``Decoder`` asks; nothing of a step lives here.
+"""Runs a decode step of a few sequences through all layers as one kernel (``kernels/megakernel.py``), if the layers and
+the attention backend allow it. Called by ``Decoder``; keeps no state of a step.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 
 def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None, ranks: int = 1) -> DecoderShape:
-    """Of a layer whose attention is usual; ``inner``: of its MLP, or of each expert."""
+    """The shape of a layer with the usual attention. ``inner``: the width of its MLP, or of each expert."""
     attention = _self_attention(layer)
     hidden, heads, biased = attention.o_proj.weight.shape[0], attention.attention, attention.qkv_proj.bias is not None
     return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing, ranks, biased)
 
 
 def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
-    """What computes the same as to call that MLP; None: nothing else does."""
+    """The experts that compute the same as calling this MLP; None: it must be called."""
     if not overrides_both(type(mlp), "forward", "routed_experts") or not is_plain(mlp, type(mlp)):
         return None
     return cast(RoutedMLP, mlp).routed_experts()
 
 
 def attends_plainly(backend: AttentionBackend) -> bool:
-    """Whether decodes' attention is one that the kernel of all layers has: a step may still differ."""
+    """Whether the all-layers kernel implements this backend's decode attention; a given step may still differ."""
     return backend.plain_decode and backend.keeps_cache_write() and backend.spec.block_size == PAGE
 
 
@@ -58,7 +58,7 @@ def goes_whole(
     backend: AttentionBackend,
     packed: Order | None = None,
 ) -> bool:
-    """Whether layers of that shape go as one kernel in this step, from ``packed`` weights of that order or others."""
+    """Whether layers of this shape run as one kernel in this step. ``packed``: the order of packed weights, if used."""
     batch = backend.batch
     if packed and len(x) not in packed_megakernel_rows(shape, packed):
         return False
@@ -87,7 +87,7 @@ def decode_whole(
     tp: TensorParallel,
     packed: bool = False,
 ) -> torch.Tensor:
-    """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; they ``goes_whole``."""
+    """The residual stream (rows, hidden) after all layers, from x (rows, hidden). Requires ``goes_whole``."""
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: where it comes from, and what its config says. Needs neither torch nor the weights."""
+"""A checkpoint's folder: finding or downloading it, and reading its config. Needs neither torch nor the weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from minivllm.core.model_config import ModelConfig, end_tokens
 from minivllm.errors import CheckpointError
 
 DEMO = Path(__file__).parent / "demo"
-LISTED = 8  # names that an error gives of each kind
+LISTED = 8  # names of each kind listed in an error
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
-_NOT_DOWNLOADED = ["*/*", "consolidated*"]  # folders beside the checkpoint, and a second copy of it
+_NOT_DOWNLOADED = ["*/*", "consolidated*"]  # subfolders, and a second copy of the weights
 
 
 # --------------------------------------------------------------------------- finding the folder
 
 
 def fetch(options: ModelOptions) -> Path:
-    """The checkpoint's folder: ``path``, or ``repo`` downloaded, or the demo that ships in the package."""
+    """The checkpoint's folder: ``path``, a download of ``repo``, or the demo model that ships with the package."""
     if options.path is not None:
         return _folder(Path(expanduser(options.path)))
     if options.repo is not None:
@@ -35,7 +35,7 @@ def fetch(options: ModelOptions) -> Path:
 
 
 def download(repo: str, revision: str | None = None, *, offline: bool = False, weights: bool = True) -> Path:
-    """Fetch a repository's config, tokenizer and, with ``weights``, safetensors, or find them in the local cache."""
+    """Download a repository's config, tokenizer and, with ``weights``, safetensors, or find them in the local cache."""
     if offline and not _is_cached(repo):
         raise _cannot_fetch(repo, _NOT_CACHED, weights)
     from huggingface_hub import errors, snapshot_download
@@ -57,7 +57,7 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False, w
     except errors.HFValidationError as error:
         key = "model.path" if weights else "model.tokenizer"
         raise CheckpointError(f"{repo} is not a repository's name, ORG/NAME; for a folder pass {key}=DIR") from error
-    except Exception as error:  # the hub's client raises its own errors, its HTTP library's, OSError and ValueError
+    except Exception as error:  # its own errors, its HTTP library's, OSError and ValueError
         not_cached = f"{_NOT_CACHED} ({type(error).__name__}: {' '.join(str(error).split())})"
         reasons: dict[type[Exception], str] = {
             errors.RepositoryNotFoundError: "there is no such repository, or it is private",
@@ -70,7 +70,7 @@ _NOT_CACHED = "it is not in the local cache and cannot be downloaded from here"
 
 
 def _is_cached(repo: str) -> bool:
-    """Whether anything of it is. Asking the hub's client imports an HTTP library first, a third of a second."""
+    """Whether any of it is cached. Does not use the hub's client, which imports an HTTP library (0.3 s)."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return (Path(HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir()
@@ -98,7 +98,7 @@ def _folder(path: Path) -> Path:
 def read_model_config(
     path: Path, read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: hf
 ) -> ModelConfig:
-    """config.json, with the end-of-sequence ids of generation_config.json. ``read``: ``Registry.read_config``."""
+    """Read config.json, and the end-of-sequence ids of generation_config.json. ``read``: ``Registry.read_config``."""
     path = _folder(Path(path))
     file = path / "config.json"
     if not file.is_file():
@@ -122,7 +122,7 @@ def read_model_config(
 def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # broken JSON, or bytes that are no text
+    except (OSError, ValueError) as error:  # invalid JSON or invalid UTF-8
         raise CheckpointError(f"{file} is not readable as JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a JSON {type(value).__name__} where an object is expected")

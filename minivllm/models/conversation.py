@@ -1,4 +1,4 @@
-"""OpenAI's messages as chat templates take them."""
+"""Converts OpenAI messages to the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from minivllm.errors import RequestError, is_text, shown
 
 Message = Mapping[str, Any]  # "role", and "content" or "tool_calls"
 
-_PROBE = "\ue000probe\ue000"  # no template writes it by itself
+_PROBE = "\ue000probe\ue000"  # text that no template contains
 
 
 def for_template(message: Message, *, parts: bool) -> dict[str, Any]:
-    """``content``, a string, text parts or None, as parts if the template goes through them, else as one string, parts
-    joined with line ends; each tool call's ``arguments``, which are JSON, as what they say."""
+    """Convert ``content`` (a string, text parts or None) to parts if the template iterates over them, else to one
+    string, joining parts with newlines; parse each tool call's ``arguments`` from JSON."""
     made, content = dict(message), message.get("content")
     if content is None:
         content = ""
@@ -30,18 +30,18 @@ def for_template(message: Message, *, parts: bool) -> dict[str, Any]:
 
 
 def takes_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Whether a template goes through the parts of a content, and leaves out one that is a string."""
+    """Whether a template iterates over content parts and omits a content that is a string."""
     for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
         try:
             if _PROBE in render([{"role": "user", "content": content}]):
                 return not isinstance(content, str)
-        except Exception:  # whatever a template raises; it will again, where somebody reads it
+        except Exception:  # any template error; rendering will raise it again, where it is reported
             continue
     return False
 
 
 def check_tool_calls(calls: Any) -> None:
-    """Raises RequestError for what are not OpenAI's ``tool_calls`` of a message."""
+    """Raises RequestError if these are not valid OpenAI ``tool_calls`` of a message."""
     if not isinstance(calls, list):
         raise RequestError(f"messages: tool_calls is a list, not {shown(calls)}")
     for call in calls:

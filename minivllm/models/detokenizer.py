@@ -1,8 +1,8 @@
-"""One sequence's text as its tokens come: only what later tokens cannot change is given out.
+"""Incremental detokenization of one sequence: only text that later tokens cannot change is returned.
 
 ``WindowDetokenizer`` works for every tokenizer, ``ByteDetokenizer`` for those whose tokens are byte strings, at a
-twentieth of the cost. Both give, put together, what decoding everything at once gives, but for bytes that are no text:
-these become U+FFFD one by one, where some tokenizers make one of a whole run.
+twentieth of the cost. The concatenated output of both equals decoding everything at once, except for invalid UTF-8:
+each byte becomes one U+FFFD, while some tokenizers make one of a whole run.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-CONTEXT = 6  # prompt tokens that the first output token sees, and more if these begin within a character
-_NO_TEXT = "\ufffd"  # what stands for bytes that are no character, or not yet
-_UNFINISHED = 3  # bytes of a character's four at most
+CONTEXT = 6  # prompt tokens decoded before the first output token; more if these start within a character
+_NO_TEXT = "\ufffd"  # replaces bytes of an invalid or unfinished character
+_UNFINISHED = 3  # bytes at most: a character has up to four
 
 
 class Detokenizer(ABC):
     @abstractmethod
     def add(self, ids: Iterable[int]) -> str:
-        """Take in new tokens; returns the text that became certain."""
+        """Add new tokens; returns the text that has become final."""
 
     @abstractmethod
     def finish(self, ids: Sequence[int] = ()) -> str:
-        """The last tokens and all that waited: a character that was never completed comes out as U+FFFD."""
+        """Add the last tokens; returns all remaining text. A character that was never completed becomes U+FFFD."""
 
 
 class ByteDetokenizer(Detokenizer):
-    """Tokens are byte strings: ``token_bytes`` has each id's, empty for those that are not text."""
+    """For tokens that are byte strings: ``token_bytes`` maps each id to its bytes, empty if it is not text."""
 
     def __init__(self, token_bytes: Mapping[int, bytes], prompt_ids: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.add(prompt_ids[-CONTEXT:])  # the prompt may end within a character
+        self.add(prompt_ids[-CONTEXT:])  # the prompt may end in mid-character
 
     def add(self, ids: Iterable[int]) -> str:
         return self._decoder.decode(b"".join([self._bytes[i] for i in ids]))
@@ -44,19 +44,19 @@ class ByteDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """Decodes a window that starts a little before the new tokens, because a token's spacing depends on its neighbour.
 
-    ``_ids[:_read]`` is out as text already; ``_ids[_read:]`` waits to end on a whole character. The window stays a few
-    tokens long, however long the text is.
+    ``_ids[:_read]`` has been returned as text; ``_ids[_read:]`` waits until it ends on a whole character. The window
+    stays a few tokens long, however long the text is.
     """
 
-    WINDOW = 32  # tokens that may wait; a character has 4 bytes at most, so that more are no character
+    WINDOW = 32  # tokens that may wait: a character has at most 4 bytes, so more cannot be one
 
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int] = ()) -> None:
         self._decode = decode
         ids = list(prompt_ids[-CONTEXT - _UNFINISHED :])
         self._ids = ids[self._beginning(ids, max(len(ids) - CONTEXT, 0)) :]
         self._read = len(self._ids)
-        self._before = decode(self._ids)  # the text of _ids[:_read], whose end may be the beginning of a character
-        self._cut = self._before.endswith(_NO_TEXT)  # perhaps of one that is to come out
+        self._before = decode(self._ids)  # the text of _ids[:_read], which may end in mid-character
+        self._cut = self._before.endswith(_NO_TEXT)  # perhaps one still to be returned
 
     def add(self, ids: Iterable[int]) -> str:
         out = []
@@ -79,9 +79,9 @@ class WindowDetokenizer(Detokenizer):
         new = self._new(text)
         if not new and not final:
             return ""
-        start, self._cut = self._read, False  # what is new now is the next tokens' neighbour
+        start, self._cut = self._read, False  # the new tokens are the next ones' neighbours
         self._before = self._decode(self._ids[start:])
-        if self._before.startswith(_NO_TEXT):  # the prompt's last character has become whole
+        if self._before.startswith(_NO_TEXT):  # the prompt's last character is complete now
             start = self._beginning(self._ids, start)
             self._before = self._decode(self._ids[start:])
         del self._ids[:start]
@@ -89,13 +89,13 @@ class WindowDetokenizer(Detokenizer):
         return new
 
     def _new(self, text: str) -> str:
-        """Of the text of all ``_ids``, what is not out yet."""
+        """The part of the text of all ``_ids`` that has not been returned yet."""
         before, ids = self._before, self._ids
-        if text.startswith(before) and not self._cut:  # nearly always
+        if text.startswith(before) and not self._cut:  # the usual case
             return text[len(before) :]
         if not before.endswith(_NO_TEXT):
-            return self._decode(ids[self._read :])  # bytes that are no text made those before them none, too
-        for read in _back(self._read):  # where the first new character may begin
+            return self._decode(ids[self._read :])  # invalid bytes made those before them invalid, too
+        for read in _back(self._read):  # where the first new character may start
             whole, rest = self._decode(ids[:read]), self._decode(ids[read:])
             if text.startswith(whole) and text[len(whole) :].lstrip(" ") == rest.lstrip(" "):
                 return text[len(whole) :]
@@ -105,18 +105,18 @@ class WindowDetokenizer(Detokenizer):
         return self._decode(ids[self._read :])
 
     def _beginning(self, ids: list[int], at: int) -> int:
-        """``at``, or where the character began that goes on there."""
+        """``at``, or, if that is in mid-character, where the character starts."""
         for start in _back(at):
-            # without the last tokens, too: if their character is unfinished, bytes before it may be no text either
+            # also try without the last tokens: if their character is unfinished, bytes before it may be invalid, too
             for end in range(len(ids), max(start, len(ids) - _UNFINISHED - 1), -1):
                 if not self._decode(ids[start:end]).startswith(_NO_TEXT):
                     return start
-        for start in _back(at):  # U+FFFD itself, of three bytes
+        for start in _back(at):  # U+FFFD itself, encoded in three bytes
             if len(ids) - start >= _UNFINISHED and self._decode(ids[start : start + _UNFINISHED]) == _NO_TEXT:
                 return start
         return at
 
 
 def _back(at: int) -> range:
-    """The places at which a character may begin that reaches ``at``, the nearest first."""
+    """Where a character that reaches ``at`` may start, nearest first."""
     return range(at, max(at - _UNFINISHED, 0) - 1, -1)

@@ -1,4 +1,4 @@
-"""Llama: grouped-query attention, gated MLP, pre-norm; biases where the config says so."""
+"""Llama: grouped-query attention, gated MLP, pre-norm; biases if the config says so."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From a checkpoint folder (or a seed) to a model on its device: one tensor at a time, nothing held twice.
+"""Loads a model onto its device from a checkpoint folder (or a seed): one tensor at a time, nothing held twice.
 
-Which tensor goes where is written on the parameters (``layers/parameter.py``); this file finds and moves them.
+The parameters know which tensor goes where (``layers/parameter.py``); this file finds and moves the tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# Tensors that old checkpoints carry and no model reads: tables that follow from the config.
+# Tensors that old checkpoints contain and no model reads: tables computed from the config.
 HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -48,13 +48,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def iterate_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every tensor, file by file. Tensors are views of the mapped file: slice before copying."""
+    """(name, tensor) of every tensor, file by file. Tensors are views of a memory-mapped file: slice before copying."""
     from safetensors import SafetensorError, safe_open
 
     for file in _safetensors_files(Path(path)):
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
-                for name in tensors.offset_keys():  # in the file's order, so that it is read forward
+                for name in tensors.offset_keys():  # in file order, so that reads are sequential
                     yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
             with file.open("rb") as head:
@@ -103,18 +103,18 @@ def load_weights(
     weights: Iterable[tuple[str, torch.Tensor]],
     packed: Mapping[str, tuple[str, ShardId]] | None = None,
 ) -> None:
-    """Put every tensor in its place.
+    """Copy every tensor into its parameter.
 
-    ``packed`` maps a checkpoint's module name to (the module's, shard id); a shard id of None says that the checkpoint
-    has all parts in one tensor, stacked as they are here. A parameter shared by two modules takes the first one's
-    tensor; the other's may be in the checkpoint or not.
+    ``packed`` maps a checkpoint's module name to (ours, shard id); a shard id of None means that the checkpoint has all
+    parts in one tensor, stacked as they are here. A parameter shared by two modules takes the first one's tensor; the
+    checkpoint may or may not have the other's.
 
     Raises:
-        CheckpointError: naming every tensor that is missing, unexpected or of another shape; or one that cannot be
-            packed where another was.
+        CheckpointError: naming every tensor that is missing, unexpected or of the wrong shape; or a weight that was
+            packed before and can no longer be.
     """
     targets = _targets(module, packed or {})
-    seen: dict[tuple[int, ShardId], str] = {}  # what filled a place: by which name
+    seen: dict[tuple[int, ShardId], str] = {}  # by place, the name of the tensor that filled it
     unexpected: list[str] = []
     misfits: list[str] = []
     for name, tensor in weights:
@@ -152,14 +152,14 @@ def load_weights(
             f"Is config.json of this checkpoint, and does its architecture name this model?{hint}"
         )
     for norm, product in norm_pairs(module):
-        if product.folded:  # before; what came now is not
+        if product.folded:  # from an earlier load; the new weights are not folded yet
             product.fold(norm)
     pack_products_again(module)
 
 
 def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, ShardId]] | None = None) -> None:
-    """Random weights from the shapes alone: each checkpoint tensor from (seed, its name), so that every rank of any tp
-    holds slices of the same model. Norms are 1."""
+    """Random weights from shapes alone: each checkpoint tensor depends on (seed, its name), so that the ranks of any tp
+    size hold slices of the same model. Norm weights are 1."""
     for name, (canonical, param, shard_id) in _targets(module, packed or {}).items():
         if name != canonical:
             continue
@@ -168,15 +168,15 @@ def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, 
             param.data.fill_(value)
             continue
         whole = torch.empty(whole_of(param, shard_id).shape, dtype=param.dtype, device=param.device)
-        # one 32-bit number: the CPU's generator reads no more of a seed
+        # one 32-bit number: the CPU generator uses only that much of a seed
         generator = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         whole.normal_(std=0.02, generator=generator)
         getattr(param, "weight_loader", load_piece)(param, whole, shard_id)
 
 
 def norm_pairs(module: nn.Module) -> Iterator[tuple[RMSNorm, QKVParallelLinear | MergedColumnParallelLinear]]:
-    """The layers' norms and products that can be folded; none whose weights anything shares, or whose norm is not
-    RMSNorm's own."""
+    """The layers' norms and the matmuls they can be folded into; not if their weights are shared or the norm is not a
+    plain RMSNorm."""
     holders = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
     for layer in module.modules():
         if isinstance(layer, DecoderLayer):
@@ -189,7 +189,7 @@ _Targets = dict[str, tuple[str, nn.Parameter, ShardId]]
 
 
 def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> _Targets:
-    """A checkpoint's tensor name -> (the name that counts if two share a parameter, the parameter, shard id)."""
+    """A checkpoint's tensor name -> (the canonical name if two share a parameter, the parameter, shard id)."""
     parts: dict[tuple[str, ShardId], str] = {(ours, shard): theirs for theirs, (ours, shard) in packed.items()}
     targets: _Targets = {}
     first: dict[tuple[int, ShardId], str] = {}
@@ -204,7 +204,7 @@ def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ShardId]]) -> _T
 
 
 def _part(parts: Mapping[tuple[str, ShardId], str], path: list[str], shard_id: ShardId, param: nn.Parameter) -> str:
-    """A checkpoint's name for one of the tensors that a module stacks. Raises TypeError: ``packed`` does not say."""
+    """A checkpoint's name for one of the tensors that a module stacks. Raises TypeError if ``packed`` has none."""
     if (theirs := parts.get((path[-1], shard_id))) is not None:
         return theirs
     pieces = ", ".join(f"'NAME': ({path[-1]!r}, {shard!r})" for shard in pieces_of(param))
@@ -226,11 +226,11 @@ def build_model(
     weights: Iterable[tuple[str, torch.Tensor]] | int,
     max_model_len: int,
 ) -> Model:
-    """A model on its device, ready to run: ``weights`` is a checkpoint's tensors, or the seed of dummy ones.
+    """A model on its device, ready to run. ``weights``: a checkpoint's tensors, or the seed of dummy weights.
 
     Raises:
-        CheckpointError: the config names another architecture than the class reads, or the tensors do not fit.
-        ConfigError: the model cannot be split over ``tp`` ranks, or is larger than the memory there.
+        CheckpointError: the class does not support the config's architecture, or the tensors do not fit.
+        ConfigError: the model cannot be split over ``tp`` ranks, or does not fit in memory.
     """
     reads = getattr(model_class, "architectures", ())
     if reads and model_config.architecture not in reads:
@@ -263,7 +263,7 @@ def build_model(
 def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype, tp: TensorParallel) -> None:
     needed = dtype.itemsize * sum(param.numel() for param in model.parameters())
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # of an engine before
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by an earlier engine
         room, has = torch.cuda.mem_get_info(device)[0] + kept, "are free on this GPU"
         advice = f", or more GPUs: tp={2 * tp.size}"
     elif hasattr(os, "sysconf"):
@@ -280,7 +280,7 @@ def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _refuse_meta(model: nn.Module) -> None:
-    """Raises TypeError: a tensor that is no parameter was made where there is no memory, and nobody gave it values."""
+    """Raises TypeError if a tensor other than a parameter was created on the meta device and never got values."""
     for path, module in model.named_modules():
         for name, value in (*module.named_buffers(recurse=False), *vars(module).items()):
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -291,7 +291,7 @@ def _refuse_meta(model: nn.Module) -> None:
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Give every meta parameter memory, keeping what is written on it (``to_empty`` drops that) and what is shared."""
+    """Allocate every meta parameter, keeping its attributes (``to_empty`` drops them) and sharing."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, meta in list(owner.named_parameters(recurse=False, remove_duplicate=False)):

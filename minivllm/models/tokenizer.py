@@ -1,4 +1,4 @@
-"""Text to token ids and back: a checkpoint's tokenizer, or bytes where there is none. Needs no torch."""
+"""Text to token ids and back: a checkpoint's tokenizer, or bytes if there is none. Does not need torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDeto
 
 
 class Tokenizer(ABC):
-    """What the engine and the server ask of a tokenizer."""
+    """What the engine and the server need from a tokenizer."""
 
-    vocab_size: int  # ids are below it
+    vocab_size: int  # all ids are below it
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -32,20 +32,20 @@ class Tokenizer(ABC):
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja's, if there is one."""
+        """The Jinja chat template, if there is one."""
         return None
 
     @property
     def hf_tokenizer(self) -> Any:
-        """transformers' own object, where there is one beneath; else this one."""
+        """The underlying transformers tokenizer, if there is one; else this object."""
         return self
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Each text's token ids. Raises RequestError if one holds half of a character (a lone surrogate)."""
+        """Each text's token ids. Raises RequestError if a text contains a lone surrogate."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """``encode_batch`` of one."""
+        """``encode_batch`` for one text."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @abstractmethod
@@ -65,27 +65,27 @@ class Tokenizer(ABC):
     ) -> str:
         """A conversation as text, special tokens written out, for ``encode(…, add_special_tokens=False)``.
 
-        ``tools``: OpenAI's, told by the template; ``chat_template``: instead of the checkpoint's own; with
-        ``continue_final_message`` the text ends with the last message's; ``variables`` go to the template. Raises
-        RequestError if there is none, or if it refuses the conversation."""
+        ``tools``: in OpenAI's format, for the template; ``chat_template`` replaces the checkpoint's; with
+        ``continue_final_message`` the text ends with that of the last message; ``variables`` go to the template. Raises
+        RequestError if there is no template, or if it rejects the conversation."""
 
     def apply_chat_template(self, messages: Iterable[Message], /, **options: Any) -> list[int]:
-        """A conversation as token ids: ``render_chat``, with the same options, encoded."""
+        """A conversation as token ids: the encoded output of ``render_chat``, with the same options."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     @abstractmethod
     def detokenizer(self, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> Detokenizer:
-        """For one sequence, whose text goes on from ``prompt_ids``."""
+        """A detokenizer for one sequence, whose text continues ``prompt_ids``."""
 
     def for_grammars(self, vocab_size: int, ends: Collection[int]) -> Any:
-        """The same as ``llguidance.LLTokenizer``, for grammars: of ids below ``vocab_size`` and perhaps one more. Each
-        of ``ends`` says that an answer ends, or another id if there are none. Raises RequestError if it cannot be."""
+        """This tokenizer as an ``llguidance.LLTokenizer``, for grammars: ids below ``vocab_size`` and perhaps one more.
+        ``ends``: end-of-sequence ids; if empty, another id takes that role. Raises RequestError if that fails."""
         raise RequestError(f"structured_outputs is not supported with a {type(self).__name__}; leave it out")
 
 
 def check_variables(variables: Mapping[str, Any], tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """A chat template's variables, as a user gives them. Raises RequestError for one that is no variable but an
-    argument of what renders the template."""
+    """A user's variables for a chat template. Raises RequestError for a name that is an argument of the rendering
+    function itself."""
     if not variables:
         return variables
     if not isinstance(variables, Mapping) or any(not isinstance(name, str) for name in variables):
@@ -104,7 +104,7 @@ class CheckpointTokenizer(Tokenizer):
     def __init__(self, path: Path, model_config: ModelConfig | None = None) -> None:
         try:
             self._inner = _load(path)
-        except Exception as error:  # whatever transformers, or the format's own parser, makes of a broken file
+        except Exception as error:  # whatever transformers or the parser raises for a broken file
             why = "it has no tokenizer.json: fetch it, or type model.tokenizer=DIR of another folder that has one"
             if (path / "tokenizer.json").is_file():
                 said = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -117,10 +117,10 @@ class CheckpointTokenizer(Tokenizer):
         self.eos_token_ids = tuple(dict.fromkeys((*(() if own is None else (own,)), *config_ids)))
         fast = getattr(self._inner, "backend_tokenizer", None)
         bytewise = fast is not None and _is_byte_level(fast)
-        # of which tokens are text: with special tokens, and without
+        # by skip_special_tokens: each token's bytes
         self._bytes = {skip: _TokenBytes(fast, skip) for skip in (True, False)} if bytewise else None
         self._encoder = fast if _is_plain(self._inner) else None
-        self._parts: dict[str, bool] = {}  # by chat template, whether it takes a content's parts
+        self._parts: dict[str, bool] = {}  # by chat template, whether it takes content parts
 
     @property
     def chat_template(self) -> str | None:
@@ -134,7 +134,7 @@ class CheckpointTokenizer(Tokenizer):
         _check_unicode(texts)
         if self._encoder is None:
             return [self._inner.encode(text, add_special_tokens=add_special_tokens, verbose=False) for text in texts]
-        # Not through transformers, which makes masks, offsets and types of every token, with Python's lock held.
+        # Bypasses transformers, which makes masks, offsets and types for every token while holding the GIL.
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._encoder.encode_special_tokens = self._inner.split_special_tokens
@@ -174,9 +174,9 @@ class CheckpointTokenizer(Tokenizer):
         except TemplateSyntaxError as error:
             where = "chat_template" if chat_template else f"the chat template of {self.path}"
             raise RequestError(f"{where}: line {error.lineno} is not valid Jinja: {error.message}") from error
-        except Exception as error:  # whatever a template raises, itself or by what it does
+        except Exception as error:  # any error from a template, raised on purpose or not
             why = str(error)
-            if not isinstance(error, TemplateError | TypeError | ValueError):  # of others the name says what is wrong
+            if not isinstance(error, TemplateError | TypeError | ValueError):  # others need their class name
                 why = f"{type(error).__name__}: {error}".removesuffix(": ")
             raise RequestError(f"messages: the chat template refuses this: {why}") from error
 
@@ -211,7 +211,7 @@ def _check_unicode(texts: Sequence[str]) -> None:
 
 
 def _is_plain(tokenizer: Any) -> bool:
-    """Whether encoding is all the backend's: subclasses may do more to a text."""
+    """Whether the backend does all of the encoding: subclasses may do more to a text."""
     from transformers import PreTrainedTokenizerFast
 
     return type(tokenizer) is PreTrainedTokenizerFast
@@ -221,13 +221,13 @@ def _is_byte_level(fast: Any) -> bool:
     """Whether decoding joins the tokens' bytes and does nothing else."""
     if fast.decoder is None:
         return False
-    decoder = json.loads(fast.decoder.__getstate__())  # the decoder alone, as tokenizer.json would have it
+    decoder = json.loads(fast.decoder.__getstate__())  # the decoder's part of tokenizer.json
     parts = decoder.get("decoders", [decoder])
     return bool(parts) and all(part.get("type") == "ByteLevel" for part in parts)
 
 
 class _TokenBytes(dict[int, bytes]):
-    """A byte-level tokenizer's token id -> its bytes, filled as ids come up."""
+    """A byte-level tokenizer's token id -> its bytes, filled lazily."""
 
     def __init__(self, fast: Any, skip_special_tokens: bool) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _TokenBytes(dict[int, bytes]):
         token: str = "" if token_id in self._skipped else self._fast.id_to_token(token_id) or ""
         try:
             value = bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # an added token, written as it reads
+        except KeyError:  # an added token: plain text
             value = token.encode()
         self[token_id] = value
         return value
@@ -257,7 +257,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 class _Bytes(dict[int, bytes]):
-    """Token id -> one byte, none for special ones."""
+    """Token id -> one byte; empty for special tokens."""
 
     def __init__(self, special: Iterable[int]) -> None:
         super().__init__(dict.fromkeys(special, b""))
@@ -267,7 +267,7 @@ class _Bytes(dict[int, bytes]):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids, for weights that mean nothing anyway (``load_format=dummy`` without a checkpoint)."""
+    """UTF-8 bytes as ids, for dummy weights (``load_format=dummy`` without a checkpoint)."""
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...] = ()) -> None:
         self.vocab_size = vocab_size
@@ -315,7 +315,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class _BytesForGrammars:
-    """What llguidance asks of a tokenizer: ids below 256 are bytes, others nothing."""
+    """The tokenizer interface that llguidance expects: ids below 256 are bytes, others are empty."""
 
     bos_token_id = None
 
@@ -331,8 +331,8 @@ class _BytesForGrammars:
 def load_tokenizer(
     options: ModelOptions, path: Path | None, model_config: ModelConfig, load_format: str = "auto"
 ) -> Tokenizer:
-    """``model.tokenizer`` (a folder or a repository) if given, else the checkpoint's own; with dummy weights and
-    nothing on this machine, bytes."""
+    """``model.tokenizer`` (a folder or a repository) if given, else the checkpoint's own; bytes for dummy weights if
+    neither is on this machine."""
     dummy = load_format == "dummy"
     folder = _find(options, path, offline=dummy)
     if folder is not None and any((folder / name).is_file() for name in _FILES):
@@ -346,14 +346,14 @@ def load_tokenizer(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """``model.tokenizer``: a folder, or what is fetched of a repository. Raises CheckpointError."""
+    """The folder of ``model.tokenizer``, which is a folder or a repository to download. Raises CheckpointError."""
     folder = Path(expanduser(name))
     if folder.is_dir():
         return folder
     if folder.exists():
         there = f"model.tokenizer={folder.parent}"
         raise CheckpointError(f"model.tokenizer={name} is a file; pass the folder that holds it ({there})")
-    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):  # old repositories have no ORG
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):  # some old repositories have no ORG/
         raise CheckpointError(
             f"model.tokenizer={name} does not exist; pass a folder that holds {_FILES[0]}, or ORG/NAME"
         )
@@ -381,8 +381,8 @@ def _find(options: ModelOptions, path: Path | None, *, offline: bool) -> Path | 
 
 
 def _load(path: Path) -> Any:
-    """tokenizer.json is complete and needs the light class; anything older goes through AutoTokenizer, which knows
-    every kind (and imports much: 1.3 s against 0.7 s)."""
+    """tokenizer.json is complete and needs only the light class; older formats go through AutoTokenizer, which knows
+    every kind but imports more (1.3 s instead of 0.7 s)."""
     if (path / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 

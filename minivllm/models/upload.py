@@ -1,4 +1,4 @@
-"""Weights to a GPU through pinned memory: all cores fill one buffer while the GPU reads another."""
+"""Copies weights to a GPU through pinned memory: all cores fill one buffer while the GPU reads another."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BUFFERS, _BUFFER_BYTES = 4, 16 << 20
 
 
 class PinnedUpload(TorchFunctionMode):
-    """While it is entered, ``gpu_tensor.copy_(host_tensor)`` of this thread goes that way, whoever calls it.
+    """While active, every ``gpu_tensor.copy_(host_tensor)`` in this thread goes through pinned memory.
 
-    From memory that is not pinned the driver copies with one core, and the GPU waits meanwhile. A mode, not a function,
-    so that models and plugins load weights with plain ``copy_``. When it is left, copies may still be under way, as
-    work that is launched behind them may.
+    From pageable memory the driver copies with one core while the GPU waits. This is a mode, not a function, so that
+    models and plugins can load weights with plain ``copy_``. On exit, copies may still be in flight, like any work
+    launched after them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._buffers: list[torch.Tensor] = []
-        self._read: list[torch.cuda.Event] = []  # a buffer's last content is on the GPU
+        self._read: list[torch.cuda.Event] = []  # by buffer: the GPU has read its last content
         self._turns = 0
 
     def __torch_function__(
@@ -40,8 +40,8 @@ class PinnedUpload(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Some of the first dimension at a time; if one of it is too much, some of the next. Types are converted on the
-        host."""
+        """Copy slices of the first dimension; if a single one is too large, slices of the next. Dtypes are converted on
+        the host."""
         if not source.numel():
             return
         row_bytes = target[0].numel() * target.element_size()
@@ -59,7 +59,7 @@ class PinnedUpload(TorchFunctionMode):
             read.record()
 
     def _next(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """The buffer that has waited longest, when it can be written to, and the event to record when it was read."""
+        """The least recently used buffer, once it is writable, and the event to record after it has been read."""
         which, self._turns = self._turns % _BUFFERS, self._turns + 1
         if which == len(self._buffers):
             self._buffers.append(torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True))

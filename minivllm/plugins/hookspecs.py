@@ -1,4 +1,4 @@
-"""The hooks of the entry-point group ``minivllm``. Each yields (or returns a list of) dataclasses and takes nothing."""
+"""The hooks of the entry-point group ``minivllm``. Each takes no arguments and yields (or lists) dataclasses."""
 
 from __future__ import annotations
 

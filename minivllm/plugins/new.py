@@ -16,7 +16,7 @@ from minivllm.plugins.registry import KINDS, Registry, exists
 
 TEMPLATES = Path(__file__).parent / "templates"
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_WORDS = ("auto", "false", "inf", "nan", "no", "none", "null", "off", "on", "true", "yes")  # special on the command line or in YAML
+_WORDS = ("auto", "false", "inf", "nan", "no", "none", "null", "off", "on", "true", "yes")  # special in YAML, CLI
 _USAGE = "type plugins new NAME --kind " + "|".join(KINDS)
 _TRY = {"model": "model={name} load_format=dummy max_tokens=8"}  # the other kinds run the demo model: KIND=NAME
 

@@ -1,4 +1,4 @@
-"""Who offers what, by name. Built once by ``load_plugins`` and never changed; targets are imported on demand."""
+"""The registry of components by name. ``load_plugins`` builds it once; it never changes. Targets import lazily."""
 
 from __future__ import annotations
 

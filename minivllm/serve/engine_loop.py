@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _HEALTH = 1.0  # seconds between health checks of the ranks while idle
 _MANY = 64  # outputs
 _LOOK = 5e-4  # seconds between checks of the inbox before a launch
-# Time spent accepting prompts between two steps, which delays running requests by that, plus one prompt. It is half a
-# step within bounds; with less, a request behind many prompts would wait for many steps.
+# Seconds spent accepting prompts between two steps, which delay running requests, as does one prompt beyond. Half a
+# step, within bounds; with less, a request behind many prompts would wait for many steps.
 _SLICE, _SLICE_SHARE, _LONGEST_SLICE = 5e-3, 0.5, 0.1
 
 

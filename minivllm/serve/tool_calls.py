@@ -53,9 +53,9 @@ class TextBesideCalls(CallReader):
 
 
 class GuidedCalls(TextBesideCalls):
-    """Of an answer that a grammar holds to a dialect's calls: what begins one is one, and its arguments are told as
-    they come. Of one that is cut off as much is told as came, and nothing before its arguments have begun. ``alone``:
-    the answer has no text."""
+    """For an answer that a grammar constrains to a dialect's calls: whatever begins like a call is one, and its
+    arguments are streamed. Of a truncated call, what arrived is returned, but nothing before its arguments begin.
+    ``alone``: the answer has no text."""
 
     def __init__(self, dialect: Dialect, *, alone: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class GuidedCalls(TextBesideCalls):
 
 
 class TaggedCalls(TextBesideCalls):
-    """Text, and calls between ``<tool_call>`` and ``</tool_call>``. Between tags what is no call is text."""
+    """Text, and calls between ``<tool_call>`` and ``</tool_call>``. Anything else between the tags is text."""
 
     def __init__(self) -> None:
         super().__init__()

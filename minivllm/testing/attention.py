@@ -27,7 +27,7 @@ def random_lens(n: int, most: int, seed: int = 0) -> Lens:
     return [(1, int(length)) for length in np.random.default_rng(seed).integers(1, most + 1, n)]
 
 
-# name -> [(query tokens, context), decodes first], how many of them are decodes. A CPU's are small, for interpreters.
+# name -> ([(query tokens, context), decodes first], number of decodes). CPU steps are small: kernels are interpreted.
 SMALL: dict[str, tuple[Lens, int]] = {
     "one decode": ([(1, 1)], 1),
     "decodes": ([(1, 40), (1, 1), (1, 130), (1, 16), (1, 64)], 5),
@@ -50,7 +50,7 @@ STEPS = list(dict.fromkeys([*SMALL, *LARGE]))
 
 
 class AttentionConformance(Conformance):
-    """Every kind of step against float32 attention. What ``unsupported`` gives reasons for is skipped with them."""
+    """Every kind of step against float32 attention. Where ``unsupported`` gives reasons, the test is skipped."""
 
     required = ("backend",)
     backend: ClassVar[str | type[AttentionBackend]]  # a registered name, or the class
@@ -64,7 +64,8 @@ class AttentionConformance(Conformance):
     )
     dtypes: ClassVar[dict[str, str]] = {"cpu": "float32", "cuda": "bfloat16"}  # device -> dtype
     tolerances: ClassVar[dict[str, float]] = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 1e-2}  # norm-wise
-    # False for a backend that multiplies what it masks by zero: the engine's cache holds no NaN, but old keys it does.
+    # False for a backend that multiplies masked values by zero, so that NaN would spread. (The engine's cache holds
+    # stale keys and values, but no NaN.)
     reads_contexts_only: ClassVar[bool] = True
 
     # ------------------------------------------------------------------ the world

@@ -1,4 +1,4 @@
-"""What a model promises: transformers' tokens, however prompts are cut up, cached, preempted or split over ranks."""
+"""What a model must do: match transformers' tokens, however requests are chunked, cached, preempted or sharded."""
 
 from __future__ import annotations
 

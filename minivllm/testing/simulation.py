@@ -83,7 +83,8 @@ def next_token(state: int) -> int:
 
 @dataclass
 class World:
-    """A scheduler, the device under it, and the loop between them, ``depth`` steps deep as ``LLMEngine.step`` is."""
+    """A scheduler, a simulated device, and the loop between them with ``depth`` steps in flight, as in
+    ``LLMEngine.step``."""
 
     scheduler: Scheduler
     options: SchedulerOptions

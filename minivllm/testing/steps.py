@@ -43,7 +43,7 @@ def attention_batch(
     *,
     junk: int = JUNK,
 ) -> AttentionBatch:
-    """Row i's last ``query_lens[i]`` of ``seq_lens[i]`` tokens are new; table entries past a context hold ``junk``."""
+    """Row i's last ``query_lens[i]`` of ``seq_lens[i]`` tokens are new. Table entries past a context hold ``junk``."""
     query, seq = np.asarray(query_lens, np.int32), np.asarray(seq_lens, np.int32)
     table = np.full((len(seq), max(map(len, tables))), junk, dtype=np.int32)
     for i, blocks in enumerate(tables):
@@ -201,8 +201,9 @@ class Step:
 
 
 class Captured:
-    """A step of ``decodes`` rows and of ``tokens`` in ``prompts`` rows, captured as the runner captures it: static
-    buffers, plan, warm-up, capture. The row behind the last prompt is the padding's. ``whole``: prompts start in it."""
+    """A step of ``decodes`` decode rows and ``prompts`` prompt rows (``tokens`` in all), captured as the runner does:
+    static buffers, plan, warm-up, capture. The row after the last prompt is padding. ``whole``: all prompts start in
+    this step."""
 
     def __init__(
         self, backend: AttentionBackend, cache: torch.Tensor, decodes: int, prompts: int = 0, tokens: int = 0, *,
@@ -216,7 +217,7 @@ class Captured:
         self.tables = torch.zeros((rows, self.width), dtype=torch.int32, device=device)
         self.slots = torch.zeros(decodes + tokens, dtype=torch.int64, device=device)
         self.q = cache.new_zeros(decodes + tokens, spec.num_heads, spec.head_dim)
-        self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # those of prompts are read
+        self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # prompts' are read
         self.out = torch.empty_like(self.q)
         backend.bind(cache)
         none = np.zeros(prompts, np.int32)

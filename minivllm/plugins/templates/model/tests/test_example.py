@@ -19,7 +19,7 @@ Reference.__name__ = "ExampleForCausalLM"  # transformers writes this into confi
 
 class TestExample(ModelConformance):
     architecture = "ExampleForCausalLM"
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # the rest: minivllm.testing's defaults
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}  # the rest is minivllm.testing's
 
     @classmethod
     def reference_class(cls) -> type[Any]:
