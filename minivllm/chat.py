@@ -66,6 +66,8 @@ def _lines(terminal: bool) -> Iterator[str]:
             if terminal:
                 print()
             return
+        except UnicodeDecodeError as e:
+            raise ConfigError("standard input is not UTF-8 text") from e
         if line:
             yield line
 

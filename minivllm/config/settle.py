@@ -49,8 +49,7 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
         raise ConfigError(f"model.path={model.path} and model.repo={model.repo} name two checkpoints; leave one out")
     if model.revision not in (None, "main") and (model.path is not None or not model.repo):
         raise ConfigError(
-            f"model.revision={model.revision} is of a repository, which this model is not read from; add "
-            "model.repo=ORG/NAME, or leave it out"
+            f"model.revision={model.revision} needs a repository: add model.repo=ORG/NAME, or leave it out"
         )
     if model.path is not None:
         model.path = os.path.abspath(os.path.expanduser(model.path))

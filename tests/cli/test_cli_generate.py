@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from minivllm import LLM, SamplingParams, cli
+from minivllm.chat import _lines
 from minivllm.config.modes import GenerateOptions
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.core.sequence import Sequence
@@ -341,6 +342,14 @@ def test_ctrl_c_ends_cleanly(small: list[str], tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------- chat
+
+
+def test_chat_of_what_is_not_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "said").write_bytes(b"caf\xe9\n")
+    with (tmp_path / "said").open(encoding="utf-8") as piped:
+        monkeypatch.setattr("sys.stdin", piped)
+        with pytest.raises(ConfigError, match="standard input is not UTF-8 text"):
+            next(_lines(terminal=False))
 
 
 def test_chat_answers_each_line_and_remembers(

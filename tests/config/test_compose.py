@@ -176,7 +176,7 @@ def test_a_checkpoint_is_named_once(registry: Registry) -> None:
     with pytest.raises(ConfigError, match=r"model.path=/x and model.repo=a/b name two checkpoints; leave one out"):
         compose(["model.path=/x", "model.repo=a/b"], registry)
     for typed in (["model.path=/x"], ["model=demo"], []):
-        with pytest.raises(ConfigError, match=r"model.revision=v2 is of a repository, .*; add model.repo=ORG/NAME"):
+        with pytest.raises(ConfigError, match=r"model.revision=v2 needs a repository: add model.repo=ORG/NAME"):
             compose([*typed, "model.revision=v2"], registry)
         compose([*typed, "model.revision=main"], registry)
     assert compose(["model=qwen3", "model.revision=v2"], registry).engine.model.revision == "v2"
