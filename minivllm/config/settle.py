@@ -45,7 +45,7 @@ def settle_model(tree: Any, final: Mapping[str, str]) -> None:
     Raises ConfigError if a typed shape would be ignored, or if there is neither a shape nor a checkpoint.
     """
     model, shape = tree.model, next((k for k in final if k.startswith("model.hf_config")), None)
-    if model.path is not None and "model.repo" in final:
+    if model.path is not None and model.repo and "model.repo" in final:
         raise ConfigError(f"model.path={model.path} and model.repo={model.repo} name two checkpoints; leave one out")
     if model.revision not in (None, "main") and (model.path is not None or not model.repo):
         raise ConfigError(

@@ -154,9 +154,10 @@ def without_annotations(schema: Any) -> Any:
 def _check_cost(schema: Any) -> None:
     """Raise RequestError for schemas that would take seconds: many properties, or ``multipleOf`` automata, whose size
     is the product of the numbers without factors of 2 and 5."""
-    waiting, found, squares = [schema], set(), 0
+    found, squares, follows = set(), 0, _refers_to_data(schema)
+    waiting = [(schema, False)]  # each with whether its keys are names, not keywords
     while waiting:
-        part = waiting.pop()
+        part, names = waiting.pop()
         if isinstance(part, dict):
             number = part.get("multipleOf")
             if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < math.inf:
@@ -168,9 +169,11 @@ def _check_cost(schema: Any) -> None:
             squares += len(properties) ** 2 if isinstance(properties, dict) else 0
             if squares > _MOST_PROPERTIES**2:
                 raise RequestError("structured_outputs: too many large objects; ask for fewer properties")
-            waiting += part.values()  # also what is data: a property may be called so, and $ref may lead there
+            for name, its in part.items():
+                if names or follows or name not in _DATA:
+                    waiting.append((its, name in _OF_NAMES and not names))
         elif isinstance(part, list):
-            waiting += part
+            waiting += [(its, False) for its in part]
     product = 1
     for number in found:
         rest = Fraction(str(number)).numerator
@@ -180,6 +183,15 @@ def _check_cost(schema: Any) -> None:
         product *= rest
         if product > _MOST_REMAINDERS:
             raise RequestError(f"structured_outputs: multipleOf={shown(number)} is too large, or one of too many")
+
+
+def _refers_to_data(schema: Any) -> bool:
+    """Whether a $ref may lead to what is data elsewhere."""
+    try:
+        refs = re.findall(r'"\$ref": "([^"]*)"', json.dumps(schema))
+    except RecursionError:
+        return True
+    return any("%" in ref or not _DATA.isdisjoint(ref.split("/")) for ref in refs)
 
 
 def few_lines(text: str) -> str:

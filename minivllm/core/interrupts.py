@@ -22,8 +22,8 @@ class Uninterrupted:
     _depth = 0
 
     def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth > 1:
+        if self._depth:
+            self._depth += 1
             return
         self._came = False
         self._mine = (
@@ -32,6 +32,7 @@ class Uninterrupted:
         )
         if self._mine:
             handlers.signal(signal.SIGINT, self._note)
+        self._depth = 1  # last: a Ctrl-C before the handler is there leaves nothing behind
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._depth -= 1

@@ -260,7 +260,7 @@ def _as_biases(biases: Any) -> dict[int, float] | None:
 def _is_switch(value: Any) -> bool:
     try:
         return value in (True, False)
-    except ValueError:  # an array of several
+    except (ValueError, RuntimeError):  # an array of several, numpy's or torch's
         return False
 
 

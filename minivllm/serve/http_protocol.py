@@ -10,26 +10,25 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minivllm.serve.errors import error_body
 
-MAX_HEAD = 64 << 10  # bytes of request line and headers, not counting the first piece received
-
-
-_END = b"\r\n\r\n"  # of a head
+MAX_HEAD = 64 << 10  # bytes of a request's line and headers that come before the piece that completes them
+_END = re.compile(rb"\r?\n\r?\n")  # of a head
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*(?=\r\n)")
 
 
 class HeadLimit(HttpToolsProtocol):
-    """431 for a head longer than ``MAX_HEAD``: httptools has no limit, and joins each piece with all before.
+    """431 for a head that goes on after ``MAX_HEAD``: httptools has no limit, and joins each piece with all before.
 
-    An ``Upgrade``, as Java's client and ``curl --http2`` send it with every request, is taken out: httptools would read
-    what is behind it as no body, but as the next request. Where it cannot be, the connection ends with a 400.
+    An ``Upgrade`` header, which Java's client and ``curl --http2`` send with every request, is removed: httptools would
+    take the body for the next request. Where it is missed, behind a pipelined request, the connection ends with a 400.
     """
 
-    # Whether a head is incomplete, whether it began in the last piece, and the bytes received since then.
-    _within, _began, _come = True, False, 0
-    _body = False  # whether a body goes on
+    _body = False  # whether a request's body is being read
+    _ended = False  # whether a request ended in the latest piece
+    _come = 0  # bytes of this head so far
+    _held = b""  # the unfinished last line of this head, with the line end before it
 
     def data_received(self, data: bytes) -> None:
-        if self._within and self._come > MAX_HEAD:
+        if not self._body and self._come > MAX_HEAD:
             said = f"the request's line and headers have more than {MAX_HEAD} bytes"
             body = bytes(JSONResponse(error_body(said, 431)).body)
             length = f"content-length: {len(body)}\r\n".encode()
@@ -37,25 +36,29 @@ class HeadLimit(HttpToolsProtocol):
             self.transport.write(head + length + b"connection: close\r\n\r\n" + body)
             self.transport.close()
             return
-        self._began = False
-        if not self._body:
-            end = data.find(_END)
-            head = data if end < 0 else data[: end + len(_END)]
-            data = _UPGRADE.sub(b"", head) + data[len(head) :]
-        super().data_received(data)
-        if self._within and not self._began:
-            self._come += len(data)
+        of_head, size, self._ended = not self._body, len(data), False
+        super().data_received(self._without_upgrade(data) if of_head else data)
+        if of_head and not self._body and not self._ended:
+            self._come += size
 
-    def on_message_begin(self) -> None:
-        self._within, self._began, self._come = True, True, 0
-        super().on_message_begin()
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """A head's complete lines; what follows the last one waits for the next piece."""
+        data, self._held = self._held + data, b""
+        if end := _END.search(data):
+            return _UPGRADE.sub(b"", data[: end.end()]) + data[end.end() :]
+        last = data.rfind(b"\r\n")
+        if last < 0:
+            self._held = data
+            return b""
+        self._held = data[last:]
+        return _UPGRADE.sub(b"", data[: last + 2])[:-2]
 
     def on_headers_complete(self) -> Any:
-        self._within, self._body = False, True
+        self._body, self._come = True, 0
         if self.parser.should_upgrade():
             raise ValueError("Upgrade is not supported")  # which httptools makes an error of, and uvicorn a 400
         return super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._body = False
+        self._body, self._ended = False, True
         super().on_message_complete()

@@ -211,6 +211,12 @@ def test_of_what_took_long_there_are_more_copies(
     assert len(made) == 2
 
 
+def test_what_is_no_schema_is_not_counted(tokenizer: CheckpointTokenizer) -> None:
+    number, many = {"multipleOf": 999983}, {"properties": dict.fromkeys(map(str, range(2001)))}
+    for asked in ({"enum": [number]}, {"const": many}, {"default": many}, {"examples": [number], "enum": ["a"]}):
+        one(tokenizer, structured_outputs={"json": asked})
+
+
 @pytest.mark.parametrize("name", ["a", "default", "examples", "enum", "const"])
 def test_a_property_may_be_called_as_a_keyword(tokenizer: CheckpointTokenizer, name: str) -> None:
     """What it costs counts, and what $ref leads to."""

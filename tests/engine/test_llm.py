@@ -24,6 +24,7 @@ from helpers import byte_level_tokenizer, edit_json, reference_model, reference_
 from tqdm import tqdm
 
 from minivllm import LLM, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
+from minivllm.core import interrupts
 from minivllm.core.batch import Batch
 from minivllm.core.landing import ScoredStep
 from minivllm.core.longest_first import longest_first
@@ -978,6 +979,33 @@ def test_an_observer_that_aborts_leaves_ctrl_c_as_it_was(engine: Engine, monkeyp
         llm.engine.add_request(name, [1, 2, 3], GREEDY)
     assert [output.request_id for output in drain(llm)] == ["b"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_before_a_step_begins_leaves_the_next_ones_whole(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, was = engine(**SMALL), interrupts.handlers.getsignal
+
+    def struck(number: int) -> Any:
+        monkeypatch.setattr(interrupts.handlers, "getsignal", was)
+        raise KeyboardInterrupt
+
+    llm.engine.add_request("a", [1, 2, 3], GREEDY)
+    monkeypatch.setattr(interrupts.handlers, "getsignal", struck)
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    commit = llm.engine.scheduler.commit
+
+    def struck_again(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return commit(*args)
+
+    monkeypatch.setattr(llm.engine.scheduler, "commit", struck_again)
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    monkeypatch.undo()
+    assert [output.finished for output in drain(llm)] == [True]
+    usable(llm)
 
 
 def test_somebody_elses_ctrl_c_handler_is_left_alone(engine: Engine) -> None:

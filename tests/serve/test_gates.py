@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import random
 import socket
@@ -10,20 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import httpx
 import pytest
+import uvicorn
 from helpers import byte_level_tokenizer
 from running import Running, serving, told, until
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from uvicorn.server import ServerState
 
 from minivllm import LLM, RequestOutput
 from minivllm.core.outputs import CompletionOutput, Logprob
 from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer
 from minivllm.serve import app as app_module
 from minivllm.serve.generation import joined
+from minivllm.serve.http_protocol import HeadLimit
 from minivllm.serve.protocol import MAX_IDS, MAX_MESSAGES
 from minivllm.serve.text_lengths import longest_token
 
@@ -271,24 +275,62 @@ def test_a_body_behind_an_upgrade_is_this_requests_and_no_other(server: Running,
             assert said.startswith(b"HTTP/1.1 200") and b'"text_completion"' in said
 
 
-def test_an_upgrade_that_is_seen_too_late_ends_the_connection(server: Running) -> None:
-    url, smuggled = server.client.base_url, b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(smuggled)
-    for pieces in (
-        [head + UPGRADE[:40], UPGRADE[40:] + b"\r\n", smuggled],  # split within the header's name
-        [b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n" + head + UPGRADE + b"\r\n", smuggled],  # behind another request
-    ):
-        with socket.create_connection((url.host, url.port), timeout=10) as client:
-            said = b""
-            try:
-                for piece in pieces:
-                    client.sendall(piece)
-                    time.sleep(0.1)
-                while piece := client.recv(1 << 16):
-                    said += piece
-            except OSError:
-                pass
-        assert b"HTTP/1.1 400" in said and b'"version"' not in said
+class Heard:
+    """What ``HeadLimit`` makes of pieces: the requests that an application gets, and what is answered."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, bytes]] = []
+        self.said = b""
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        self.requests.append((scope["path"], body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+    async def hear(self, pieces: list[bytes]) -> None:
+        config = uvicorn.Config(self.app, interface="asgi3", log_config=None)
+        config.load()
+        protocol = HeadLimit(config=config, server_state=ServerState(), app_state={})
+        transport = Mock(spec=asyncio.Transport)
+        transport.get_extra_info.return_value = None
+        transport.is_closing.return_value = False
+        transport.write.side_effect = lambda data: setattr(self, "said", self.said + data)
+        protocol.connection_made(transport)
+        for piece in pieces:
+            if not transport.close.called:
+                protocol.data_received(piece)
+            for _ in range(8):
+                await asyncio.sleep(0)
+
+
+def heard(*pieces: bytes) -> Heard:
+    found = Heard()
+    asyncio.run(found.hear(list(pieces)))
+    return found
+
+
+BODY = b"x\r\nUpgrade: y\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n"
+ASKED = b"POST /a HTTP/1.1\r\nHost: a\r\n" + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+NEXT = b"GET /b HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+def test_a_request_is_the_same_wherever_it_is_cut() -> None:
+    whole = [("/a", BODY), ("/b", b"")]
+    assert heard(ASKED, NEXT).requests == whole == heard(ASKED + NEXT).requests
+    for at in range(1, len(ASKED)):
+        assert heard(ASKED[:at], ASKED[at:], NEXT).requests == whole, at
+    for size in (1, 2, 3, 7):
+        stream = ASKED + NEXT
+        assert heard(*(stream[i : i + size] for i in range(0, len(stream), size))).requests == whole, size
+
+
+def test_an_upgrade_behind_a_pipelined_request_ends_the_connection() -> None:
+    found = heard(NEXT + ASKED)
+    assert b"HTTP/1.1 400" in found.said and not {"/a", "/smuggled"} & {path for path, _ in found.requests}
 
 
 def test_what_clients_send_besides(server: Running) -> None:
