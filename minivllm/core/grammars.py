@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,8 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
         spaces = {"whitespace_flexible": False}
     if asked.structural_tag is not None:
         tags = StructuralTag.of(asked.structural_tag)
-        _check_cost([tag.schema for tag in tags.tags])
-        tags = replace(tags, tags=tuple(replace(tag, schema=without_annotations(tag.schema)) for tag in tags.tags))
-        return LLMatcher.grammar_from_lark(tags.lark(spaces))
+        _check_cost(tags.schemas)
+        return LLMatcher.grammar_from_lark(tags.with_schemas(without_annotations).lark(spaces))
     if (schema := asked.schema()) is not None:
         _check_cost(schema)
         try:
@@ -110,16 +109,20 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
 
 
 def check_tags(asked: StructuredOutputsParams, tokenizer: Any) -> None:
-    """Raise RequestError for the first tag whose schema is not supported by itself. (For all tags together llguidance's
-    error would quote its own notation.)"""
+    """Raise RequestError for the first schema of a structural tag that is not supported by itself. (For all together
+    llguidance's error would quote its own notation.)"""
     from llguidance import LLMatcher
 
-    for tag in StructuralTag.of(asked.structural_tag).tags if asked.structural_tag is not None else ():
+    if asked.structural_tag is None:
+        return
+    tags = StructuralTag.of(asked.structural_tag)
+    places = [f"behind {shown(tag.begin)}" for tag in tags.tags] + ["that answers without tags match"]
+    for place, schema in zip(places, tags.schemas, strict=False):
         try:
-            matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(tag.schema))), tokenizer)
+            matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(schema))), tokenizer)
         except RequestError as error:
             why = str(error).removeprefix("structured_outputs: ")
-            said = f"structural_tag: the schema behind {shown(tag.begin)}: {why}"
+            said = f"structural_tag: the schema {place}: {why}"
             raise RequestError(f"structured_outputs: {said}") from None
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.errors import RequestError, is_text, shown
@@ -26,20 +26,23 @@ class Tag:
 @dataclass(frozen=True, slots=True)
 class StructuralTag:
     """Free text in which each of ``triggers`` must be continued to a tag that begins with it; or, with a ``separator``,
-    only tags. ``at_least_one``: starts with a tag; ``stop_after_first``: nothing follows the first tag."""
+    only tags. ``at_least_one``: starts with a tag; ``stop_after_first``: nothing follows the first tag. ``otherwise``:
+    or no tags at all, but JSON that matches this schema."""
 
     tags: tuple[Tag, ...]
     triggers: tuple[str, ...] = ()
     separator: str | None = None
     at_least_one: bool = False
     stop_after_first: bool = False
+    otherwise: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, given: Any) -> StructuralTag:
         """From JSON or a dict: ``{"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": […],
         "tags": [{"begin", "content": {"type": "json_schema", "json_schema": {…}}, "end"}]}}``, or the older
-        ``{"type": "structural_tag", "triggers": […], "structures": [{"begin", "schema", "end"}]}``. Raises
-        RequestError."""
+        ``{"type": "structural_tag", "triggers": […], "structures": [{"begin", "schema", "end"}]}``. A format may also
+        be ``{"type": "or", "elements": [FORMAT, {"type": "json_schema", "json_schema": {…}}]}``. Raises RequestError.
+        """
         try:
             asked = json.loads(given if isinstance(given, str) else json.dumps(given))  # a copy
         except (TypeError, ValueError, RecursionError) as error:
@@ -49,7 +52,7 @@ class StructuralTag:
             raise _wrong(f"its type is structural_tag, not {shown(asked['type'])}")
         if "format" in asked:
             _check_fields("it", asked, {"type", "format"})
-            return cls._of_format(asked["format"])
+            return cls._of_alternatives(asked["format"])
         _check_fields("it", asked, {"type", "structures", "triggers"})
         tags = _list_of("structures", asked["structures"])
         for tag in tags:
@@ -57,10 +60,22 @@ class StructuralTag:
         return cls._checked([(tag["begin"], tag["schema"], tag["end"]) for tag in tags], triggers=asked["triggers"])
 
     @classmethod
-    def _of_format(cls, asked: Any) -> StructuralTag:
+    def _of_alternatives(cls, asked: Any) -> StructuralTag:
+        if not isinstance(asked, dict) or asked.get("type") != "or":
+            return cls._of_format(asked, (*_FORMATS, "or"))
+        _check_fields("format", asked, {"type", "elements"})
+        elements = _list_of("elements", asked["elements"])
+        schemas = [one for one in elements if isinstance(one, dict) and one.get("type") == "json_schema"]
+        others = [one for one in elements if one not in schemas]
+        if not len(schemas) == len(others) == 1:
+            raise _wrong("elements are two, of which one has the type json_schema; others are not supported")
+        return replace(cls._of_format(others[0]), otherwise=_schema(_schema_of(schemas[0])))
+
+    @classmethod
+    def _of_format(cls, asked: Any, kinds: Sequence[str] = _FORMATS) -> StructuralTag:
         kind = asked.get("type") if isinstance(asked, dict) else None
         if kind not in _FORMATS:
-            raise _wrong(f"format has a type, {' or '.join(_FORMATS)}, not {shown(kind)}")
+            raise _wrong(f"format has a type, one of {', '.join(kinds)}, not {shown(kind)}")
         how = "triggers" if kind == "triggered_tags" else "separator"
         _check_fields("format", asked, {"type", "tags", how}, {"at_least_one", "stop_after_first"})
         tags = []
@@ -69,8 +84,7 @@ class StructuralTag:
             content = tag["content"]
             if not isinstance(content, dict) or content.get("type") != "json_schema":
                 raise _wrong(f"a tag's content has the type json_schema; {shown(content)} is not supported")
-            _check_fields("a content", content, {"type", "json_schema"})
-            tags.append((tag["begin"], content["json_schema"], tag["end"]))
+            tags.append((tag["begin"], _schema_of(content), tag["end"]))
         switches = {name: asked.get(name, False) for name in ("at_least_one", "stop_after_first")}
         for name, value in switches.items():
             if not isinstance(value, bool):
@@ -81,12 +95,10 @@ class StructuralTag:
     def _checked(cls, tags: list[tuple[Any, Any, Any]], **how: Any) -> StructuralTag:
         if len(tags) > MOST_TAGS:
             raise _wrong(f"{len(tags)} tags are more than {MOST_TAGS}")
-        for begin, schema, end in tags:
+        for begin, _, end in tags:
             if not (is_text(begin) and (end == "" or is_text(end))):
                 raise _wrong("begin and end are texts, and begin has a character or more")
-            if not isinstance(schema, dict | bool) or schema is False:
-                raise _wrong(f"{shown(schema)} is not a JSON schema, which is an object")
-        made = tuple(Tag(begin, {} if schema is True else schema, end) for begin, schema, end in tags)
+        made = tuple(Tag(begin, _schema(schema), end) for begin, schema, end in tags)
         if "separator" in how:
             if not (how["separator"] == "" or is_text(how["separator"])):
                 raise _wrong(f"separator is a text, not {shown(how['separator'])}")
@@ -104,16 +116,30 @@ class StructuralTag:
                 raise _wrong(f"no tag begins with the trigger {shown(trigger)}")
         return cls(made, tuple(triggers), **how)
 
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tag.schema for tag in self.tags] + ([] if self.otherwise is None else [self.otherwise])
+
+    def with_schemas(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StructuralTag:
+        """A copy with ``change(schema)`` in place of each schema."""
+        tags = tuple(replace(tag, schema=change(tag.schema)) for tag in self.tags)
+        return replace(self, tags=tags, otherwise=None if self.otherwise is None else change(self.otherwise))
+
     def lark(self, guidance: Mapping[str, Any]) -> str:
         """The grammar in llguidance's notation. ``guidance``: options, set as ``x-guidance`` in each schema."""
+
+        def matching(schema: dict[str, Any]) -> str:
+            return f"%json {json.dumps({**schema, 'x-guidance': dict(guidance)})}"
+
         rules, tags = ["%llguidance {}"], range(len(self.tags))
-        for i, tag in enumerate(self.tags):
-            schema = json.dumps({**tag.schema, "x-guidance": dict(guidance)})
-            rules.append(f"behind_{i}: %json {schema} {_text(tag.end)}")
+        rules += [f"behind_{i}: {matching(tag.schema)} {_text(tag.end)}" for i, tag in enumerate(self.tags)]
+        if self.otherwise is not None:
+            rules += [f"otherwise: {matching(self.otherwise)}", "start: tagged | otherwise"]
+        start = "start" if self.otherwise is None else "tagged"
         rules.append("tag: " + " | ".join(f"{_text(tag.begin)} behind_{i}" for i, tag in enumerate(self.tags)))
         if self.separator is not None:
             tags_alone = "tag" if self.stop_after_first else f"tag ({_text(self.separator)} tag)*"
-            return "\n".join([*rules, f"start: {tags_alone}" if self.at_least_one else f"start: ({tags_alone})?"])
+            return "\n".join([*rules, f"{start}: {tags_alone}" if self.at_least_one else f"{start}: ({tags_alone})?"])
         for t, trigger in enumerate(self.triggers):
             begun = [i for i in tags if self.tags[i].begin.startswith(trigger)]
             ways = [f"{_text(self.tags[i].begin[len(trigger) :])} behind_{i}" for i in begun]
@@ -121,8 +147,21 @@ class StructuralTag:
         parts = " | ".join(f"part_{t}" for t in range(len(self.triggers)))
         rules += ["TEXT: /(.|\\n)*/", "last: TEXT", f"part: {parts}"]
         if self.at_least_one:
-            return "\n".join([*rules, "start: tag" if self.stop_after_first else "start: tag part* last"])
-        return "\n".join([*rules, "start: part | last" if self.stop_after_first else "start: part* last"])
+            return "\n".join([*rules, f"{start}: tag" if self.stop_after_first else f"{start}: tag part* last"])
+        return "\n".join([*rules, f"{start}: part | last" if self.stop_after_first else f"{start}: part* last"])
+
+
+def _schema_of(content: dict[str, Any]) -> Any:
+    _check_fields("a content", content, {"type", "json_schema"})
+    return content["json_schema"]
+
+
+def _schema(given: Any) -> dict[str, Any]:
+    if given is True:
+        return {}
+    if not isinstance(given, dict):
+        raise _wrong(f"{shown(given)} is not a JSON schema, which is an object")
+    return given
 
 
 def _text(text: str) -> str:

@@ -64,9 +64,9 @@ _STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _ID = r"^[\x21-\x7e]{1,200}$"  # by which a request may call itself
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_ANY_TEXT = {"type": "text"}  # as ``response_format``
 
 _OF_FUNCTION = re.compile(r"structural_tag: the schema behind '.*?\"name\": \"([\w-]+)\".*?': ")
+_OF_TEXT = "structural_tag: the schema that answers without tags match: "
 _OF_MAX_TOKENS = re.compile(r"^max_tokens\b")
 _OF_EXTRA_ARGS = re.compile(r"^(prompt \d+: )?extra_args\b")
 
@@ -456,7 +456,10 @@ class ChatBody(GenerationBody, Conversation):
         message = super()._as_asked(message)
         if self.max_completion_tokens is not None:
             message = _OF_MAX_TOKENS.sub("max_completion_tokens", message)
-        return _OF_FUNCTION.sub(r"function \1: ", message) if self.uses_tools else message
+        if not self.uses_tools:
+            return message
+        message = _OF_FUNCTION.sub(r"function \1: ", message)
+        return message.replace(f"tools: {_OF_TEXT}", f"{super()._asks_by}: ", 1)
 
     def options(self) -> dict[str, Any]:
         """Omits tools that must not be called."""
@@ -479,10 +482,25 @@ class ChatBody(GenerationBody, Conversation):
             raise ClientError(f"tool_choice: it is {said}, not {shown(chosen)}", param="tool_choice")
         elif chosen == "required" and not names:
             raise ClientError("tool_choice: required needs tools", param="tool_choice")
-        if self.uses_tools and (self.structured_outputs is not None or self.response_format not in (None, _ANY_TEXT)):
-            said = f"{super()._asks_by} with tools is not supported; leave it out, or set tool_choice to none"
-            raise ClientError(said, param=super()._asks_by)
+        if self.uses_tools:
+            self.schema_of_text()
         return self
+
+    def schema_of_text(self) -> dict[str, Any] | None:
+        """The JSON schema that answers without calls have to match, if any. Raises ClientError for what is not
+        supported with tools."""
+        asked, field = self._given().get("structured_outputs"), super()._asks_by
+        if asked is None:
+            return None
+        try:
+            guide = StructuredOutputsParams.of(asked)
+            schema = guide.schema()
+        except RequestError as error:
+            raise ClientError(str(error).replace("structured_outputs", field, 1), param=field) from None
+        if schema is None or guide != StructuredOutputsParams(json=guide.json, json_object=guide.json_object):
+            said = f"{field} with tools may ask for json or json_object, and for nothing else"
+            raise ClientError(f"{said}; change it, or set tool_choice to none", param=field)
+        return schema
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

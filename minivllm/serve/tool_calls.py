@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,34 @@ class GuidedCalls(TextBesideCalls):
                 self._depth += (character in "{[") - (character in "]}")
         new, self._held = self._held, ""
         return new
+
+
+class CallsOrJson(CallReader):
+    """For an answer that a grammar constrains to either calls or JSON, which is its text."""
+
+    def __init__(self, dialect: Dialect, names: Iterable[str]) -> None:
+        """``names``: the functions'."""
+        self._begins = tuple(dialect.begin % json.dumps(name) for name in names)
+        self._like_json = dialect.begin.startswith("{")
+        self._calls = GuidedCalls(dialect, alone=True)
+        self._held: str | None = ""  # until it is known what the answer is
+        self._are_calls = False
+
+    @property
+    def within(self) -> bool:  # type: ignore[override]
+        return self._calls.within
+
+    def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
+        if self._held is not None:
+            text = self._held + text
+            self._are_calls = text.startswith(self._begins)
+            if not self._are_calls and any(begin.startswith(text) for begin in self._begins):
+                if not last:
+                    self._held = text
+                    return "", []
+                self._are_calls = not self._like_json  # a call that was cut off; of what may be JSON nobody knows
+            self._held = None
+        return self._calls.read(text, last=last) if self._are_calls else (text, [])
 
 
 class TaggedCalls(TextBesideCalls):
@@ -224,22 +252,30 @@ class ToolUse:
         self.one_alone = not body.parallel_tool_calls
         self.named = isinstance(body.choice, tuple)
         self._alone = self.named or body.choice == "required"  # calls, and no text
+        self._names = list(functions)
+        self._schema = None if self._alone else body.schema_of_text()
         self.tag: dict[str, Any] | None = None  # that answers have to fit, as ``structural_tag``
+        if (of_answers := self._format(body, functions)) is not None:
+            self.tag = {"type": "structural_tag", "format": of_answers}
+
+    def _format(self, body: ChatBody, functions: Mapping[str, Function]) -> dict[str, Any] | None:
         if self.named:
-            self.tag = self._tags_alone([functions[body.choice[0]]], one=True)
-        elif body.choice == "required":
-            self.tag = self._tags_alone(list(functions.values()), one=self.one_alone)
-        elif any(function.strict for function in functions.values()):
-            held = [f if f.strict else f.model_copy(update={"parameters": None}) for f in functions.values()]
-            tags = self._tags(held)
+            return self._tags_alone([functions[body.choice[0]]], one=True)
+        if body.choice == "required":
+            return self._tags_alone(list(functions.values()), one=self.one_alone)
+        held = [f if f.strict else f.model_copy(update={"parameters": None}) for f in functions.values()]
+        if self._schema is not None:
+            text = {"type": "json_schema", "json_schema": self._schema}
+            return {"type": "or", "elements": [self._tags_alone(held, one=self.one_alone), text]}
+        if any(function.strict for function in held):
             kind = {"type": "triggered_tags", "triggers": [self.dialect.trigger], "stop_after_first": self.one_alone}
-            self.tag = {"type": "structural_tag", "format": kind | {"tags": tags}}
+            return kind | {"tags": self._tags(held)}
+        return None
 
     def _tags_alone(self, functions: Sequence[Function], *, one: bool) -> dict[str, Any]:
         between = self.dialect.separator
         kind = {"type": "tags_with_separator", "separator": between or "", "at_least_one": True}
-        alone = {"stop_after_first": one or between is None, "tags": self._tags(functions)}
-        return {"type": "structural_tag", "format": kind | alone}
+        return kind | {"stop_after_first": one or between is None, "tags": self._tags(functions)}
 
     def _tags(self, functions: Sequence[Function]) -> list[dict[str, Any]]:
         return [
@@ -254,6 +290,8 @@ class ToolUse:
     def reader(self) -> CallReader:
         if self.tag is None:
             return self.dialect.reader()
+        if self._schema is not None:
+            return CallsOrJson(self.dialect, self._names)
         return GuidedCalls(self.dialect, alone=self._alone)
 
 

@@ -105,6 +105,15 @@ ONE_OR_TWO: dict[str, Any] = {
     "at_least_one": True,
     "stop_after_first": True,
 }
+
+
+def one_or_two_or(schema: Any, **more: Any) -> dict[str, Any]:
+    """A tag, or JSON and no tag."""
+    call = tagged("tags_with_separator", separator=";", **ONE_OR_TWO | more)["format"]
+    elements = [{"type": "json_schema", "json_schema": schema}, call]
+    return {"type": "structural_tag", "format": {"type": "or", "elements": elements}}
+
+
 KINDS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"json": SCHEMA}, fits_schema),
     ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, lambda text: not re.search(r"\s(?=[\"{}:,])", text)),
@@ -122,6 +131,7 @@ KINDS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
         {"structural_tag": json.dumps(tagged(triggers=["<"], **ONE_OR_TWO))},
         lambda text: re.fullmatch("<f>[12]</f>\n", text),
     ),
+    ({"structural_tag": one_or_two_or({"const": "a"})}, lambda text: re.fullmatch('<f>[12]</f>\n|"a"', text)),
 ]
 
 
@@ -387,6 +397,11 @@ def test_bad_words_give_way_to_a_grammar_that_has_no_other_way(tokenizer: Checkp
         ({"json": '{"const": %s}' % ("9" * 5000)}, "json has the number 999.*…, and whole numbers of more than 64"),
         ({"json": {"const": "\ud800"}}, "has what cannot be followed"),
         ({"json": {"multipleOf": True}}, "structured_outputs: "),
+        (
+            {"structural_tag": one_or_two_or({"type": "objct"})},
+            "the schema that answers without tags match: this grammar is not supported: Invalid type: objct",
+        ),
+        ({"structural_tag": one_or_two_or({"multipleOf": 1000003})}, "multipleOf=1000003 is too large"),
         ({"grammar": 'start: %json {"multipleOf": 99999989}'}, "has a %json in it"),
         ({"json": {"$ref": "#"}}, "an answer cannot begin: there is no text that fits"),
         ({"regex": r"[^\s\S]"}, "an answer cannot begin: there is no text that fits"),
@@ -436,7 +451,10 @@ def test_tags_in_text(tokenizer: CheckpointTokenizer) -> None:
     once = tagged(
         "tags_with_separator", separator="", schema={"enum": [1, 2]}, at_least_one=True, stop_after_first=True
     )
+    either = one_or_two_or(SCHEMA["properties"]["age"] | {"format": "whole"})  # an annotation
     for asked, text, fits in (
+        (either, "<f>1</f>", True), (either, "<f>3", False), (either, "100", True), (either, "1<", False),
+        (either, "", True), (either, "a", False), (either, "121", False),
         (old, "a <f>2</f> b < <f2>\"a\". c", True), (old, "a <f>3", False), (old, "a <g", True), (old, "<f3", False),
         (new, "<f>1</f><f>2</f>", True), (new, "", True), (new | {"format": new["format"] | {"stop_after_first": True}},
         "b <f>1</f>a", False), (once, "<f>1</f>", True), (once, "<f>1</f><", False), (once, "a", False),
@@ -477,7 +495,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"structural_tag": "{"}, "structural_tag: it is not JSON"),
     ({"structural_tag": "{}"}, "structural_tag: it is an object with type, not {}"),
     ({"structural_tag": {"type": "regex"}}, "structural_tag: its type is structural_tag, not 'regex'"),
-    ({"structural_tag": tagged("regex")}, "format has a type, triggered_tags or tags_with_separator, not 'regex'"),
+    (
+        {"structural_tag": tagged("regex")},
+        "format has a type, one of triggered_tags, tags_with_separator, or, not 'regex'",
+    ),
     ({"structural_tag": tagged(triggers=["<g>"])}, "begin='<f>' begins with none of the triggers, or with several"),
     ({"structural_tag": tagged(triggers=["<", "<f"])}, "begins with none of the triggers, or with several"),
     ({"structural_tag": tagged(triggers=["<f>", "g"])}, "no tag begins with the trigger 'g'"),
@@ -491,6 +512,9 @@ WRONG: list[tuple[Any, str]] = [
     ({"structural_tag": tagged("tags_with_separator", separator=5)}, "separator is a text, not 5"),
     ({"structural_tag": tagged("tags_with_separator", separator="", tags=[])}, "tags is a list of one or more"),
     ({"structural_tag": tagged(triggers=["<f>"], schema=5)}, "5 is not a JSON schema"),
+    ({"structural_tag": one_or_two_or(5)}, "5 is not a JSON schema"),
+    ({"structural_tag": tagged("or", elements=[])}, "format has no 'tags'"),
+    ({"structural_tag": {"type": "structural_tag", "format": {"type": "or", "elements": [1]}}}, "elements are two, of"),
     ({"structural_tag": tagged(triggers=["<f>"], end="\ud800")}, "begin and end are texts"),
     ("json", "structured_outputs='json' is not a StructuredOutputsParams"),
 ]

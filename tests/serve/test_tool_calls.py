@@ -18,7 +18,16 @@ from minivllm import LLM
 from minivllm.core.outputs import CompletionOutput, RequestOutput
 from minivllm.serve.protocol import ChatBody
 from minivllm.serve.replies import ChatReply
-from minivllm.serve.tool_calls import DIALECTS, BareCalls, CallReader, GuidedCalls, TaggedCalls, ToolUse, dialect_of
+from minivllm.serve.tool_calls import (
+    DIALECTS,
+    BareCalls,
+    CallReader,
+    CallsOrJson,
+    GuidedCalls,
+    TaggedCalls,
+    ToolUse,
+    dialect_of,
+)
 
 CHAT = "/v1/chat/completions"
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Paris"]}}, "required": ["city"]}
@@ -128,6 +137,38 @@ def test_calls_that_have_to_fit_are_told_as_they_come(
             found[-1][1] += call.function.arguments
         if reader.within and found and found[-1][1]:  # nothing of them is held back
             assert written[:end].endswith(found[-1][1]) or written[:end].endswith(('arguments": ', 'parameters": '))
+    assert said == text and [tuple(one) for one in found] == calls and reader.within == cut
+
+
+NAMED_LIKE_A_CALL = '{"name": "weathercock", "parameters": {"city": "Paris"}}'
+EITHER = [  # with the dialect, and whether the last call was cut off
+    ("hermes", f"{PARIS}\n{tagged('clock', '{}')}", "", [("weather", '{"city": "Paris"}'), ("clock", "{}")], False),
+    ("hermes", ' {"a": "<tool_call>"}\n', ' {"a": "<tool_call>"}\n', [], False),
+    ("hermes", '<tool_call>\n{"name": "weath', "", [], False),
+    ("hermes", tagged("weather", NESTED[:11])[:-14], "", [("weather", NESTED[:11])], True),
+    ("hermes", "", "", [], False),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "}"}}', "", [("weather", '{"city": "}"}')], False),
+    ("llama3_json", NAMED_LIKE_A_CALL, NAMED_LIKE_A_CALL, [], False),
+    ("llama3_json", f"[{NAMED_LIKE_A_CALL}]", f"[{NAMED_LIKE_A_CALL}]", [], False),
+    ("llama3_json", '{"name": "wea', '{"name": "wea', [], False),
+]
+
+
+@given(case=st.sampled_from(EITHER), cuts=st.lists(st.integers(0, 160), max_size=12))
+def test_calls_or_json_are_told_apart_by_how_they_begin(
+    case: tuple[str, str, str, list[tuple[str, str]], bool], cuts: list[int]
+) -> None:
+    dialect, written, text, calls, cut = case
+    reader, said = CallsOrJson(DIALECTS[dialect], ["weather", "clock"]), ""
+    found: list[list[str]] = []
+    places = [0, *sorted(min(place, len(written)) for place in cuts), len(written)]
+    for begin, end, last in [*((*pair, False) for pair in pairwise(places)), (len(written), len(written), True)]:
+        new, more = reader.read(written[begin:end], last=last)
+        said += new
+        for call in more:
+            if call.id is not None:
+                found.append([call.function.name or "", ""])
+            found[-1][1] += call.function.arguments
     assert said == text and [tuple(one) for one in found] == calls and reader.within == cut
 
 
@@ -283,6 +324,41 @@ def test_a_conversation_goes_on_with_what_a_tool_said(client: openai.OpenAI, dem
     assert text.startswith(f"<|im_start|>system\nThese tools can be called:\n<tools>\n{json.dumps(WEATHER)}\n</tools>")
 
 
+CAPITAL = {"type": "object", "properties": {"capital": {"type": "string", "maxLength": 8}, "sure": {"type": "boolean"}}}
+CAPITAL |= {"required": ["capital", "sure"], "additionalProperties": False}
+TYPED = {"type": "json_schema", "json_schema": {"name": "capital", "schema": CAPITAL}}
+
+
+@pytest.mark.parametrize("dialect", ["hermes", "llama3_json"])
+def test_an_answer_is_a_call_or_json_that_fits(dialect: str) -> None:
+    """``response_format`` beside ``tools``, as agents ask; by a model that writes one or the other at random."""
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    ask = ASK | {"model": "demo", "tools": [strict], "response_format": TYPED, "temperature": 9.0, "n": 24, "seed": 1}
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm, serving(llm, "demo", tool_call_parser=dialect) as demo:
+        client = openai.OpenAI(base_url=f"{demo.client.base_url}/v1", api_key="none", max_retries=0)
+        whole = client.chat.completions.create(**ask)
+        pieces = list(client.chat.completions.create(**ask, stream=True))
+        alone = client.chat.completions.create(**ask | {"n": 4}, tool_choice="required")
+        client.close()
+    texts, called = dict.fromkeys(range(24), ""), dict.fromkeys(range(24), "")
+    for choice in (piece.choices[0] for piece in pieces):
+        texts[choice.index] += choice.delta.content or ""
+        called[choice.index] += "".join(call.function.arguments for call in choice.delta.tool_calls or [])
+    seen = set()
+    for choice in whole.choices:
+        assert texts[choice.index] == (choice.message.content or "")
+        calls = choice.message.tool_calls or []
+        assert called[choice.index] == "".join(call.function.arguments for call in calls)
+        seen.add((choice.finish_reason, bool(calls)))
+        for call in calls if choice.finish_reason == "tool_calls" else ():
+            assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
+        if choice.finish_reason == "stop":
+            said = json.loads(choice.message.content)
+            assert said.keys() == {"capital", "sure"} and len(said["capital"]) <= 8
+    assert {("stop", False), ("tool_calls", True)} <= seen
+    assert all(choice.message.tool_calls for choice in alone.choices)
+
+
 def test_strict_functions_and_text(demo: Running) -> None:
     """Text stays what it is; only within a call it has to fit."""
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
@@ -346,12 +422,28 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "any", "tools": [CLOCK]}, "tool_choice: it is none, auto, required, or", "tool_choice"),
     ({"tool_choice": NAMED, "tools": [CLOCK]}, "tool_choice: 'x' is not among the tools: clock", "tool_choice"),
     ({"tool_choice": {"type": "function"}, "tools": [CLOCK]}, "tool_choice: it is {", "tool_choice"),
+    ({"tools": [CLOCK], "response_format": tags(1)}, "response_format with tools may ask for json", "response_format"),
+    ({"tools": [CLOCK], "structured_outputs": {"regex": "a"}}, "structured_outputs with tools", "structured_outputs"),
     (
-        {"tools": [CLOCK], "response_format": {"type": "json_object"}},
-        "response_format with tools is not",
+        {"tools": [CLOCK], "structured_outputs": {"json": "{"}},
+        "structured_outputs: json='{' is not JSON",
+        "structured_outputs",
+    ),
+    (
+        {"tools": [CLOCK], "structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+        "structured_outputs with tools may ask for json or json_object, and for nothing else",
+        "structured_outputs",
+    ),
+    (
+        {"tools": [CLOCK], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}},
+        "response_format: this grammar is not supported: Invalid type: objct",
         "response_format",
     ),
-    ({"tools": [CLOCK], "structured_outputs": {"regex": "a"}}, "structured_outputs with tools", "structured_outputs"),
+    (
+        {"tools": [CLOCK], "response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 2**70}}}},
+        "response_format: json has the number 1180591620717411303424",
+        "response_format",
+    ),
     (
         {
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}],
