@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minivllm.backends.select import Choice, HybridBackend, choose, options_of, reasons_against
+from minivllm.backends.windows import for_layers
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import PluginError
@@ -65,7 +66,8 @@ def _try(
         if why := reasons_against(name, replace(spec, needs_graphs=needs_graphs), registry, {}):
             return "; ".join(why)
         with registry.building("attention", name):
-            return registry.resolve("attention", name)(replace(spec, options=options_of(name, options, registry)))
+            its_class = registry.resolve("attention", name)
+            return for_layers(its_class, replace(spec, options=options_of(name, options, registry)))
     except PluginError as error:
         return error
 

@@ -181,7 +181,8 @@ class TritonBackend(AttentionBackend):
             suits = suits if cascade is None else stream.takes_shared()
             stream = stream if suits else None
         holder = stream or workspace
-        first = layer.index == 0 or self._scheduled is not holder  # capture follows an eager step with the same plan
+        # The first layer always schedules, as capture follows an eager step with the same plan.
+        first = layer.index == self.spec.first_layer or self._scheduled is not holder
         self._scheduled = holder
         tables, lens, shared = batch.block_tables, batch.seq_lens, None
         if cascade is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.errors import CheckpointError
+from minivllm.errors import CheckpointError, shown
 
 _MOST_LAYERS = 10_000
 _OTHER_NAMES = {  # usual key -> the keys that some architectures use instead
@@ -21,6 +21,7 @@ _OTHER_NAMES = {  # usual key -> the keys that some architectures use instead
     "partial_rotary_factor": ("rotary_pct",),
     "hidden_act": ("hidden_activation", "activation_function"),
 }
+_SLIDING, _FULL = "sliding_attention", "full_attention"  # of ``layer_types``
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")  # one layer in this many attends to the whole context
 _NUMBERS = (
     "rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
@@ -85,34 +86,58 @@ class ModelConfig:
     hf_config: FrozenDict = field(default_factory=FrozenDict)
     options: FrozenDict = field(default_factory=FrozenDict)
 
-    def sliding_window(self) -> int | None:
-        """The window of all layers in tokens; None: full attention. Raises CheckpointError if layers differ."""
-        window, kinds = self.hf_config.get("sliding_window"), set(self.hf_config.get("layer_types") or ())
-        if not window or not self.hf_config.get("use_sliding_window", True):
-            return None
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window in tokens; None: it attends to the whole context.
+
+        With ``sliding_window``, all layers have it, unless ``use_sliding_window`` is false or config.json says which:
+        by ``layer_types`` (``sliding_attention``, ``full_attention``), ``sliding_window_pattern`` (the last layer of
+        each group of so many has none) or ``max_window_layers`` (the first layers, so many, have none).
+
+        Raises:
+            CheckpointError: one of these is invalid, or a layer's type is neither of the two.
+        """
+        hf, n = self.hf_config, self.num_layers
+        window, kinds = hf.get("sliding_window"), hf.get("layer_types")
+        if not window or not hf.get("use_sliding_window", True):
+            return (None,) * n
         if type(window) is not int or window < 0:
             raise CheckpointError(f"config.json: sliding_window={window!r} is not a whole number from 1, nor null")
-        if kinds and "sliding_attention" not in kinds:
-            return None
-        several = f"layer_types of several kinds ({', '.join(sorted(kinds))})" if len(kinds) > 1 else ""
-        for key in _PATTERNS:
-            if not kinds and self.hf_config.get(key) not in (None, 1):
-                several = f"{key}={self.hf_config[key]}"
-        if several:
-            raise CheckpointError(
-                f"sliding_window={window} with {several}: layers that attend otherwise than others are not supported; "
-                "set sliding_window to null in config.json to attend to all"
-            )
-        return window
+        if kinds:
+            kinds = list(kinds) if isinstance(kinds, list | tuple) else kinds
+            if not isinstance(kinds, list) or len(kinds) < n or not all(kind in (_SLIDING, _FULL) for kind in kinds):
+                raise CheckpointError(
+                    f"config.json: with sliding_window={window}, layer_types={shown(kinds)} is not a list of "
+                    f"{_SLIDING} or {_FULL} for each of {n} layers; set sliding_window to null to attend to all"
+                )
+            return tuple(window if kind == _SLIDING else None for kind in kinds[:n])
+        group, first = self._whole(*_PATTERNS, least=1), self._whole("max_window_layers", least=0)
+        if group is not None and group > 1:
+            return tuple(window if (i + 1) % group else None for i in range(n))
+        return tuple(window if i >= (first or 0) else None for i in range(n))
+
+    def _whole(self, *keys: str, least: int) -> int | None:
+        """The first of these keys that config.json has. Raises CheckpointError for what is no whole number."""
+        for key in keys:
+            if (value := self.hf_config.get(key)) is not None:
+                if type(value) is not int or value < least:
+                    raise CheckpointError(f"config.json: {key}={value!r} is not a whole number from {least}")
+                return value
+        return None
+
+    def sliding_window(self) -> int | None:
+        """The window of all layers in tokens; None: full attention. Raises CheckpointError if layers differ."""
+        windows = set(self.layer_windows())
+        if len(windows) > 1:
+            raise CheckpointError(f"config.json: layers have different sliding windows: {self.layer_windows()}")
+        return windows.pop()
 
     def refuse_sliding_window(self) -> None:
-        """For an architecture whose layers would then differ. Raises CheckpointError if config.json has a window."""
+        """For an architecture that has no windows. Raises CheckpointError if config.json has one."""
         uses, window = (self.hf_config.get(key) for key in ("use_sliding_window", "sliding_window"))
         if window if uses is None else uses:
             raise CheckpointError(
                 f"use_sliding_window={json.dumps(uses)} (sliding_window={window}) is not supported for "
-                f"{self.architecture}, whose layers would differ: set use_sliding_window to false in config.json to "
-                "attend to all"
+                f"{self.architecture}: set use_sliding_window to false in config.json to attend to all"
             )
 
     @classmethod

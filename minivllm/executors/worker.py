@@ -80,6 +80,7 @@ class Worker:
         self.dtype = resolve_dtype(config.dtype, self.device_type, model_config.dtype)
         self.max_model_len = max_model_len
         heads, kv_heads = model_config.num_heads // tp.size, max(model_config.num_kv_heads // tp.size, 1)
+        windows = model_config.layer_windows()
         self.spec = AttentionSpec(
             device=self.device_type,
             dtype=self.dtype,
@@ -92,7 +93,8 @@ class Worker:
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             scale=model_config.head_dim**-0.5,
-            sliding_window=model_config.sliding_window(),
+            sliding_window=min((window for window in windows if window is not None), default=None),
+            layer_windows=windows if len(set(windows)) > 1 else (),
             needs_graphs=self.device_type == "cuda" and config.enforce_eager is False,
             cascade=config.attention.cascade and config.cache.enable_prefix_caching,
         )

@@ -283,6 +283,7 @@ class Decoder(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp)
         self.layers = nn.ModuleList(layer(config, tp, i, self.rotary) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._windows = config.layer_windows()
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x: torch.Tensor = self.embed_tokens(input_ids)  # not shared: the layers add to it in place
@@ -319,7 +320,7 @@ class Decoder(nn.Module):
         """Layers that together launch every kernel: the first two, each one unlike those before it, and the last."""
         found: dict[object, nn.Module] = {}
         for i, layer in enumerate(self.layers):
-            kind = type(layer), *(weight.shape for weight in layer.parameters())
+            kind = type(layer), self._windows[i], *(weight.shape for weight in layer.parameters())
             found.setdefault(i if i in (0, 1, len(self.layers) - 1) else kind, layer)
         return list(found.values())
 

@@ -20,7 +20,3 @@ class Qwen3Layer(DecoderLayer):
 class Qwen3ForCausalLM(CausalLM):
     architectures = ("Qwen3ForCausalLM",)
     layer = Qwen3Layer
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        config.refuse_sliding_window()
-        super().__init__(config, tp)

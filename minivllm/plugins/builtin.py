@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from minivllm.config.conf_dir import conf_dir
 from minivllm.plugins.hookspecs import hookimpl
 from minivllm.plugins.types import CONFIG_GROUPS, Component, ConfigOption, ModelComponent
 
 MINIVLLM_API_VERSION = 1
+
+
+def _qwen3_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """With transformers' defaults where they are not those of other models."""
+    return {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28} | hf
 
 
 @hookimpl
@@ -18,6 +24,7 @@ def minivllm_models() -> Iterator[ModelComponent]:
         "minivllm.models.qwen3:Qwen3ForCausalLM",
         architectures=("Qwen3ForCausalLM",),
         description="Qwen3, dense",
+        read_config=_qwen3_config,
     )
     yield ModelComponent(
         "llama",

@@ -59,19 +59,53 @@ def test_other_names_are_read() -> None:
         read(intermediate_size="absent")
 
 
-def test_a_window_is_of_all_layers_or_none() -> None:
-    assert read().sliding_window() is None and read(sliding_window=8).sliding_window() == 8
-    assert read(sliding_window=8, layer_types=["sliding_attention"] * 2).sliding_window() == 8
-    assert read(sliding_window=8, layer_types=["full_attention"] * 2).sliding_window() is None
-    assert read(sliding_window=8, use_sliding_window=False).sliding_window() is None
-    mixed = read(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    with pytest.raises(CheckpointError, match=r"several kinds \(full_attention, sliding_attention\).* to null"):
-        mixed.sliding_window()
-    with pytest.raises(CheckpointError, match=r"sliding_window=8 with sliding_window_pattern=6"):
-        read(sliding_window=8, sliding_window_pattern=6).sliding_window()
-    assert read(sliding_window=8, sliding_window_pattern=1).sliding_window() == 8
-    with pytest.raises(CheckpointError, match="sliding_window='x' is not a whole number"):
-        read(sliding_window="x").sliding_window()
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({}, [None, None, None]),
+        ({"sliding_window": 8}, [8, 8, 8]),
+        ({"sliding_window": 0}, [None, None, None]),
+        ({"sliding_window": 8, "use_sliding_window": False}, [None, None, None]),
+        ({"sliding_window": 8, "layer_types": [SLIDING] * 3}, [8, 8, 8]),
+        ({"sliding_window": 8, "layer_types": [FULL] * 3}, [None, None, None]),
+        ({"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING, FULL]}, [8, None, 8]),  # fewer layers than named
+        ({"sliding_window": None, "layer_types": ["linear_attention", FULL]}, [None, None, None]),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8]),
+        ({"sliding_window": 8, "_sliding_window_pattern": 3}, [8, 8, None]),
+        ({"sliding_window": 8, "sliding_window_pattern": 1}, [8, 8, 8]),
+        ({"sliding_window": 8, "max_window_layers": 2}, [None, None, 8]),
+        ({"sliding_window": 8, "max_window_layers": 2, "layer_types": [SLIDING] * 3}, [8, 8, 8]),
+    ],
+    ids=str,
+)
+def test_which_layers_have_a_window(keys: dict[str, Any], windows: list[int | None]) -> None:
+    config = read(num_hidden_layers=3, **keys)
+    assert list(config.layer_windows()) == windows
+    if len(set(windows)) == 1:
+        assert config.sliding_window() == windows[0]
+    else:
+        with pytest.raises(CheckpointError, match="layers have different sliding windows"):
+            config.sliding_window()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sliding_window": "x"}, "sliding_window='x' is not a whole number"),
+        ({"layer_types": [FULL]}, r"layer_types=\['full_attention'\] is not a list of .* for each of 3 layers"),
+        ({"layer_types": [SLIDING, FULL, "chunked_attention"]}, "is not a list of sliding_attention or full_attention"),
+        ({"layer_types": SLIDING}, "layer_types='sliding_attention' is not a list"),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0 is not a whole number from 1"),
+        ({"max_window_layers": "2"}, "max_window_layers='2' is not a whole number from 0"),
+    ],
+    ids=str,
+)
+def test_windows_that_cannot_be_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(num_hidden_layers=3, **{"sliding_window": 8} | keys).layer_windows()
 
 
 @pytest.mark.parametrize(

@@ -321,8 +321,6 @@ def test_dtype_is_converted_and_nothing_trains(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type='dynamic' .*linear, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"'llama3' needs low_freq_factor, high_freq"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
-        ({"use_sliding_window": True, "sliding_window": 64}, r"use_sliding_window=true \(sliding_window=64\)"),
-        ({"use_sliding_window": None, "sliding_window": 64}, r"use_sliding_window=null .* set use_sliding_window to f"),
     ],
 )
 def test_what_the_layers_cannot_do_is_refused_by_name(folder: Path, changes: dict[str, Any], message: str) -> None:

@@ -17,7 +17,3 @@ class Qwen2Layer(DecoderLayer):
 class Qwen2ForCausalLM(CausalLM):
     architectures = ("Qwen2ForCausalLM",)
     layer = Qwen2Layer
-
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
-        config.refuse_sliding_window()
-        super().__init__(config, tp)

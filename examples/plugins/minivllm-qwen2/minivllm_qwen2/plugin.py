@@ -8,6 +8,11 @@ from minivllm.plugins import ConfigOption, ModelComponent, hookimpl
 MINIVLLM_API_VERSION = 1
 
 
+def read_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """With transformers' defaults where they are not those of other models."""
+    return {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28} | hf
+
+
 @hookimpl
 def minivllm_models() -> Iterator[ModelComponent]:
     yield ModelComponent(
@@ -15,6 +20,7 @@ def minivllm_models() -> Iterator[ModelComponent]:
         "minivllm_qwen2.model:Qwen2ForCausalLM",
         architectures=("Qwen2ForCausalLM",),
         description="Qwen2 and Qwen2.5, dense",
+        read_config=read_config,
     )
 
 

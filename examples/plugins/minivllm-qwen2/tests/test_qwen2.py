@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import CheckpointError
 from minivllm.plugins import default_registry
 from minivllm.testing import ModelConformance
 from minivllm.testing.checkpoints import random_checkpoint, reference_tokens
@@ -27,6 +26,11 @@ class TestGroupsOfSeven(ModelConformance):
 
     architecture = "Qwen2ForCausalLM"
     config = {"hidden_size": 224, "num_attention_heads": 14, "num_key_value_heads": 2}
+
+
+class TestWindowInTheUpperLayers(ModelConformance):
+    architecture = "Qwen2ForCausalLM"
+    config = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +68,17 @@ def test_the_biases_matter(checkpoint: Path, tmp_path: Path) -> None:
     assert said[0] != said[1]
 
 
-def test_a_window_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    folder = with_config(checkpoint, tmp_path / "window", use_sliding_window=True, sliding_window=64)
-    with pytest.raises(CheckpointError, match="use_sliding_window=true"):
-        LLM(str(folder), device="cpu", attention="torch")
+def test_a_window_is_used_only_where_the_config_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    """An older config.json may have a window's length, and not whether it is used: then it is not."""
+    prompt, said = list(range(5, 60)), []
+    for name, keys in (("unsaid", {"use_sliding_window": None}), ("used", {"use_sliding_window": True})):
+        folder = with_config(
+            checkpoint, tmp_path / name, sliding_window=4, max_window_layers=1, layer_types=None, **keys
+        )
+        with LLM(str(folder), device="cpu", overrides=["cache.num_blocks=64", "max_model_len=128"]) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            said.append(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert said[0] == reference_tokens(checkpoint, prompt, 8) != said[1]
 
 
 @pytest.mark.parametrize(
