@@ -64,8 +64,8 @@ class WindowedBackend(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> None:
         self.batch = batch
-        words: list[torch.Tensor | None] = [None] * len(self._each)
-        if batch.prompt_words is not None:
+        words = [batch.prompt_words] * len(self._each)
+        if batch.prompt_words is not None and self._shares:  # else they are another backend's, which does the prompts
             key = batch.num_seqs - batch.num_decodes, len(batch.prompt_words)
             words = list(batch.prompt_words.split(self._shares[key if batch.graph_size else None]))
         for one, its in zip(self._each, words, strict=True):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.backends.select import HybridBackend
 from minivllm.backends.torch import TorchBackend
 from minivllm.backends.windows import WindowedBackend, for_layers
 from minivllm.core.batch import AttentionBatch
@@ -180,6 +181,20 @@ def test_each_backend_gets_its_own_words_and_layers() -> None:
         made.attend(q, SimpleNamespace(index=index), new, new)
     assert close.seen == [("decode", 0), ("prefill", 0), ("decode", 2), ("prefill", 2)]
     assert far.seen == [("decode", 1), ("fresh", 1)]
+
+
+def test_only_decodes_are_left_to_it() -> None:
+    """Beside another backend for prompts, whose words are not its own."""
+    decode = for_layers(Told, replace(SPEC, sliding_window=4, layer_windows=(4, None, 4)))
+    hybrid = HybridBackend(Fresh(SPEC), decode)
+    lens = batch(None).host_query_lens[1:]
+    hybrid.plan(batch(torch.from_numpy(hybrid.prompt_words(lens, lens))))
+    for index in range(3):
+        hybrid.attend(torch.zeros(6, 1, 1), SimpleNamespace(index=index))
+    assert isinstance(decode, WindowedBackend)
+    assert [[what for what in one.seen if what[0] == "decode"] for one in decode._each] == [  # type: ignore[attr-defined]
+        [("decode", 0), ("decode", 2)], [("decode", 1)]
+    ]  # fmt: skip
 
 
 def test_layers_that_are_alike_have_one_backend() -> None:
