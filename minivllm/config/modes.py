@@ -74,6 +74,7 @@ class ServeOptions:
     served_model_name: str | None = None
     max_waiting: int | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
     log_requests: bool = False

@@ -38,6 +38,13 @@ class PackedWeights(Enum):
     false = "false"
 
 
+class ReasoningParser(Enum):
+    auto = "auto"
+    none = "none"
+    qwen3 = "qwen3"
+    deepseek_r1 = "deepseek_r1"
+
+
 class ToolCallParser(Enum):
     auto = "auto"
     hermes = "hermes"
@@ -238,6 +245,11 @@ class ServeSchema(EngineSchema):
     )
     tool_call_parser: ToolCallParser = key(
         ToolCallParser.auto, "format of the model's tool calls; auto: the one in its chat template"
+    )
+    reasoning_parser: ReasoningParser = key(
+        ReasoningParser.auto,
+        "whether text between <think> and </think> is returned as reasoning; auto: if the chat template mentions them; "
+        "qwen3: yes; deepseek_r1: yes, and it may lack the first tag",
     )
     allowed_origins: Any = key(
         None,

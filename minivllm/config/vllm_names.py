@@ -146,7 +146,7 @@ _NOTHING_HERE = """
     model_loader_extra_config moe_backend num_lookahead_slots num_redundant_experts num_speculative_tokens
     otlp_traces_endpoint override_attention_dtype override_pooler_config pooler_config
     prefill_context_parallel_size profiler_config pt_load_map_location qlora_adapter_name_or_path
-    ray_workers_use_nsight reasoning_parser reasoning_parser_plugin safetensors_load_strategy
+    ray_workers_use_nsight reasoning_parser_plugin safetensors_load_strategy
     scheduler_delay_factor show_hidden_metrics_for_version skip_mm_profiling speculative_model
     tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type ubatch_size video_pruning_rate
     weight_transfer_config worker_extension_cls

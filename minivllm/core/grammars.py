@@ -77,7 +77,18 @@ def clear_bits(bits: np.ndarray, tokens: Iterable[int]) -> None:
 
 
 def grammar_of(asked: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own notation. Raises RequestError."""
+    """The grammar in llguidance's own notation: its JSON, or Lark. Raises RequestError."""
+    answer = _of_answer(asked)
+    if asked.reasoning is None:
+        return answer
+    ways = "thoughts @answer" if asked.reasoning == "always" else '"<think>" thoughts @answer | @answer'
+    rules = ["%llguidance {}", f"start: {ways}", "thoughts: up_to_end SPACES?", r"SPACES: /[ \n\r\t]{1,4}/"]
+    rules += [r"up_to_end[lazy]: /(.|\n)*<\/think>/"]
+    first, *others = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, first | {"name": "answer"}, *others]})
+
+
+def _of_answer(asked: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     spaces: Any = {"whitespace_pattern": asked.whitespace_pattern or _SPACES}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,6 +215,8 @@ class Guides:
     def _grammar(self, asked: StructuredOutputsParams) -> str:
         text = text_of(asked)
         if text is None or self._newest_grammar is None or self._newest_grammar[0] != text:
+            if asked.reasoning is not None:  # behind any reasoning nobody would see that an answer cannot begin
+                self._matcher(grammar_of(replace(asked, reasoning=None)))
             grammar = grammar_of(asked)
             self._newest_grammar = None if text is None else (text, grammar)
             return grammar

@@ -12,6 +12,7 @@ from minivllm.errors import RequestError, is_text, shown
 from minivllm.naming import did_you_mean
 
 _KINDS = "json", "regex", "choice", "grammar", "json_object", "structural_tag"
+_REASONING = "maybe", "always"
 _JSON = "json", "json_object", "structural_tag"
 _FEWEST, _MOST = -(2**63), 2**64 - 1  # whole numbers that llguidance can read
 
@@ -36,6 +37,9 @@ class StructuredOutputsParams:
     JSON may have up to 20 characters of white space between tokens, or none with ``disable_any_whitespace``, or what
     the regular expression ``whitespace_pattern`` matches.
 
+    ``reasoning``: what the output may have before that, which nothing constrains: with ``maybe``, text between
+    ``<think>`` and ``</think>``; with ``always``, text up to ``</think>`` (the prompt ends with ``<think>``).
+
     Raises:
         RequestError: none or several are given, or one has the wrong type or is not supported.
     """
@@ -49,6 +53,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    reasoning: str | None = None
 
     @classmethod
     def of(cls, given: Any) -> StructuredOutputsParams:
@@ -83,6 +88,8 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "whitespace_pattern"):
             if getattr(self, name) and given[0] not in _JSON:
                 raise RequestError(f"structured_outputs: {name} belongs to {', '.join(_JSON)}, not to {given[0]}")
+        if self.reasoning not in (None, *_REASONING):
+            raise _wrong("reasoning", self.reasoning, f"is not one of {', '.join(_REASONING)}")
         choice = self.choice
         if choice is not None and not (isinstance(choice, list | tuple) and choice and all(map(is_text, choice))):
             what = list(choice) if isinstance(choice, tuple) else choice

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -39,6 +40,7 @@ from minivllm.serve.protocol import (
     check_grammar,
     known_id,
 )
+from minivllm.serve.reasoning import Thinking, parser_of, thinking_of, variables_of
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.serve.text_lengths import TextLengths
 from minivllm.serve.tool_calls import ToolUse, dialect_of
@@ -91,6 +93,7 @@ class Server:
         self.engine, self.options = engine, options
         self.tokenizer = engine.tokenizer
         self.dialect = dialect_of(options.tool_call_parser, self.tokenizer.chat_template)
+        self.reasoning_parser = parser_of(options.reasoning_parser, self.tokenizer.chat_template)
         self.lengths = TextLengths(self.tokenizer, engine.limits.max_model_len)
         self.started = int(time.time())
         self.tokenizing = _one_thread()
@@ -167,9 +170,14 @@ class Server:
         params = _params_of(body, changed)
         self._check_room(params.n)
         with body.in_its_words():
-            prompt = {"prompt_token_ids": await self._conversation(body, self.lengths)}
-        top = body.top_logprobs or 0
-        return await self._answer(ChatReply, body, [prompt], params, request, top_logprobs=top, tools=tools)
+            text, tokens = await self._conversation(body, self.lengths)
+        thinking = thinking_of(self.reasoning_parser, text, body.begun())
+        if params.structured_outputs is not None and thinking is not Thinking.NEVER:
+            params = params.clone(structured_outputs=replace(params.structured_outputs, reasoning=thinking.value))
+        return await self._answer(
+            ChatReply, body, [{"prompt_token_ids": tokens}], params, request, top_logprobs=body.top_logprobs or 0,
+            tools=tools, thinking=thinking, include_reasoning=body.include_reasoning,
+        )  # fmt: skip
 
     async def _answer(
         self,
@@ -229,7 +237,7 @@ class Server:
         self._check_model(body.model)
         async with while_there(request):
             if body.prompt is None:
-                tokens = await self._conversation(body)
+                _, tokens = await self._conversation(body)
             else:
                 _check_text("prompt", body.prompt)
                 special = body.add_special_tokens
@@ -248,20 +256,23 @@ class Server:
             said = f"{name}: {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             raise ClientError(said, param=name)
 
-    async def _conversation(self, body: Conversation, lengths: TextLengths | None = None) -> list[int]:
-        """A conversation's token ids. ``lengths``: given if it is to be answered, to check its length early."""
+    async def _conversation(self, body: Conversation, lengths: TextLengths | None = None) -> tuple[str, list[int]]:
+        """A conversation as text and as token ids. ``lengths``: given if it is to be answered, to check its length
+        early."""
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
-        variables = check_variables(body.chat_template_kwargs or {}, self.tokenizer)
+        variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            variables = variables_of(body.reasoning_effort, self.tokenizer.chat_template) | variables
         messages = [message.told() for message in body.messages]
 
-        def encoded(**options: Any) -> list[int]:
+        def encoded(**options: Any) -> tuple[str, list[int]]:
             text = self.tokenizer.render_chat(messages, **options)
             if lengths is not None:
                 lengths.check([text])
             else:
                 _check_text("messages", text)
-            return self.tokenizer.encode(text, add_special_tokens=False)
+            return text, self.tokenizer.encode(text, add_special_tokens=False)
 
         try:
             return await self._encode(encoded, **body.options(), **variables)

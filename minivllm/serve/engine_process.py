@@ -86,6 +86,7 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
         key,
         options.max_waiting,
         tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         allowed_origins=options.allowed_origins,
     )
     return Go(

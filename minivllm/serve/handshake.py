@@ -25,6 +25,7 @@ class ServerOptions:
     api_key: str | None = None
     max_waiting: int | None = None
     tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
 
 

@@ -47,12 +47,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_obfuscation": (False, True),  # padding against who counts bytes
-    "include_reasoning": (True,),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "suffix": ("",),
@@ -352,8 +350,10 @@ class Message(Body):
         return calls or None
 
     def told(self) -> dict[str, Any]:
-        """The message in the form that the template gets."""
-        return self.model_dump(exclude_none=True)
+        """The message in the form that the template gets: ``reasoning`` by both of its names."""
+        told = self.model_dump(exclude_none=True)
+        reasoning = self.reasoning or self.reasoning_content
+        return told | {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else told
 
 
 class Function(Body):
@@ -434,6 +434,8 @@ class ChatBody(GenerationBody, Conversation):
     top_logprobs: Whole | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True  # vLLM's: whether reasoning is returned
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | tuple[str]:
@@ -460,6 +462,11 @@ class ChatBody(GenerationBody, Conversation):
             return message
         message = _OF_FUNCTION.sub(r"function \1: ", message)
         return message.replace(f"tools: {_OF_TEXT}", f"{super()._asks_by}: ", 1)
+
+    def begun(self) -> str | None:
+        """The part of the answer that the prompt ends with, if any."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return "\n".join(part.text for part in content) if isinstance(content, list) else content
 
     def options(self) -> dict[str, Any]:
         """Omits tools that must not be called."""

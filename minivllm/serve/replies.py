@@ -13,6 +13,7 @@ from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.serve.echo import Echo, emptied, own_and_best
+from minivllm.serve.reasoning import ReasoningReader, Thinking
 from minivllm.serve.responses import (
     Answer,
     CachedTokens,
@@ -221,9 +222,14 @@ class ChatReply(Reply):
     name = "chatcmpl"
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, *args: Any, top_logprobs: int = 0, tools: ToolUse | None = None, **more: Any) -> None:
+    def __init__(
+        self, *args: Any, top_logprobs: int = 0, tools: ToolUse | None = None, thinking: Thinking = Thinking.NEVER,
+        include_reasoning: bool = True, **more: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*args, **more)
-        self._top, self._tools = top_logprobs, tools
+        self._top, self._tools, self._thinking, self._tells_reasoning = top_logprobs, tools, thinking, include_reasoning
+        self._thoughts: dict[int, ReasoningReader] = {}  # by choice
+        self._reasoning: dict[int, str] = {}  # that is not told yet
         self._readers: dict[int, CallReader] = {}  # by choice
         self._calls: dict[int, list[Call]] = {}  # that are not told yet
         self._num_calls: Counter[int] = Counter()
@@ -234,10 +240,13 @@ class ChatReply(Reply):
             yield self._chunk([Choice(index=index, delta=start, logprobs=None, finish_reason=None)])
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
-        """With tools, the text without calls, which go to ``_content``."""
+        """The text without reasoning and, with tools, without calls, which go to ``_content``."""
         for index, new in super()._news(output):
+            if self._thinking is not Thinking.NEVER:
+                new = self._without_reasoning(index, new)
             if self._tools is None:
-                yield index, new
+                if index in self._reasoning or new.text or new.finished() or new.logprobs:
+                    yield index, new
                 continue
             if index not in self._readers:
                 self._readers[index] = self._tools.reader()
@@ -246,22 +255,35 @@ class ChatReply(Reply):
                 calls = calls[: 1 - self._num_calls[index]]
             if calls:
                 self._calls[index] = calls
-            if calls or text or new.finished() or new.logprobs:
+            if calls or text or index in self._reasoning or new.finished() or new.logprobs:
                 yield index, replace(new, text=text)
 
+    def _without_reasoning(self, index: int, new: CompletionOutput) -> CompletionOutput:
+        if index not in self._thoughts:
+            self._thoughts[index] = ReasoningReader(self._thinking)
+        if self._thoughts[index].is_done:
+            return new
+        reasoning, text = self._thoughts[index].read(new.text, last=new.finished())
+        if reasoning and self._tells_reasoning:
+            self._reasoning[index] = reasoning
+        return replace(new, text=text)
+
     def _is_text_alone(self, index: int, new: CompletionOutput) -> bool:
-        return index not in self._calls and super()._is_text_alone(index, new)
+        alone = index not in self._calls and index not in self._reasoning
+        return alone and super()._is_text_alone(index, new)
 
     def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
-        calls = self._calls.pop(index, [])
+        calls, reasoning = self._calls.pop(index, []), self._reasoning.pop(index, None)
         for call in calls:
             self._num_calls[index] += call.id is not None
             if not whole:
                 call.index = self._num_calls[index] - 1
         if whole:
-            message = Text(role="assistant", content=text if text or not calls else None)
+            message = Text(role="assistant", content=text if text or not (calls or reasoning) else None)
         else:
-            message = Text(content=text) if text or not calls else Text()
+            message = Text(content=text) if text or not (calls or reasoning) else Text()
+        if reasoning:
+            message.reasoning = reasoning
         if calls:
             message.tool_calls = calls
         return {"message": message} if whole else {"delta": message}

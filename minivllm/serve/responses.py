@@ -72,6 +72,7 @@ class Text(BaseModel):
 
     role: str = "assistant"
     content: str | None = None
+    reasoning: str | None = None  # vLLM's
     tool_calls: list[Call] | None = None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import is_text
 from minivllm.serve.errors import ClientError
+from minivllm.serve.held_back import tail_of
 from minivllm.serve.responses import Call, CalledFunction
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class TextBesideCalls(CallReader):
 
     def _rest(self, tag: str = "") -> str:
         """Take what is held, except a possible beginning of ``tag`` and the white space before it."""
-        done = self._held[: len(self._held) - _tail(self._held, tag)] if tag else self._held
+        done = self._held[: len(self._held) - tail_of(self._held, tag)] if tag else self._held
         self._held = self._held[len(done) :]
         return self._text(done, before_call=False)
 
@@ -293,14 +294,6 @@ class ToolUse:
         if self._schema is not None:
             return CallsOrJson(self.dialect, self._names)
         return GuidedCalls(self.dialect, alone=self._alone)
-
-
-def _tail(text: str, tag: str) -> int:
-    """Of how many characters at its end it is not known yet whether they are text: white space, and what may become the
-    ``tag``."""
-    begun = next((n for n in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:n])), 0)
-    before = text[: len(text) - begun]
-    return begun + len(before) - len(before.rstrip())
 
 
 def _bare_calls(text: str) -> list[Call] | None:

@@ -1,0 +1,10 @@
+"""How much of a text that arrives in pieces cannot be told yet."""
+
+from __future__ import annotations
+
+
+def tail_of(text: str, tag: str) -> int:
+    """The number of characters at its end that may not be text: white space, and what may become the ``tag``."""
+    begun = next((n for n in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    before = text[: len(text) - begun]
+    return begun + len(before) - len(before.rstrip())

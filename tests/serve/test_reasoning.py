@@ -1,0 +1,159 @@
+"""Reasoning: how it is found in an answer, told to a client, and left alone by a constraint."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from running import OVERRIDES, SETTINGS, serving, told
+
+from minivllm import LLM
+from minivllm.core.outputs import CompletionOutput, RequestOutput
+from minivllm.serve.errors import ClientError
+from minivllm.serve.protocol import ChatBody
+from minivllm.serve.reasoning import ReasoningReader, Thinking, parser_of, thinking_of, variables_of
+from minivllm.serve.replies import ChatReply
+from minivllm.serve.tool_calls import DIALECTS, ToolUse
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 40}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+CASES = [  # by how the prompt ends: what a model writes, its reasoning, its answer
+    (Thinking.MAYBE, "<think>\nHm, 1 < 2.\n</think>\n\nParis. ", "Hm, 1 < 2.", "Paris. "),
+    (Thinking.MAYBE, " \n<think></think>Paris", "", "Paris"),
+    (Thinking.MAYBE, " Paris </think> <think> ", "", " Paris </think> <think> "),
+    (Thinking.MAYBE, "<thin", "", "<thin"),
+    (Thinking.MAYBE, "<think>\nHm </thin", "Hm </thin", ""),
+    (Thinking.MAYBE, "<think>a </think> b <think> c </think>", "a", "b <think> c </think>"),
+    (Thinking.ALWAYS, "Hm\n\nyes </think>\nParis", "Hm\n\nyes", "Paris"),
+    (Thinking.ALWAYS, "<think>Hm</think>Paris", "Hm", "Paris"),
+    (Thinking.ALWAYS, "\n</think>\n\n", "", ""),
+    (Thinking.ALWAYS, "Hm <think> so ", "Hm <think> so ", ""),
+    (Thinking.NEVER, "<think>Hm</think> Paris", "", "<think>Hm</think> Paris"),
+    (Thinking.MAYBE, "", "", ""),
+]
+
+
+@given(case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 50), max_size=10))
+def test_what_is_found_does_not_depend_on_where_it_was_cut(
+    case: tuple[Thinking, str, str, str], cuts: list[int]
+) -> None:
+    thinking, written, reasoning, answer = case
+    reader, found = ReasoningReader(thinking), ["", ""]
+    places = [0, *sorted(min(cut, len(written)) for cut in cuts), len(written)]
+    for begin, end in pairwise(places):
+        for i, new in enumerate(reader.read(written[begin:end], last=False)):
+            found[i] += new
+    for i, new in enumerate(reader.read("", last=True)):
+        found[i] += new
+    assert found == [reasoning, answer]
+
+
+def test_how_a_prompt_ends_says_whether_there_is_reasoning() -> None:
+    qwen = "{%- if '</think>' in content %}"
+    assert parser_of("auto", qwen) == parser_of("qwen3", None) == "qwen3" and parser_of("deepseek_r1", qwen) != "qwen3"
+    assert parser_of("none", qwen) is parser_of("auto", "{{ messages }}") is parser_of("auto", None) is None
+    for parser, prompt, begun, expected in (
+        ("qwen3", "user <think> assistant\n", None, Thinking.MAYBE),
+        ("qwen3", "assistant\n<think>\n", None, Thinking.ALWAYS),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", None, Thinking.NEVER),
+        ("qwen3", "assistant\n<think>So", "<think>So", Thinking.ALWAYS),
+        ("qwen3", "assistant\n<think>So</think>It", "<think>So</think>It", Thinking.NEVER),
+        ("deepseek_r1", "assistant\n", None, Thinking.ALWAYS),
+        (None, "assistant\n<think>\n", None, Thinking.NEVER),
+    ):
+        assert thinking_of(parser, prompt, begun) is expected, prompt
+
+
+def test_effort_is_what_the_template_takes() -> None:
+    assert variables_of("none", "{% if enable_thinking %}") == {"enable_thinking": False}
+    assert variables_of("low", "{% if enable_thinking %}") == {"enable_thinking": True}
+    assert variables_of("low", "{{ reasoning_effort }}") == {"reasoning_effort": "low"}
+    assert variables_of("none", "{{ messages }}") == {}
+    for effort, template in (("low", "{{ messages }}"), ("none", "<think></think>")):
+        with pytest.raises(ClientError, match=f"reasoning_effort={effort}: .* neither"):
+            variables_of(effort, template)
+
+
+def reply(written: str, *, pieces: int = 0, reason: str = "stop", tools: bool = False, **more: Any) -> dict[str, Any]:
+    """An answer's message, whole, or put together from so many pieces."""
+    body = ChatBody.model_validate(ASK | {"tools": [WEATHER], "stream": bool(pieces)})
+    use = ToolUse(body, DIALECTS["hermes"]) if tools else None
+    made = ChatReply("id", "m", ["r"], 1, False, tools=use, thinking=Thinking.MAYBE, **more)
+    if not pieces:
+        output = RequestOutput("r", None, [1], [CompletionOutput(0, written, [5], finish_reason=reason)], True)
+        choice = json.loads(made.whole([output]).json_bytes())["choices"][0]
+        return choice["message"] | {"finish_reason": choice["finish_reason"]}
+    found: dict[str, Any] = {"role": "assistant", "content": None}
+    size = -(-len(written) // pieces)
+    for begin in range(0, len(written), size):
+        last = begin + size >= len(written)
+        new = CompletionOutput(0, written[begin : begin + size], [5], finish_reason=reason if last else None)
+        for chunk in made.chunks(RequestOutput("r", None, [1], [new], last)):
+            choice = json.loads(chunk)["choices"][0]
+            for name in ("reasoning", "content"):
+                if choice["delta"].get(name):
+                    found[name] = (found.get(name) or "") + choice["delta"][name]
+            found.setdefault("tool_calls", []).extend(choice["delta"].get("tool_calls", []))
+            found["finish_reason"] = choice["finish_reason"]
+    return found if found["tool_calls"] else {name: value for name, value in found.items() if name != "tool_calls"}
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2, 7, 30, 100])
+def test_reasoning_is_told_apart_from_the_answer(pieces: int) -> None:
+    written = f"<think>\nIs it {CALL}?\n</think>\n\nIt is Paris."
+    for tools in (False, True):  # calls within are none
+        said = reply(written, pieces=pieces, tools=tools)
+        assert said == {
+            "role": "assistant", "reasoning": f"Is it {CALL}?", "content": "It is Paris.", "finish_reason": "stop"
+        }  # fmt: skip
+    assert reply(written, pieces=pieces, include_reasoning=False) == {
+        "role": "assistant", "content": "It is Paris.", "finish_reason": "stop"
+    }  # fmt: skip
+    called = reply(f"<think>So.</think>{CALL}", pieces=pieces, tools=True)
+    assert called["reasoning"] == "So." and called["content"] is None and called["finish_reason"] == "tool_calls"
+    assert [call["function"]["name"] for call in called["tool_calls"]] == ["weather"]
+    cut = reply("<think>\nIs it", pieces=pieces, reason="length")
+    assert cut == {"role": "assistant", "reasoning": "Is it", "content": None, "finish_reason": "length"}
+    plain = reply("It is Paris.", pieces=pieces)
+    assert plain == {"role": "assistant", "content": "It is Paris.", "finish_reason": "stop"}
+
+
+def test_a_server_whose_model_thinks() -> None:
+    """deepseek_r1: all that the demo model says without the tag is reasoning."""
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm:
+        with serving(llm, "demo", reasoning_parser="none") as plain:
+            text = plain.post(CHAT, **ASK).json()["choices"][0]["message"]["content"]
+        with serving(llm, "demo", reasoning_parser="deepseek_r1") as thinking:
+            said = thinking.post(CHAT, **ASK).json()["choices"][0]["message"]
+            assert said == {"role": "assistant", "reasoning": text, "content": None}
+            told(thinking.post(CHAT, **ASK, reasoning_effort="huge"), 400, "reasoning_effort: Input should be", "reasoning_effort")
+            begun = [*ASK["messages"], {"role": "assistant", "content": "<think>Paris</think>"}]
+            asked = ASK | {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+            said = thinking.post(CHAT, **asked).json()["choices"][0]["message"]
+            assert "reasoning" not in said and isinstance(said["content"], str)
+            history = [*ASK["messages"], {"role": "assistant", "content": "Paris", "reasoning": "Hm"}, *ASK["messages"]]
+            assert thinking.post(CHAT, **ASK | {"messages": history}).status_code == 200
+
+
+def test_a_constraint_is_on_the_answer_alone() -> None:
+    """qwen3: an answer may begin with the tag. Which of the two it does is drawn at random here."""
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": [1, 2]}}}
+    ask = ASK | {"temperature": 9.0, "n": 32, "seed": 1, "response_format": schema}
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm, serving(llm, "demo", reasoning_parser="qwen3") as server:
+        choices = server.post(CHAT, **ask).json()["choices"]
+        tools = {"tools": [WEATHER], "tool_choice": "required"}
+        calls = server.post(CHAT, **ask | tools).json()["choices"]
+    messages = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert {message["content"] for message in messages} <= {"1", "2"} and messages
+    thought = [choice["message"] for choice in choices if "reasoning" in choice["message"]]
+    assert thought and all(message["content"] is None or message["content"] in "12" for message in thought)
+    assert any("tool_calls" in choice["message"] for choice in calls)
+    assert any("reasoning" in choice["message"] for choice in calls)
+    assert not any(choice["message"]["content"] for choice in calls)
