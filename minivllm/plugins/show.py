@@ -34,7 +34,12 @@ def as_json(registry: Registry) -> str:
         "disabled": list(registry.disabled),
         "problems": [asdict(report) for report in registry.reports],
     }
-    return json.dumps(tree, indent=2)
+    return json.dumps(tree, indent=2, default=_name_of)
+
+
+def _name_of(value: Any) -> str:
+    """What JSON cannot hold of a component: a function, such as ``read_config``."""
+    return f"{value.__module__}:{value.__qualname__}"
 
 
 def _as_dict(entry: Entry, registry: Registry) -> dict[str, Any]:
