@@ -3,12 +3,9 @@
 //
 // Compiled for one shape, after hopper.cuh and `multiply`. One program (thread block) per SM, in clusters of two. A
 // program has one unit of each product: ROWS rows by FEATURES lines (weight rows), over all or part of k; it may
-// compute
-// gate and up in rounds of features. Warpgroups multiply (rows are M of wgmma), each 64 of the unit's rows or half of
-// its
-// features. One warp loads weights as far ahead as there is room, from one product to the next. Another loads inputs
-// and
-// waits between products until every program has finished the previous one.
+// compute gate and up in rounds of features. Warpgroups multiply (rows are M of wgmma), each 64 of the unit's rows or
+// half of its features. One warp loads weights as far ahead as there is room, from one product to the next. Another
+// loads inputs and waits between products until every program has finished the previous one.
 
 constexpr int THREADS = 128 * GROUPS;  // that multiply; 32 more load weights, 32 load inputs
 
@@ -208,8 +205,7 @@ __device__ __forceinline__ void write_hidden(const float (&sums)[P::COLUMNS / 2]
 }
 
 // One thread loads all weights, another all inputs. counts: programs that finished each of the first three products,
-// then
-// programs that no longer wait; zeros between launches.
+// then programs that no longer wait; zeros between launches.
 __device__ __forceinline__ void ask_for_weights(const TensorMap& o, const TensorMap& gate_up,
                                                 const TensorMap& last_gate_up, const TensorMap& down,
                                                 const TensorMap& qkv, int rows, Ring& ring) {

@@ -1,8 +1,7 @@
 // Attention of megakernel.cu: load pages, prepare queries and the new key, attend, combine partial results.
 
 // The programs of a key head split the pages of all sequences. A program takes at least two pages per warp, because
-// each
-// further part has to be combined with the others. Programs of one sequence are consecutive.
+// each further part has to be combined with the others. Programs of one sequence are consecutive.
 struct Shares {
   int pages[ROWS], splits[ROWS];  // 0 for missing rows
 
@@ -263,9 +262,8 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
 }
 
 // If a sequence has more than MOST_TAKEN parts, the programs combine them first, each a few words of all sequences.
-// That
-// is one more trip through L2, but then every program reads one vector per row instead of every part. In a warp, UNITS
-// lanes read two words each of one of LANES parts.
+// That is one more trip through L2, but then every program reads one vector per row instead of every part. In a warp,
+// UNITS lanes read two words each of one of LANES parts.
 __device__ __forceinline__ void join_parts(const Memory& memory, u64* copies, u32 flag) {
   constexpr int TWOS = WIDTH / 4, UNITS = 4, LANES = 32 / UNITS;
   static_assert(TWOS % UNITS == 0 && COPIES <= LANES, "megakernel.py");

@@ -1,6 +1,6 @@
 // A mixture-of-experts MLP in megakernel.cu. All programs have equally many lines (weight rows) of the router and of
-// each
-// expert. All write their logits; from these the loading warp selects each row's experts and loads them, row by row.
+// each expert. All write their logits; from these the loading warp selects each row's experts and loads them, row by
+// row.
 
 constexpr int ROUTER_LINES = EXPERTS / PROGRAMS, OF_EXPERT = 2 * INNER / PROGRAMS;  // lines; half of the latter gate's
 constexpr int NONE = 0xFFFF;  // no expert

@@ -1,6 +1,5 @@
 // Packed weights (packed_weights.py) in megakernel.cu: a stage holds a piece for each warp, eight lines (weight rows)
-// by
-// 128 of k, or fewer pieces at the end of k.
+// by 128 of k, or fewer pieces at the end of k.
 //
 // Pieces begin at multiples of eight lines. If a program's lines do not, it shares its first or last eight with
 // another.

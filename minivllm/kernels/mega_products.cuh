@@ -64,8 +64,7 @@ template <class C> struct Batch {
   }
 };
 // Multiplies x, which is in shared memory, and stores each warp's partial sums. batch: the first, already read. adds:
-// to
-// the sums of earlier pieces. only: the one row that has this product, or -1.
+// to the sums of earlier pieces. only: the one row that has this product, or -1.
 template <class C>
 __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing,
                                                bool adds = false, int only = -1) {
@@ -111,8 +110,8 @@ __device__ __forceinline__ float output(const Memory& memory, int line, int row)
 }
 
 // Copies a product's input to shared memory: of each row, WORDS words (pairs) that other programs write. Returns the
-// sum
-// of squares of this thread's elements, which are of one row. by: factors for each row (SCALED), not for the squares.
+// sum of squares of this thread's elements, which are of one row. by: factors for each row (SCALED), not for the
+// squares.
 template <int WORDS, bool SQUARED, int OF_ROW = WORDS, bool SCALED = false>
 __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag, const u16* by = nullptr) {
   constexpr int TWOS = WORDS / 2, TIMES = (TWOS + TEAM - 1) / TEAM, ROUNDS = (TIMES + 7) / 8;

@@ -135,8 +135,7 @@ struct Memory {  // in shared memory
   alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, then the new key and value
   float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
   // The same in every layer of a step: this program's share of attention, the sequence's rotary angles, length and
-  // cache
-  // slot, and the parts of all sequences.
+  // cache slot, and the parts of all sequences.
   Share share;
   float cosines[D / 2], sines[D / 2];
   int length, slot;

@@ -1,17 +1,14 @@
 // All layers of a decoder in one kernel, for the next token of up to ROWS sequences; see megakernel.py.
 //
 // Compiled for one shape, after hopper.cuh and the mega_*.cuh: mega_dense.cuh or mega_experts.cuh for the MLP,
-// mega_lines.cuh or mega_packed.cuh for loading weights.
-// PROGRAMS thread blocks run at once, one per SM. Each has equally many lines (weight rows, all of k) of each of a
-// layer's
-// four products. One warp loads weights as far ahead as its ring buffer has room, across products and layers: they
-// depend
-// only on which experts are selected. It also loads the pages that its program attends to. WARPS warps multiply, each a
-// part of k, and attend, each to a page at a time. Programs exchange vectors as words in memory: two bfloat16 (or a
-// float) and a flag in one 64-bit store. A word is valid if its flag is this step's and layer's, so there are no
-// fences,
-// counters or resets. (A flag repeats after 2^32 layers.) Layers reuse the buffers: whoever writes a word has read what
-// all programs made of its previous contents. What all programs read has COPIES copies, so that fewer poll one word.
+// mega_lines.cuh or mega_packed.cuh for loading weights. PROGRAMS thread blocks run at once, one per SM. Each has
+// equally many lines (weight rows, all of k) of each of a layer's four products. One warp loads weights as far ahead as
+// its ring buffer has room, across products and layers: they depend only on which experts are selected. It also loads
+// the pages that its program attends to. WARPS warps multiply, each a part of k, and attend, each to a page at a time.
+// Programs exchange vectors as words in memory: two bfloat16 (or a float) and a flag in one 64-bit store. A word is
+// valid if its flag is this step's and layer's, so there are no fences, counters or resets. (A flag repeats after 2^32
+// layers.) Layers reuse the buffers: whoever writes a word has read what all programs made of its previous contents.
+// What all programs read has COPIES copies, so that fewer poll one word.
 
 // maps: of each layer's keys and values. words: see above. count: layers so far, in all launches with these words.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)

@@ -6,8 +6,7 @@ layer of Qwen3-0.6B, whose weights take 7. Here every program (thread block) sta
 other programs' part of the current product, it prefetches its lines (weight rows) of the next ones: 200 KB per program,
 most of a layer of that model, and the first of the next product in registers. Programs exchange vectors as words that
 hold data and a flag, like NCCL's low-latency protocol, so there is no grid barrier and no fence. A layer's critical
-path
-is five such trips through L2, about 1 µs each, and the arithmetic between them.
+path is five such trips through L2, about 1 µs each, and the arithmetic between them.
 
 Weights may be packed (``mega_packed.cuh``): a quarter less to read, which pays in layers of some size.
 
@@ -279,8 +278,7 @@ class LayerWeights:
 @dataclass(frozen=True, slots=True)
 class Layers:
     """What all steps share. cos_sin (positions, head_dim) float32; ``eps``: of the norms before products,
-    ``heads_eps``:
-    of those of heads. ``peers``: where other ranks, if there are any, write their parts."""
+    ``heads_eps``: of those of heads. ``peers``: where other ranks, if there are any, write their parts."""
 
     shape: DecoderShape
     weights: list[LayerWeights]
@@ -332,10 +330,8 @@ def _words(device: torch.device, number: int, rank: int) -> tuple[torch.Tensor, 
 
 def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.Tensor:
     """The residual stream (rows, hidden) after all layers, for x (rows, hidden) before them; bfloat16, rounded after
-    each
-    product and each addition. Writes each layer's new keys and values to its cache. If a ``shape`` has several ranks,
-    all
-    of them must launch it, in the same order; all get the same bytes."""
+    each product and each addition. Writes each layer's new keys and values to its cache. If a ``shape`` has several
+    ranks, all of them must launch it, in the same order; all get the same bytes."""
     y = torch.empty_like(x)
     if compiling():
         return y

@@ -1,6 +1,5 @@
 """How ``persistent_linear`` splits a product between programs: a grid of tiles for a thousand rows or more. For 65 to
-192
-rows and large weights, even shares: there reading the weight takes as long as the slowest program."""
+192 rows and large weights, even shares: there reading the weight takes as long as the slowest program."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -5,12 +5,9 @@
 //
 // Compiled for GATED or one HEAD, x whole or in PARTS, and one tiling (GROUPS, LINES, CLUSTER, STAGES, EVEN), after
 // hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). Persistent: a program (thread block) loops over tiles of 64 *
-// GROUPS
-// rows by LINES lines (weight rows). A cluster of two has different rows and the same lines; each loads half of these
-// and
-// multicasts it to both. Warp-specialized: GROUPS warpgroups multiply 64 rows each and put the sums, rounded to
-// bfloat16,
-// in shared memory; one warp loads; three run the epilogue while the next tile is multiplied.
+// GROUPS rows by LINES lines (weight rows). A cluster of two has different rows and the same lines; each loads half of
+// these and multicasts it to both. Warp-specialized: GROUPS warpgroups multiply 64 rows each and put the sums, rounded
+// to bfloat16, in shared memory; one warp loads; three run the epilogue while the next tile is multiplied.
 
 constexpr int ROWS = 64 * GROUPS;
 constexpr int X_BYTES = ROWS * LINE, HALF_BYTES = LINES / 2 * LINE, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
@@ -58,10 +55,8 @@ struct Tiles {  // pairs of tiles, in the order of computation
 
 #if PARTS
 // x and its factors arrive in parts of ``each`` rows (a multiple of a pair's), one per rank; the last may be shorter.
-// This
-// rank's own is there. A copy engine of another rank's GPU delivers that rank's part; it is complete when its
-// ``arrived``
-// equals ``number``: see exchange.py.
+// This rank's own is there. A copy engine of another rank's GPU delivers that rank's part; it is complete when its
+// ``arrived`` equals ``number``: see exchange.py.
 struct Arrival {
   const u32* arrived;
   u32 number;

@@ -1,18 +1,14 @@
 """Linear layers with an epilogue on Hopper, for about a thousand rows or more: SiLU(gate) * up, or the norm of queries
-and
-keys, rotary embedding and cache write. The product's rows may first be multiplied by a factor each (``row_factors``:
-the
-norm in front, if its weight is folded into the product's). Rows and factors may still be arriving from other ranks,
-part
-by part (``exchange.Arrival``): tiles whose rows are there come first. Also SiLU(gate) * up for 65 to 192 rows and large
-weights.
+and keys, rotary embedding and cache write. The product's rows may first be multiplied by a factor each
+(``row_factors``: the norm in front, if its weight is folded into the product's). Rows and factors may still be arriving
+from other ranks, part by part (``exchange.Arrival``): tiles whose rows are there come first. Also SiLU(gate) * up for
+65 to 192 rows and large weights.
 
 The kernel is CUDA C++ (``persistent_linear.cu``): one program per SM, alone or in clusters of two, loops over tiles of
 128 or 192 rows by up to 256 lines (rows of the weight); structured like CUTLASS's warp-specialized GEMMs (NVIDIA,
-2023).
-It saves writing the product and reading it again: for 8,192 tokens of Qwen3-0.6B 151 MB after gate and up, 134 MB after
-qkv, 35 and 31 µs at 4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s. For few
-rows the weight's bytes: Qwen3-14B's gate and up 356 MB, 85 µs at 4.2 TB/s.
+2023). It saves writing the product and reading it again: for 8,192 tokens of Qwen3-0.6B 151 MB after gate and up, 134
+MB after qkv, 35 and 31 µs at 4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s.
+For few rows the weight's bytes: Qwen3-14B's gate and up 356 MB, 85 µs at 4.2 TB/s.
 """
 
 import ctypes
@@ -43,8 +39,7 @@ def use_persistent(
     parts: bool = False,
 ) -> bool:
     """Whether this is faster for (rows, k) @ (n, k).T and its epilogue than separate kernels; the only place that
-    decides.
-    ``parts``: the rows are still to arrive."""
+    decides. ``parts``: the rows are still to arrive."""
     if dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
         return False
     sms = num_sms(device)

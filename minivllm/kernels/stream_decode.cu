@@ -1,12 +1,9 @@
 // Attention of one new token per sequence over a paged cache of 16-key pages, read as one stream; see stream_decode.py.
 //
 // Compiled for one (KV, G, D, QKV, SHARED), after hopper.cuh: key heads, query heads per key head, their dimension,
-// whether
-// q is the packed projection, which is normed and rotated here, and whether rows come with parts of attention over
-// shared
-// keys. The pages of all sequences, one after another, are split into shares, one per program (thread block): equal
-// ones,
-// or nearly equal ones of one sequence each. In a program
+// whether q is the packed projection, which is normed and rotated here, and whether rows come with parts of attention
+// over shared keys. The pages of all sequences, one after another, are split into shares, one per program (thread
+// block): equal ones, or nearly equal ones of one sequence each. In a program
 // - one warp loads pages, keys and values of all heads, by TMA, as far ahead as there is room, across sequences;
 // - HELPERS warps prepare queries in shared memory, a sequence ahead of its pages, and the new key and value, which
 // they
@@ -17,11 +14,9 @@
 // MMA
 //   tile are the query heads of a key head. Before a sequence's last page, its new key and value are inserted.
 // If a sequence spans several shares, each program writes its part, and the last one combines them, each warp on its
-// own.
-// It polls the parts' words themselves, so no fence and no counter is needed. A program processes its sequences from
-// last
-// to first: it writes a part early, before another program needs it, and waits for parts last. Programs before it are
-// running by then, because they start in order.
+// own. It polls the parts' words themselves, so no fence and no counter is needed. A program processes its sequences
+// from last to first: it writes a part early, before another program needs it, and waits for parts last. Programs
+// before it are running by then, because they start in order.
 
 constexpr int PAGE = 16;                        // keys
 constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
@@ -309,8 +304,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     Maker maker(its_new, warp - WARPS - 1, lane);
     if (sequences) maker.read(lengths, starts_of, last_row);
     // SHARED: queries are complete when this starts, because the kernel that makes the parts has waited for them before
-    // it
-    // triggered this one. Trigger the next kernel late: it may read before its own wait.
+    // it triggered this one. Trigger the next kernel late: it may read before its own wait.
     auto wait_and_start_next = [] {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
@@ -395,8 +389,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   const int front = lane * 2, back = front + D / 2;  // this lane's dimensions of the new key and value, and the next
   const bool has_new = front < D / 2;
   // An arrival lets TMA refill a stage, but does not wait for earlier loads. So its address includes a value that
-  // depends
-  // on them: zero, which the compiler does not know.
+  // depends on them: zero, which the compiler does not know.
   const u32 nothing = early >> 1;
   for (int n = 0; n < sequences; n++) {
     const int row = last_row - n;

@@ -50,8 +50,8 @@ def _shares_kernel(
     PDL: tl.constexpr,
 ):
     """Each program writes one program's share of the stream. All count the pages; the first writes where sequences
-    start.
-    Shares are of one sequence each unless that makes them much longer: queries of a second one cost three pages."""
+    start. Shares are of one sequence each unless that makes them much longer: queries of a second one cost three
+    pages."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -172,8 +172,7 @@ class StreamWorkspace:
     """The static buffers of ``stream_decode`` for at most ``max_rows`` rows: allocated once, shared by all layers.
 
     starts (max_rows + 1,) int32: pages before each sequence's; shares: see ``_shares_kernel``; parts: of sequences
-    split
-    between programs, float32; all bits set means absent, as everything is between launches.
+    split between programs, float32; all bits set means absent, as everything is between launches.
     """
 
     def __init__(
