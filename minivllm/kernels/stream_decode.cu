@@ -6,13 +6,10 @@
 // block): equal ones, or nearly equal ones of one sequence each. In a program
 // - one warp loads pages, keys and values of all heads, by TMA, as far ahead as there is room, across sequences;
 // - HELPERS warps prepare queries in shared memory, a sequence ahead of its pages, and the new key and value, which
-// they
-//   also write to the cache if the sequence ends in this share;
-// - WARPS warps process the pages, WARPS / KV for each head: each computes all scores of its head and some dimensions
-// of
-//   the output. Scores are transposed, keys by query heads (S' = K q', out' = V' P'), so that the eight columns of an
-// MMA
-//   tile are the query heads of a key head. Before a sequence's last page, its new key and value are inserted.
+//   they also write to the cache if the sequence ends in this share;
+// - WARPS warps process the pages, WARPS / KV per head: each computes all scores of its head and some dimensions of
+//   the output. Scores are transposed, keys by query heads (S' = K q', out' = V' P'): the eight columns of an MMA tile
+//   are the query heads of a key head. Before a sequence's last page, its new key and value are inserted.
 // If a sequence spans several shares, each program writes its part, and the last one combines them, each warp on its
 // own. It polls the parts' words themselves, so no fence and no counter is needed. A program processes its sequences
 // from last to first: it writes a part early, before another program needs it, and waits for parts last. Programs
