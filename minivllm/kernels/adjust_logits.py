@@ -113,7 +113,6 @@ def count(counts: torch.Tensor, adjustments: Adjustments, slots: torch.Tensor, t
 
 def count_known(counts: torch.Tensor, slot: int, prompt: torch.Tensor, said: torch.Tensor) -> None:
     """Set a slot's counts from its prompt's tokens and those of its answer so far, both integers."""
-
     row = counts[slot]
     times = torch.zeros(row.shape, dtype=torch.int32, device=row.device)
     times.scatter_add_(0, said.long(), torch.full_like(said, 2, dtype=torch.int32))

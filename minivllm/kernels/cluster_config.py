@@ -178,7 +178,6 @@ def _programs(tile: Tile, rows: int, n: int) -> int:
 
 def tile_rows(most: int, rows: int) -> int:
     """Rows per tile, at most ``most``, for the fewest tiles of equal size; a multiple of 8, as TMA writes eights."""
-
     return 8 * cdiv(cdiv(rows, cdiv(rows, most)), 8)
 
 

@@ -195,7 +195,6 @@ def launch(
 ) -> None:
     """x (t, k), weight (n, k). The kernel's arguments are the tensor maps, the weight's first, pointers to ``tensors``,
     the plan's numbers, and ``structures``."""
-
     assert weight.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()

@@ -436,7 +436,6 @@ def _routed(
     x: torch.Tensor, layer: LayerWeights, routing: Routing, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """The MoE MLP of x (rows, hidden), which is already normed."""
-
     assert layer.router is not None
     logits = rounded(x @ layer.router.float().T)
     chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]

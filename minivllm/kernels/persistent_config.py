@@ -109,6 +109,5 @@ def busy(rows: int, n: int, clusters: int) -> float:
 
 def even(n: int, programs: int) -> float:
     """The same for even shares: the mean share relative to the largest."""
-
     units = cdiv(n, UNIT)
     return units / (cdiv(units, programs) * programs)
