@@ -38,7 +38,7 @@ BACKENDS = {
     "flash": "FlashBackend",
     "flashinfer": "FlashInferBackend",
 }
-CACHE_BYTES = 6 << 30  # of all layers together, at most
+CACHE_BYTES = 6 << 30  # for all layers together, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Bench:
             attend(self.q, layer, self.out)
 
     def measure(self, backend: AttentionBackend, repeats: int = 10) -> tuple[float, float, float]:
-        """(device seconds a layer, host seconds a layer, host seconds a plan); the device's is the median."""
+        """(device seconds per layer, host seconds per layer, host seconds per plan); the first is a median."""
         backend.bind(self.cache)
         plans = []
         for _ in range(5):
@@ -164,7 +164,7 @@ PREFILL_BLOCKS = [  # block_m, block_n, warps, stages
     (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2),
     (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 8, 4), (256, 64, 8, 2),
 ]  # fmt: skip
-# block_n, warps, stages; then programs a multiprocessor, min_tiles
+# block_n, warps, stages; then programs per SM, min_tiles
 DECODE_BLOCKS = [(32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2)]
 DECODE_CUTS = [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (4, 4), (8, 2)]
 
@@ -178,11 +178,11 @@ def prefill_variants(backend: TritonBackend) -> Iterator[tuple[str, TritonBacken
 
 
 def with_decode(backend: TritonBackend, config: DecodeConfig | None) -> TritonBackend:
-    """The backend with another decode configuration, or with the default again."""
+    """The backend, changed to another decode configuration, or back to the default."""
     from minivllm.kernels.paged_decode import DecodeWorkspace
 
     s = backend.spec
-    backend._stream = None  # configurations are the other kernel's
+    backend._stream = None  # configurations are for the other kernel
     backend._workspace = DecodeWorkspace(
         backend.max_rows, s.num_heads, s.num_kv_heads, s.head_dim, getattr(torch, s.dtype), "cuda", s.sliding_window,
         config, s.max_model_len,
@@ -191,13 +191,13 @@ def with_decode(backend: TritonBackend, config: DecodeConfig | None) -> TritonBa
 
 
 def sweep_decode(spec: AttentionSpec) -> None:
-    """Blocks with the default cut, then cuts with the case's best blocks."""
+    """Try blocks with the default split, then splits with the case's best blocks."""
     from minivllm.backends.triton import TritonBackend
     from minivllm.kernels.paged_decode import decode_config
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}")
-    behind: dict[str, list[float]] = {}  # of each configuration, its time over the case's best
+    behind: dict[str, list[float]] = {}  # each configuration's times relative to the case's best
     for work in decode_cases():
         rows, backend = len(work.seq_lens), TritonBackend(spec)
         usual = decode_config(spec.head_dim, getattr(torch, spec.dtype), sms, rows)
@@ -209,7 +209,7 @@ def sweep_decode(spec: AttentionSpec) -> None:
             if config not in times:
                 try:
                     times[config] = bench.measure(with_decode(backend, config), 7)[0]
-                except Exception as error:  # too much shared memory, say
+                except Exception as error:  # e.g. too much shared memory
                     times[config] = float("inf")
                     print(f"  {describe(config, sms)}: {type(error).__name__}: {str(error)[:100]}", flush=True)
             return times[config]
@@ -315,7 +315,7 @@ def compare(spec: AttentionSpec, work: Workload, names: list[str]) -> None:
             seconds, host, plan = bench.measure(backend_class(spec))
             print(f"  {name:<11}{seconds * 1e6:9.1f} µs  {bench.rate(seconds)}   host {host * 1e6:5.0f} µs a call, "
                   f"{plan * 1e6:6.0f} µs a plan", flush=True)  # fmt: skip
-        except Exception as error:  # one backend's failure is a row of the table
+        except Exception as error:  # one backend's failure is shown in the table
             print(f"  {name:<11}{type(error).__name__}: {error}", flush=True)
 
 
@@ -327,7 +327,7 @@ def sweep_prefill(spec: AttentionSpec, work: Workload) -> None:
     for label, variant in prefill_variants(TritonBackend(spec)):
         try:
             rows.append((bench.measure(variant, 5)[0], label))
-        except Exception as error:  # too much shared memory, say
+        except Exception as error:  # e.g. too much shared memory
             print(f"  {label}: {type(error).__name__}: {str(error)[:120]}")
     for seconds, label in sorted(rows):
         print(f"  {seconds * 1e6:9.1f} µs  {bench.rate(seconds)}   {label}", flush=True)

@@ -33,7 +33,7 @@ from minivllm.kernels.skinny_linear import SkinnyConfig
 
 EPS = 1e-6
 PEAK = 4.3e12  # bytes/s, a device copy on an H200
-DISTINCT = 600 << 20  # bytes of weights in a graph, at least: a dozen times L2
+DISTINCT = 600 << 20  # minimum bytes of weights in a graph: a dozen times L2
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -57,7 +57,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One linear layer: n features of the output; ``kind`` is linear, norm, gate_up or add."""
+    """One linear layer with n output features; ``kind`` is linear, norm, gate_up or add."""
 
     name: str
     kind: str
@@ -143,7 +143,7 @@ class Bench:
         return product.kind == "gate_up" and use_persistent(*shape, gated=True)
 
     def takes(self, rows: int) -> bool:
-        """Whether there is a kernel of ours for so many rows; whether it is the faster one is another question."""
+        """Whether there is a kernel of ours for so many rows, faster or not."""
         lines, k, gated = self.product.weight_rows, self.product.k, self.product.kind == "gate_up"
         if rows <= skinny.MAX_ROWS or self.takes_persistent(rows):
             return True
@@ -174,7 +174,7 @@ class Bench:
         return replay_seconds(run) / len(self.weights)
 
     def compile(self, wanted: Iterable[tuple[int, SkinnyConfig | None]]) -> None:
-        """All at once, on all cores."""
+        """Compile all at once, on all cores."""
         compile_ahead(
             skinny.prepare(self.x[:r], self.weights[0], self.out[:r], config=c, **self.options(r))  # type: ignore[arg-type]
             for r, c in wanted
@@ -191,11 +191,11 @@ def compile_ahead(launches: Iterable[tuple]) -> None:
 
 @contextmanager
 def programmatic_launch(on: bool) -> Iterator[None]:
-    """Whether kernels that would be launched programmatically are."""
+    """With ``on`` False, launch kernels the ordinary way that would be launched programmatically."""
     modules, usual = (skinny, cluster_module, norm_module), skinny.use_pdl
     for module in modules if not on else ():
         module.use_pdl = lambda device: False  # type: ignore[attr-defined]
-    cluster_module._plan.cache_clear()  # it has asked already
+    cluster_module._plan.cache_clear()  # it caches the answer
     try:
         yield
     finally:
@@ -221,7 +221,7 @@ def compare(model: Shape) -> None:
                 continue
             try:
                 mine = bench.seconds(bench.ours(rows))
-            except Exception as error:  # too much shared memory, say: a row of the table
+            except Exception as error:  # e.g. too much shared memory: shown in the table
                 cells.append(f"{type(error).__name__[:7]:>7}{library * 1e6:9.1f}{'':>5}")
                 continue
             what = (rows, product.weight_rows, product.k, torch.bfloat16, bench.x.device)
@@ -240,14 +240,14 @@ def compare(model: Shape) -> None:
 
 
 def variants(product: Product, rows: int) -> list[SkinnyConfig]:
-    """Shapes worth a try; few enough to compile in a minute."""
+    """Shapes worth trying; few enough to compile in a minute."""
     width, out = 2 if product.kind == "gate_up" else 1, []
     if rows <= 8:
         steps = -(-product.k // 256)
         for per_warp, warps in itertools.product((1, 2, 4), (4, 8)):
             if rows * per_warp * width > 16:
                 continue
-            for most in (8, 16, 24):  # loads of 16 bytes in flight, a lane
+            for most in (8, 16, 24):  # loads of 16 bytes in flight per lane
                 depth = min(steps, max(most // (per_warp * width), 1))
                 out.append(SkinnyConfig(per_warp, warps, max(d for d in range(1, depth + 1) if steps % d == 0)))
     if rows >= 4:

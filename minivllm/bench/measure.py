@@ -1,4 +1,4 @@
-"""Runs a workload on an engine and times it: one warm-up, then as many measured runs as asked for."""
+"""Runs a workload on an engine and times it: one warm-up, then as many measured runs as requested."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _WARM_UP_STEPS = 4  # full steps of prompt tokens, at most
 class Run:
     """The figures of one measured run.
 
-    The host's time in a step leaves out waiting for the device; on a CPU also the launch, which is the model itself.
-    Steps leave out waiting for a request to arrive. ``ttft`` (to its first token) and ``latency`` (to its last) count
-    from a request's arrival.
+    Host time per step excludes waiting for the device; on a CPU also the launch, which is the model itself. Step times
+    exclude waiting for requests to arrive. ``ttft`` (time to first token) and ``latency`` (to the last) count from a
+    request's arrival.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(slots=True)
 class _Played:
-    """What happened in one run, by ``time.perf_counter``; requests by id."""
+    """Events of one run, in ``time.perf_counter`` seconds; requests by id."""
 
     marks: list[tuple[float, float, float]]  # after each step: seconds of steps so far, host_time, launch_time
     done: list[RequestOutput] = field(default_factory=list)
@@ -67,23 +67,23 @@ class _Played:
 
 
 class Bench:
-    """A workload on an engine that has nothing else to do."""
+    """Runs a workload on an otherwise idle engine."""
 
     def __init__(
         self, engine: LLMEngine, requests: Sequence[BenchRequest], options: WorkloadOptions, *, detokenize: bool = False
     ) -> None:
         self.engine, self.requests = engine, requests
         self.params = options.sampling_params(detokenize=detokenize, output_kind=RequestOutputKind.FINAL_ONLY)
-        if not any(request.arrival for request in requests):  # then as ``LLM.generate`` has them
+        if not any(request.arrival for request in requests):  # then order them as ``LLM.generate`` does
             sizes, params = [len(r.prompt) for r in requests], [self._params_of(r) for r in requests]
             self.requests = [requests[i] for i in longest_first(engine, sizes, params)]
         self.name, self.whole = options.name, options.ignore_eos
         self.on_cpu = engine.describe()["device"] == "cpu"
         self._number = 0
-        self.step_ms: list[np.ndarray] = []  # (steps,) of each measured run
+        self.step_ms: list[np.ndarray] = []  # (steps,) for each measured run
 
     def warm_up(self) -> None:
-        """As many requests as run at once, shortened, so that kernels are compiled and memory is in place."""
+        """Run as many requests as fit at once, shortened, so that kernels are compiled and memory is allocated."""
         scheduler = self.engine.config.scheduler
         some = self.requests[: scheduler.max_num_seqs]
         most = max(_WARM_UP_STEPS * scheduler.max_num_batched_tokens // len(some), 1)
@@ -93,7 +93,7 @@ class Bench:
         self.clear()
 
     def run(self) -> Run:
-        """All requests to the last token, each added when it arrives."""
+        """Run all requests to the last token, each added when it arrives."""
         stats = self.engine.stats
         before, first = asdict(stats), FirstTokens(self.engine.scheduler)
         played = self._play(first)
@@ -136,14 +136,14 @@ class Bench:
         )
 
     def watch(self, observer: StepObserver) -> None:
-        """The same once more while ``observer`` looks on; no figures, as it takes its time."""
+        """Run the workload once more for ``observer``; without figures, because the observer takes time."""
         self._play(observer)
         self.clear()
 
     def _play(self, observer: StepObserver) -> _Played:
         engine, stats = self.engine, self.engine.stats
         due, played = deque(self.requests), _Played([(0.0, stats.host_time, stats.launch_time)])
-        idle = 0.0  # the clock of steps stands still while nobody is there
+        idle = 0.0  # waiting for arrivals, which step times exclude
         engine.observer = observer
         began = time.perf_counter()
 
@@ -175,7 +175,7 @@ class Bench:
         return played
 
     def add(self, requests: Sequence[BenchRequest]) -> list[str]:
-        """Queue them; returns their ids. Raises ConfigError for one that can never run with these settings."""
+        """Queue requests; returns their ids. Raises ConfigError for one that can never run with these settings."""
         names = []
         for request in requests:
             self._number += 1
@@ -190,18 +190,18 @@ class Bench:
         return self.params.clone(max_tokens=request.max_tokens)
 
     def clear(self) -> None:
-        """Leave nothing under way and nothing cached for the next run."""
+        """Leave nothing in flight and nothing cached for the next run."""
         self.engine.abort([f"bench-{n}" for n in range(1, self._number + 1)])
         steps = -1
-        while steps != self.engine.stats.steps:  # a step of rows that have all ended may still be in flight
+        while steps != self.engine.stats.steps:  # a step whose rows have all ended may still be in flight
             steps = self.engine.stats.steps
             self.engine.step()
         self.engine.reset_prefix_cache()
 
 
 def summarize(runs: Sequence[Any]) -> dict[str, Any]:
-    """The median of each figure of ``Run``s (or of another dataclass), and under ``spread`` its least, median and
-    most."""
+    """The median of each figure of ``Run``s (or of another dataclass); under ``spread`` its minimum, median and
+    maximum."""
     values = {name: [getattr(run, name) for run in runs] for name in runs[0].__dataclass_fields__}
     medians = {
         name: statistics.median_low(v) if isinstance(v[0], int) else statistics.median(v) for name, v in values.items()
@@ -214,5 +214,5 @@ QUANTILES = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 
 
 def step_quantiles(step_ms: Sequence[np.ndarray]) -> dict[str, float]:
-    """How long steps took over all runs, in ms, at each of ``QUANTILES``."""
+    """Step times over all runs, in ms, at each of ``QUANTILES``."""
     return dict(zip(map(str, QUANTILES), np.quantile(np.concatenate(step_ms), QUANTILES).tolist(), strict=True))

@@ -1,8 +1,8 @@
-"""``trace=``: a run as a trace that https://ui.perfetto.dev and chrome://tracing open (Chrome's JSON format).
+"""``trace=``: a run as a trace for https://ui.perfetto.dev and chrome://tracing (Chrome's JSON format).
 
-One process, four tracks: scheduling, launch, GPU step (or what computes in its place) and commit, a slice a step. A
-request is a flow: from the scheduling that admits it, over each step on the device that computes its prompt, to the
-commit that has its first token and the one that ends it. Beneath them counters: batch, queue and cache.
+One process with four tracks: scheduling, launch, GPU step (or what computes instead) and commit, with a slice per step.
+A request is a flow: from the scheduling that admits it, through each step on the device that computes its prompt, to
+the commits of its first and its last token. Below them are counters: batch, queue and cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCHEDULING, _LAUNCH, _DEVICE, _COMMIT = range(1, 5)
 
 
 def write_trace(recorder: StepRecorder, file: Path, about: dict[str, Any]) -> None:
-    """``about`` says what ran: it goes to ``otherData``."""
+    """Write the trace. ``about``, a description of what ran, goes to ``otherData``."""
     events: list[dict[str, Any]] = [_named("process_name", 0, f"minivllm: {about.get('model', '')}")]
     for thread, track in enumerate(TRACKS, 1):
         where = " (here: CPU)" if thread == _DEVICE and about.get("device") == "cpu" else ""
@@ -65,7 +65,7 @@ def _name(step: Step) -> str:
 
 
 class _Flows:
-    """The arrows between slices, one flow a request. An arrow belongs to the slice in whose middle it lies."""
+    """The arrows between slices, one flow per request. An arrow's time is the middle of its slice, to attach to it."""
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A torch profiler trace of some steady steps: how busy the GPU was, and with what."""
+"""A torch profiler trace of some steady steps: how busy the GPU was, and with which kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAD_IN = 3  # steady steps before the trace begins
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """All runs of one kernel (or of one operation of the CPU: its own time, without what it calls)."""
+    """All runs of one kernel (or of one CPU operation: its own time, without what it calls)."""
 
     name: str
     count: int
@@ -28,10 +28,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """``gpu_busy``: the union of the kernels' times over the time from the first one's start to the last one's end; the
-    profiler's own cost is in the gaps. None where there was no kernel."""
+    """``gpu_busy``: the share of the time from the first kernel's start to the last one's end in which a kernel ran;
+    the profiler's own cost is in the gaps. None if there was no kernel."""
 
-    trace: str | None  # the file that was kept
+    trace: str | None  # the file, if it is kept
     steps: int
     gpu_busy: float | None
     largest: list[Work]
@@ -41,9 +41,9 @@ class Profile:
 
 
 def profile_steps(bench: Bench, steps: int, keep: Path | None = None) -> Profile:
-    """Run the workload until all that can run decodes, trace ``steps`` steps, and drop the rest of it.
+    """Run the workload until everything that can run decodes, trace ``steps`` steps, and abort the rest.
 
-    ``keep``: where torch's Chrome trace goes.
+    ``keep``: where to write torch's Chrome trace.
     """
     engine = bench.engine
     bench.add(bench.requests)
@@ -64,9 +64,9 @@ def profile_steps(bench: Bench, steps: int, keep: Path | None = None) -> Profile
 
 
 def _settle(bench: Bench, steps: int) -> None:
-    """Step until each running sequence gets a token a step; a workload too short for that is traced from its start."""
+    """Step until each running sequence gets a token per step; trace a workload too short for that from its start."""
     engine = bench.engine
-    patience = max(r.max_tokens for r in bench.requests) - steps  # then the longest still has so many to go
+    patience = max(r.max_tokens for r in bench.requests) - steps  # leaves the longest request that many steps
     steady = 0
     for _ in range(patience if patience > _LEAD_IN else 0):
         before = engine.stats.output_tokens
@@ -78,7 +78,7 @@ def _settle(bench: Bench, steps: int) -> None:
 
 
 def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
-    """The part of the time from the first start to the last end that some interval covers."""
+    """The share of the time from the first start to the last end that intervals cover."""
     ordered = sorted(intervals)
     covered, reached = 0.0, ordered[0][0]
     for start, end in ordered:
@@ -88,7 +88,7 @@ def busy_share(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def largest(work: Iterable[tuple[str, float, float]]) -> list[Work]:
-    """Of (name, start, µs), the names that took the most time."""
+    """The names that took the most time, of (name, start, µs)."""
     lengths: dict[str, list[float]] = defaultdict(list)
     for name, _, length in work:
         lengths[name].append(length)
@@ -97,15 +97,15 @@ def largest(work: Iterable[tuple[str, float, float]]) -> list[Work]:
 
 
 def kernels_of(events: Iterable[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(name, start, length) in µs of each kernel among the events of a Chrome trace."""
+    """(name, start, length) in µs of each kernel in a Chrome trace's events."""
     return [(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") == "kernel"]
 
 
 def operations_of(events: Iterable[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(name, start, own time: without what it calls) in µs of each operation of the CPU."""
+    """(name, start, own time without callees) in µs of each CPU operation."""
     calls = sorted(
         (e["tid"], float(e["ts"]), -float(e["dur"]), e["name"]) for e in events if e.get("cat") == "cpu_op"
-    )  # by thread; who calls before what it calls
+    )  # by thread; callers before callees
     own = [-length for _, _, length, _ in calls]
     under_way: list[int] = []
     for i, (thread, start, length, _) in enumerate(calls):

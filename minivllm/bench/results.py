@@ -1,4 +1,4 @@
-"""A sweep's rows and the figures in them; ``results.json`` is both the result and what a resumed sweep starts from."""
+"""A sweep's rows and their figures; ``results.json`` is both the result and the state that a sweep resumes from."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number of a record. ``higher``: whether more is better."""
+    """A number in a record. ``higher``: whether more is better."""
 
     key: str
     label: str
     digits: int
     higher: bool = False
-    scale: float = 1.0  # for people
+    scale: float = 1.0  # for display
 
 
 FIGURES = (
@@ -48,12 +48,12 @@ class Spread:
     runs: int = 1
 
     def words(self, figure: Figure) -> tuple[str, str]:
-        """The median; and the least and the most, or nothing where there was one run."""
+        """The median; and the range, or an empty string after a single run."""
         middle, low, high = (f"{figure.scale * v:,.{figure.digits}f}" for v in (self.median, self.min, self.max))
         return middle, f"{low}–{high}" if self.runs > 1 else ""
 
     def brief(self, figure: Figure) -> str:
-        """As ``24.2 ±6%``, where it was repeated."""
+        """As ``24.2 ±6%``, if repeated."""
         half = f" ±{50 * (self.max - self.min) / self.median:.0f}%" if self.runs > 1 and self.median else ""
         return self.words(figure)[0] + half
 
@@ -63,7 +63,8 @@ class Spread:
 
 
 def figures(record: dict[str, Any]) -> dict[str, Spread]:
-    """A record's figures by key. Of ``workload=host``: ``host_us 256+0``, µs a step with so many running+waiting."""
+    """A record's figures by key. For ``workload=host``: ``host_us 256+0``, µs per step with that many
+    running+waiting."""
     found = {}
     for key in (f.key for f in FIGURES):
         value = (record.get("profile") or {}).get("gpu_busy") if key == "gpu_busy" else record.get(key)
@@ -84,7 +85,7 @@ class Row:
     settings: dict[str, str]
     status: str = "waiting"
     reason: str | None = None
-    job_seconds: float | None = None  # of its process, its start included; the record's are the measured run's
+    job_seconds: float | None = None  # of its process, including startup; the record's are the measured run's
     record: dict[str, Any] | None = None
 
     @property
@@ -96,7 +97,7 @@ class Row:
 
 
 def short(key: str, keys: Sequence[str]) -> str:
-    """As much of a key's end as tells it from the other keys."""
+    """The shortest end of a key that tells it from the other keys."""
     parts = key.split(".")
     ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
     return next((end for end in ends if not any(f".{k}".endswith(f".{end}") for k in keys if k != key)), key)
@@ -104,7 +105,7 @@ def short(key: str, keys: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class Sweep:
-    """All rows, done or not, and what was typed. Its folder is the caller's to remember."""
+    """All rows, done or not, and the overrides as typed. The caller keeps track of the folder."""
 
     overrides: list[str]
     swept: list[str]
@@ -115,22 +116,22 @@ class Sweep:
 
     @property
     def keys(self) -> list[str]:
-        """What tells the rows apart."""
+        """The keys in which rows differ."""
         return self.swept or list(self.rows[0].settings)
 
     def job_folder(self, folder: Path, row: Row) -> Path:
-        """Where a job's output goes; names sort as the rows do."""
+        """The folder for a job's output; names sort like the rows."""
         return folder / "jobs" / f"{row.job:0{len(str(len(self.rows) - 1))}d}"
 
     def save(self, folder: Path) -> None:
-        """``results.json`` and ``results.csv``, each replaced at once, so that no kill leaves half a file."""
+        """Write ``results.json`` and ``results.csv`` atomically, so that a kill never leaves half a file."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, ensure_ascii=False, indent=1)
         _replace(folder / "results.json", lambda file: file.write(text))
         _replace(folder / "results.csv", self._write_csv)
 
     @classmethod
     def load(cls, folder: Path) -> Sweep:
-        """Raises ConfigError for a folder without a sweep in it."""
+        """Raises ConfigError for a folder without a sweep."""
         file = folder / "results.json"
         try:
             tree = json.loads(file.read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""``bench url=``: a workload against a server with OpenAI's interface, as its clients see it; ours, or another.
+"""``bench url=``: a workload against a server with OpenAI's API, as its clients see it; ours, or another.
 
-Each request is a stream: of ``/v1/completions`` with token ids, so that all servers are asked the same, or of
-``/v1/chat/completions`` with a text of as many tokens (``texts``). A server keeps its prefix cache from run to run:
-each run draws its prompts anew, from the next seed.
+Each request is a stream: ``/v1/completions`` with token ids, so that all servers get the same, or
+``/v1/chat/completions`` with a text of as many tokens (``texts``). A server keeps its prefix cache between runs, so
+each run draws new prompts, from the next seed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class ServedRun:
-    """The figures of one run. ``ttft``: from sending a request to its first token; ``tpot``: between its tokens, on
-    average; ``itl``: between two messages that bring some; ``latency``: to its last. Requests that failed count in
-    ``failed`` only. ``uncounted``: those whose tokens the server did not count; they are counted as well as it goes."""
+    """The figures of one run. ``ttft``: from sending a request to its first token; ``tpot``: mean time between tokens;
+    ``itl``: between two messages with tokens; ``latency``: to the last token. Failed requests count only in ``failed``.
+    ``uncounted``: requests whose tokens the server did not count; their counts are estimates."""
 
     seconds: float
     failed: int
@@ -66,14 +66,14 @@ class ServedRun:
 async def measure(
     options: BenchOptions, tokenizer: str | None, say: Callable[[str], None]
 ) -> tuple[Server, int, list[ServedRun], str | None]:
-    """The server, the number of requests, each run's figures, and why the first request that failed did.
+    """Returns the server, the number of requests, each run's figures, and why the first failed request failed.
 
     Args:
-        tokenizer: a folder or repository of the model's, to make text with; None: the server's own.
-        say: is told what happens now.
+        tokenizer: a folder or repository with the model's, to make text with; None: use the server's.
+        say: receives progress messages.
 
     Raises:
-        MinivllmError: there is no server, or not one request comes back.
+        MinivllmError: there is no server, or no request succeeds.
         ConfigError: the workload does not fit the model.
     """
     assert options.url is not None
@@ -93,7 +93,7 @@ async def measure(
         if server.max_model_len is not None:
             for requests in drawn:
                 check_fits(work, requests, server.max_model_len)
-        first = spare[0]  # of a prompt that is not measured
+        first = spare[0]  # has a prompt that is not measured
         say("warming up")
         warm = await server.complete(replace(first, max_tokens=min(first.max_tokens, _WARM_UP_TOKENS)), sampling)
         if warm.error is not None:
@@ -112,7 +112,7 @@ async def measure(
 
 
 def _sampling(options: BenchOptions) -> dict[str, Any]:
-    """What each request says of how to sample, in the words of the endpoint."""
+    """The sampling fields of each request, in the endpoint's terms."""
     sampling = options.workload.request_fields()
     if options.endpoint == "chat" and (count := sampling.pop("logprobs", None)) is not None:
         sampling |= {"logprobs": True, "top_logprobs": count}
@@ -120,7 +120,7 @@ def _sampling(options: BenchOptions) -> dict[str, Any]:
 
 
 def _texts(served: Coder, tokenizer: str | None, options: BenchOptions, size: int) -> Texts | None:
-    """What makes text of the prompts, of so many tokens; None where tokens are sent."""
+    """Makes text for prompts from the token ids below ``size``; None if tokens are sent."""
     if options.endpoint == "completions":
         return None
     if tokenizer is None:
@@ -130,7 +130,7 @@ def _texts(served: Coder, tokenizer: str | None, options: BenchOptions, size: in
 
 
 def _draw(options: BenchOptions, texts: Texts | None, size: int) -> list[list[BenchRequest]]:
-    """The requests of each run, and one more list, of which the first is of another prompt."""
+    """The requests of each run, and one more list, whose first request has a different prompt."""
     return [_requests(options, texts, size, number) for number in range(options.repeat)] + [
         _requests(options, texts, size, options.repeat, num_requests=1)
     ]

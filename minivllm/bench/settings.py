@@ -1,4 +1,4 @@
-"""Overrides in one order and one spelling, so that configurations that are the same are called the same."""
+"""Normalizes overrides to one order and one spelling, so that equal configurations get equal names."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from minivllm.plugins import default_registry
 
 _SCHEMA = MODES["bench"].schema
 _KEYS, _GROUPS = keys_of(_SCHEMA), groups_of(_SCHEMA)[:-1]
-# How something was measured or written down, not what: rows meet in spite of these.
+# These say how something was measured or recorded, not what: rows may differ in them and still be compared.
 _ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode", "url")
 
 
 def settings_of(overrides: Iterable[str]) -> str:
-    """Without those that are the default anyway, or the chosen option's, or that only say how to measure.
+    """Drop overrides that equal the default or the chosen option's value, and those that only say how to measure.
 
-    Raises ConfigError for what is no override.
+    Raises ConfigError for text that is not an override.
     """
-    typed = {o.key: o for o in map(Override.parse, overrides)}  # what is typed last counts
+    typed = {o.key: o for o in map(Override.parse, overrides)}  # the last one typed counts
     chosen = {group: _name(typed[group]) if group in typed else _KEYS[f"{group}.name"].default for group in _GROUPS}
     kept = {}
     for key, override in typed.items():
@@ -40,7 +40,7 @@ def _name(override: Override) -> str:
 
 
 def _value(override: Override) -> Any:
-    """As the config has it, or as it was typed, if this version would refuse it."""
+    """The value as the config holds it; as typed, if this version would reject it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -66,7 +66,7 @@ def _value(override: Override) -> Any:
 
 
 def _default(key: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
-    """The one value that it has untyped, spelled; none for a key that is there only if it is typed."""
+    """The key's value if it is not typed, spelled, in a tuple; empty for a key that exists only if typed."""
     from omegaconf import OmegaConf
 
     if key in _GROUPS:
@@ -82,7 +82,7 @@ def _default(key: str, chosen: Mapping[str, str]) -> tuple[str, ...]:
 
 @cache
 def _option(group: str, name: str) -> Any:
-    """What an option sets, or nothing, if there is no such option here."""
+    """What an option sets; empty if there is no such option here."""
     from omegaconf import OmegaConf
 
     entry = default_registry().config_options(group).get(name)
@@ -96,7 +96,7 @@ def _option(group: str, name: str) -> Any:
 
 @cache
 def _typed() -> Any:
-    """Every key with its type, which makes a number of a word; what it is given stays in it."""
+    """Every key with its type, to convert typed text, such as numbers; it keeps the values that it is given."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(_SCHEMA)

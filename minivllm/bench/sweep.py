@@ -1,4 +1,4 @@
-"""``minivllm bench -m``: every combination in a child process of its own; a table, files and a report at the end."""
+"""``minivllm bench -m``: each combination in its own child process; a table, files and a report at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from minivllm.errors import ConfigError
 from minivllm.plugins.registry import Registry
 
 FOLDER = "minivllm-sweeps"
-_FILES = {"trace": "trace.json", "timeline": "timeline.png", "profile": "profile.json"}  # one a job, in its folder
+_FILES = {"trace": "trace.json", "timeline": "timeline.png", "profile": "profile.json"}  # one per job, in its folder
 _REFUSED = {
     "output": "a sweep writes its rows to its folder",
     "check": "a sweep has rows, not one exit code",
@@ -35,7 +35,7 @@ _WORDS = ("true", "false", "gpu", "png")
 
 
 def run(overrides: Sequence[str], registry: Registry) -> int:
-    """Run a sweep, or what an interrupted one lacks; returns the exit code: 1 if no row succeeded, 130 for Ctrl-C."""
+    """Run a sweep, or the rest of an interrupted one; returns the exit code: 1 if no row succeeded, 130 for Ctrl-C."""
     own = [text for text in overrides if Override.parse(text).key.startswith("sweep.")]
     typed = [text for text in overrides if text not in own]
     options = _options(own, registry)
@@ -86,7 +86,7 @@ def _shown(rows: list[Row]) -> Iterable[Row]:
 
 
 def _refused(row: Row, registry: Registry) -> str | None:
-    """What is wrong with a configuration, as far as can be told without loading anything."""
+    """Why a configuration is invalid, as far as can be told without loading anything."""
     try:
         compose(row.overrides, registry, mode="bench")
     except ConfigError as e:
@@ -198,7 +198,7 @@ def _outcome(row: Row, sweep: Sweep, folder: Path, refused: str | None, progress
 
 
 def command(row: Row, mine: Path, result: Path) -> list[str]:
-    """What a job runs. Unless it was typed, ``profile=gpu`` brings the GPU-busy share."""
+    """A job's command. Unless typed otherwise, ``profile=gpu`` adds the GPU-busy share."""
     settings = {"profile": "gpu"} | row.settings
     for key, name in _FILES.items():
         if settings.get(key) in ("true", "png") and key != "profile":
@@ -208,7 +208,7 @@ def command(row: Row, mine: Path, result: Path) -> list[str]:
 
 
 def show_sweep(sweep: Sweep) -> None:
-    """The table: what was varied, and the figures that some row has; beneath it the reasons of those without."""
+    """Print the table: what was varied, the figures that any row has, and below it why rows have none."""
     found = [figures(row.record) if row.record else {} for row in sweep.rows]
     shown = [f for f in FIGURES if any(f.key in of_row for of_row in found)]
     reasons: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How far a sweep is: a line a job on standard error, and in a terminal one that lives, with the time left."""
+"""A sweep's progress: a line per job on standard error and, in a terminal, a live line with the time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.bench.results import FIGURES, Row, figures
 
 
 class Progress:
-    """Rows change while it is asked; ``keys`` are the settings that tell them apart."""
+    """Reads ``rows`` as they change; ``keys``: the settings that tell them apart."""
 
     def __init__(self, rows: Sequence[Row], keys: Sequence[str]) -> None:
         self.rows, self.keys = rows, keys
@@ -23,7 +23,7 @@ class Progress:
         self.tick(0.0)
 
     def tick(self, seconds: float) -> None:
-        """The live line, where somebody looks."""
+        """Update the live line, in a terminal."""
         if self._live and self._row is not None:
             text = f"{self._head(self._row)}: {seconds:.0f} s{self._left(seconds)}"
             sys.stderr.write("\r" + text[: shutil.get_terminal_size().columns - 1] + "\x1b[K")
@@ -34,7 +34,7 @@ class Progress:
             sys.stderr.write("\r\x1b[K")
 
     def finish(self, row: Row) -> None:
-        """The line that stays."""
+        """Print the job's final line."""
         self.clear()
         self._row = None
         found = figures(row.record) if row.record else {}
@@ -56,9 +56,9 @@ class Progress:
 
 
 def time_left(rows: Sequence[Row], keys: Sequence[str], spent: float = 0.0) -> float | None:
-    """Seconds until all waiting rows are done, ``spent`` of which the first one has used; None before one is done.
+    """Seconds until all waiting rows are done, minus ``spent`` for the first one; None before any is done.
 
-    A row is taken to last as long as those done, not refused, that share most settings with it.
+    A row is assumed to take as long as those done, not refused, that share the most settings with it.
     """
     done = [row for row in rows if row.status not in ("waiting", "unsupported") and row.job_seconds is not None]
     waiting = [row for row in rows if row.status == "waiting"]
@@ -74,7 +74,7 @@ def time_left(rows: Sequence[Row], keys: Sequence[str], spent: float = 0.0) -> f
 
 
 def in_words(seconds: float) -> str:
-    """As much of a time as one reads at a glance."""
+    """A duration, rounded for reading at a glance."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

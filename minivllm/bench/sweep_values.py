@@ -1,4 +1,4 @@
-"""``key=a,b`` overrides as the configurations that they ask for: Hydra's sweep syntax, without Hydra's launcher."""
+"""Expands ``key=a,b`` overrides into configurations: Hydra's sweep syntax, without Hydra's launcher."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KEYS, _GROUPS = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema
 
 
 def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], list[dict[str, str]]]:
-    """The keys that have several values, and every combination as ``{key: value}``, the last key fastest.
+    """The keys with several values, and every combination as ``{key: value}``, the last key varying fastest.
 
-    ``a,b`` and ``choice(a,b)`` are values, ``range(1,4)`` numbers, ``glob(*)`` options of a group; ``[a,b]`` is one
-    value, a list. Values are as Hydra's grammar writes them.
+    ``a,b`` and ``choice(a,b)`` are values, ``range(1,4)`` numbers, ``glob(*)`` options of a group; ``[a,b]`` is a
+    single value, a list. Values follow Hydra's grammar.
 
     Raises:
         ConfigError: an override that cannot be read, a key that is typed twice or unknown, a value of the wrong type,
-            a name that nobody registered, or more than ``MOST`` configurations.
+            a name that is not registered, or more than ``MOST`` configurations.
     """
     values: dict[str, list[str]] = {}
     swept = []
@@ -48,7 +48,7 @@ def expand(overrides: Sequence[str], registry: Registry) -> tuple[list[str], lis
 
 
 def _check(override: Override, registry: Registry) -> None:
-    """What is wrong whatever the other keys say. What they, or this machine, do not allow is for the row to tell."""
+    """Check what does not depend on other keys. What they, or this machine, rule out is reported by the row."""
     if override.key in _GROUPS:
         check_group(override, registry)
         return
@@ -70,7 +70,7 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
     except HydraException as e:
         if override.key in _KEYS and _KEYS[override.key].text:
             return None  # a file's name, or other text outside Hydra's grammar
-        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's names of tokens say nothing
+        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's token names do not help
         raise ConfigError(
             f"{override.text}: cannot be read ({reason}); several values are typed {override.key}=a,b or choice(a,b), "
             "numbers range(1,5), options of a group glob(*)"
@@ -96,7 +96,7 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
 
 
 def _text(value: Any, *, plain: bool) -> str:
-    """As an override's value; a ``plain`` string is not in Hydra's grammar, so that nothing in it is escaped."""
+    """As an override's value; a ``plain`` string is outside Hydra's grammar, so nothing in it is escaped."""
     from hydra.core.override_parser.types import QuotedString, Transformer
 
     if isinstance(value, bool):

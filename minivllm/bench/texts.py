@@ -1,5 +1,5 @@
-"""Prompts as text, for servers that take no tokens: of words that are one token each, so that the text of N of them is
-N tokens. Random tokens will not do: a tokenizer cuts their text into others, and mostly into more.
+"""Prompts as text, for servers that do not accept tokens: made of words that are one token each, so that N words are N
+tokens. Random tokens would not do: their text is tokenized differently, mostly into more tokens.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from functools import partial
 
 from minivllm.errors import CheckpointError, MinivllmError
 
-_FEWEST = 16  # words; of fewer, prompts would begin alike too often
+_FEWEST = 16  # words; with fewer, prompts would begin alike too often
 _WORDS = re.compile(r"^ [A-Za-z]+$", re.MULTILINE)
-_LETTERS = re.compile(r"^[A-Za-z]$", re.MULTILINE)  # for vocabularies of bytes, which have no words
+_LETTERS = re.compile(r"^[A-Za-z]$", re.MULTILINE)  # for vocabularies of bytes, without words
 
 
 @dataclass(frozen=True, slots=True)
 class Coder:
-    """A tokenizer, wherever it is: text to tokens without special ones around it, and back with those that are in."""
+    """A tokenizer, local or remote: text to tokens without adding special ones, and back, including special ones."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -28,10 +28,10 @@ class Texts:
     """Text for token ids.
 
     Args:
-        vocab_size: words are looked for among the ids below it.
+        vocab_size: only ids below it are considered.
 
     Raises:
-        MinivllmError: there are too few.
+        MinivllmError: there are too few words.
     """
 
     def __init__(self, coder: Coder, vocab_size: int) -> None:
@@ -51,7 +51,7 @@ class Texts:
         self.words = words  # token id -> its text
 
     def of(self, ids: Sequence[int]) -> str:
-        """A prompt's text. Of words it is put together here; what a trace brought is the tokenizer's to decode."""
+        """A prompt's text. Known words are joined here; otherwise (ids from a trace) the tokenizer decodes all."""
         known = [self.words.get(token) for token in ids]
         return self._coder.decode(ids) if None in known else "".join(word for word in known if word is not None)
 
@@ -59,11 +59,11 @@ class Texts:
         return self._coder.encode(text)
 
     def _one_a_line(self, ids: Iterable[int]) -> str:
-        """The text of each token, as it reads alone: in one go, as a server may be asked for it."""
+        """Each token's text when decoded alone, one per line: in one call, as it may be a request to a server."""
         return self._coder.decode([token for one in ids for token in (one, *self._line_end)])
 
     def _that_stay(self, words: Iterable[str]) -> dict[int, str]:
-        """Those that are still one token with others around them."""
+        """The words that are still one token among others."""
         wanted = set(words)
         if not wanted:
             return {}

@@ -1,11 +1,11 @@
-"""``workload=trace``: requests from a file, one JSON object a line, with the times at which they arrive.
+"""``workload=trace``: requests from a file, one JSON object per line, with their arrival times.
 
 # {"arrival": 0.25, "input_len": 120, "output_len": 64}                        a prompt of random ids
 # {"arrival": 0.5, "prompt": "Once upon a time", "output_len": 64}             a text, in the model's tokens
 # {"arrival": 0.5, "prompt_token_ids": [5, 17, 9], "output_len": 64}           tokens
 
-Lines of two published collections are read as they are. Their ``hash_ids`` name the blocks of a prompt, so that equal
-ones begin with equal tokens, and a prefix cache finds what it would have found:
+Lines of two published datasets are accepted as they are. Their ``hash_ids`` name the blocks of a prompt: equal ids
+become equal tokens, so that a prefix cache finds what it would have found:
 
 # Mooncake's: {"timestamp": 250, "input_length": 600, "output_length": 64, "hash_ids": [0, 1]}  ms; blocks of 512
 # Qwen-Bailian's: the same with "chat_id", "parent_chat_id", "type" and "turn"                  seconds; blocks of 16
@@ -26,7 +26,7 @@ from minivllm.naming import did_you_mean
 if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions
 
-_LATEST = 1e15  # in whichever unit
+_LATEST = 1e15  # in either unit
 _PROMPTS = ("input_len", "prompt", "prompt_token_ids")
 _KEYS = ("arrival", *_PROMPTS, "output_len")
 _PUBLISHED = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -36,15 +36,15 @@ _OF_CHATS = ("chat_id", "parent_chat_id", "type", "turn")
 def read_requests(
     options: WorkloadOptions, draw: Callable[[int], list[int]], encode: Callable[[str], list[int]] | None
 ) -> list[BenchRequest]:
-    """The file's requests by arrival, the first at 0, so that of an excerpt nobody waits for what came before it.
-    Blank lines are passed over.
+    """The file's requests by arrival, shifted so that the first is at 0 and an excerpt starts at once. Blank lines are
+    skipped.
 
     Args:
-        draw: makes a prompt of so many random ids.
-        encode: makes tokens of a text.
+        draw: makes a prompt of that many random ids.
+        encode: tokenizes a text.
 
     Raises:
-        ConfigError: the file, or a line of it, cannot be used; the message has the line's number.
+        ConfigError: the file, or a line of it, cannot be used; the message has the line number.
     """
     assert options.path is not None
     lines = read_text(options.path, "workload.path").split("\n")
@@ -93,7 +93,7 @@ def _check_keys(value: dict[str, Any], keys: tuple[str, ...]) -> None:
 
 
 def _published(value: dict[str, Any], draw: Callable[[int], list[int]], blocks: dict[int, list[int]]) -> BenchRequest:
-    """``blocks``: the tokens of those that were met before."""
+    """``blocks``: the tokens of all blocks so far, by id."""
     of_chats = "chat_id" in value
     size, unit = (16, 1.0) if of_chats else (512, 1e-3)
     _check_keys(value, (*_PUBLISHED, *(_OF_CHATS if of_chats else ())))
@@ -121,7 +121,7 @@ def _request(
 
 
 def _seconds(value: dict[str, Any], key: str) -> float:
-    """What stands there, in whichever unit."""
+    """The field's time, in either unit."""
     arrival = value.get(key, 0)
     if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not 0 <= arrival <= _LATEST:
         raise ValueError(f"{key}={shown(arrival)} is not a time from 0 to {_LATEST:g}")

@@ -1,4 +1,4 @@
-"""A workload's options as requests: token ids and how many to generate. The same options give the same requests."""
+"""Turns a workload's options into requests: token ids and how many to generate. Equal options give equal requests."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class BenchRequest:
     prompt: list[int]
     max_tokens: int
     arrival: float = 0.0  # seconds after the run began
-    text: str | None = None  # the prompt's, where that is sent and no tokens
+    text: str | None = None  # the prompt's text, if text is sent instead of tokens
 
 
 def make_requests(
     options: WorkloadOptions, vocabulary: int | Sequence[int], encode: Callable[[str], list[int]] | None = None
 ) -> list[BenchRequest]:
-    """All prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's bench.py.
-    Prefixes come last, and stand before the prompts in turn. ``request_rate`` changes none of these: arrivals are a
-    Poisson process of its own generator, from 0 on.
+    """Draws all prompts first, each its length and then its ids; then all output lengths: the order of nano-vllm's
+    bench.py. Prefixes come last, and are put before the prompts in turn. ``request_rate`` changes none of these:
+    arrivals are a Poisson process from 0 on, with its own generator.
 
     Args:
-        vocabulary: its size, or the ids to draw from. A number past a small one's end is taken modulo its size.
-        encode: makes tokens of a trace's texts.
+        vocabulary: its size, or the ids to draw from. A number beyond a small one is taken modulo its size.
+        encode: tokenizes a trace's texts.
 
     Raises:
         ConfigError: a trace that cannot be read.
@@ -59,7 +59,7 @@ def make_prompt(options: WorkloadOptions, ids: Sequence[int], draw: random.Rando
 
 
 def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model_len: int) -> None:
-    """Raise ConfigError for a workload that would have to be cut: its figures would be another workload's."""
+    """Raise ConfigError for a workload that would have to be truncated: its figures would be another workload's."""
     over = [r for r in requests if len(r.prompt) + r.max_tokens > max_model_len]
     if over:
         longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
@@ -73,7 +73,7 @@ def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model
 
 
 def _arrivals(rate: float | None, count: int, draw: random.Random) -> list[float]:
-    """Seconds: as many a second as ``rate`` says on average, one after another; None: all at 0."""
+    """Arrival times in seconds, ``rate`` per second on average; None: all at 0."""
     if rate is None:
         return [0.0] * count
     return list(accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0))

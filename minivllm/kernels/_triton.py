@@ -1,4 +1,4 @@
-"""Triton where it is installed, a stand-in where it is not, so that every kernel module imports on any machine.
+"""Triton if installed, otherwise a stand-in, so that every kernel module can be imported on any machine.
 
 Kernel files must not use ``from __future__ import annotations``: Triton reads ``tl.constexpr`` from the annotation.
 """
@@ -22,7 +22,7 @@ try:
     import triton.language as tl
 
     HAVE_TRITON = True
-except ImportError:  # the references run, the launchers do not
+except ImportError:  # references still work, launchers do not
     HAVE_TRITON = False
 
     class _Language:
@@ -40,13 +40,13 @@ LOG2E = 1.4426950408889634  # exp(x) is 2 ** (x * LOG2E)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least that is not below n, and 1 for n below 1."""
+    """The smallest power of two that is at least n; 1 for n below 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 @cache
 def num_sms(device: "torch.device") -> int:
-    """Multiprocessors of a GPU; a few for the interpreter."""
+    """The number of SMs of a GPU; a few for the interpreter."""
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
@@ -65,24 +65,24 @@ def _nothing_kernel(n):
     pass
 
 
-_openings: list[Thread] = []  # under way, or done and not yet waited for
+_openings: list[Thread] = []  # running, or done and not yet joined
 
 
 @cache
 def open_device(index: int) -> None:
-    """Make GPU ``index`` ready in the background: its context, and what the first kernel of Triton and of the library
-    has to wait for. Triton hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its
-    driver; the library loads itself.
+    """Prepare GPU ``index`` in the background: its context, and what the first Triton and library kernels have to wait
+    for. Triton hashes its own 400 MB, asks for the compiler's version, and on a new machine builds its driver; the
+    library loads itself.
 
     Best called before torch is imported, which takes Python longer than all this; without such a GPU, or with a torch
-    that has no CUDA, it leaves everything as it was.
+    without CUDA, it changes nothing.
     """
 
     def work() -> None:
         driver, device = _open_context(index)
         compiles = HAVE_TRITON and not triton.knobs.runtime.interpret
         if compiles:
-            triton.runtime.cache.triton_key()  # Triton keeps it
+            triton.runtime.cache.triton_key()  # Triton caches it
         import torch
 
         if not torch.cuda.is_available():
@@ -95,7 +95,7 @@ def open_device(index: int) -> None:
         torch.mm(x, x)
 
     def quietly() -> None:
-        with suppress(Exception):  # whoever needs the device next meets it again
+        with suppress(Exception):  # the next user of the device gets the error again
             work()
 
     _openings.append(Thread(target=quietly, name="minivllm-open-device"))
@@ -103,8 +103,8 @@ def open_device(index: int) -> None:
 
 
 def _open_context(index: int) -> tuple[Any, Any]:
-    """The one that torch will use, by the driver alone; returns the driver and its name for the device. Raises OSError
-    or RuntimeError: there is no such GPU."""
+    """Open the context that torch will use, through the driver alone; returns the driver and its device handle. Raises
+    OSError or RuntimeError if there is no such GPU."""
     driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
     if (
         driver.cuInit(0)
@@ -116,14 +116,14 @@ def _open_context(index: int) -> tuple[Any, Any]:
 
 
 def _load(kernel: Any) -> Any:
-    """Bring a compiled kernel onto the current device. Triton would at its first launch, one kernel after another, some
-    versions calling a C compiler for each."""
+    """Load a compiled kernel onto the current device. Otherwise Triton does it at the first launch, one kernel after
+    another, and some versions call a C compiler for each."""
     _ = kernel.run
     return kernel
 
 
 class _Compilations(Executor):
-    """Holds them back until all are known: threads that compile take Python's lock from the one that finds them."""
+    """Defers compilations until all are known: threads that compile would take the GIL from the one that finds them."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -134,13 +134,13 @@ class _Compilations(Executor):
         return future
 
     def run(self) -> None:
-        """All, side by side, in the order in which they came."""
+        """Run all in parallel, started in the order in which they came."""
         import torch
 
         threads = min(len(self._jobs), usable_cores(), _MOST_THREADS)
         if not threads:
             return
-        device = torch.cuda.current_device()  # torch keeps it per thread
+        device = torch.cuda.current_device()  # per thread in torch
 
         def pool(name: str) -> ThreadPoolExecutor:
             return ThreadPoolExecutor(threads, name, initializer=torch.cuda.set_device, initargs=(device,))
@@ -155,11 +155,11 @@ class _Compilations(Executor):
                 future.set_exception(RuntimeError("not compiled: what would have launched it failed"))
 
 
-_MOST_THREADS = 8  # they wait for Python's lock, a fifth of a compilation and more: twice as many take 20% longer
+_MOST_THREADS = 8  # they wait for the GIL, a fifth of a compilation and more: twice as many take 20% longer
 
 
 def _compile(future: Future[Any], compile_: Callable[[], Any], loads: Executor) -> None:
-    """Compile, and load in a thread of ``loads``, which waits for other programs more than for Python."""
+    """Compile, then load in a thread of ``loads``, which mostly waits for other programs, not for the GIL."""
     try:
         kernel = compile_()
     except Exception as error:
@@ -177,10 +177,10 @@ def _fulfil(future: Future[Any], make: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Stands for a tensor where a kernel is only compiled: what Triton asks it for, and no memory."""
+    """Stands in for a tensor where a kernel is only compiled: has what Triton asks for, without memory."""
 
     dtype: Any
-    start: int  # in bytes, but for multiples of 16
+    start: int  # address in bytes modulo 16
 
     def data_ptr(self) -> int:
         return self.start
@@ -191,7 +191,7 @@ def _place(value: Any) -> Any:
 
 
 def _length(kernel: Any) -> int:
-    """Of the text of a kernel and of all functions that it calls, each once."""
+    """The length of a kernel's source plus that of all functions that it calls, each counted once."""
     texts, unread = {kernel.fn: kernel.src}, [kernel.fn]
     while unread:
         fn = unread.pop()
@@ -204,8 +204,8 @@ def _length(kernel: Any) -> int:
 
 @contextmanager
 def _read_in_turn() -> Iterator[None]:
-    """Within, one thread at a time makes Triton's IR of a kernel's text. That holds Python's lock, so that side by side
-    each takes as long as all; in turn the first one soon goes on without the lock."""
+    """Within this context one thread at a time generates Triton IR from source. That holds the GIL, so in parallel each
+    would take as long as all together; in turn, the first soon continues without the GIL."""
     source, turn = triton.compiler.ASTSource, Lock()
     make_ir = source.make_ir
 
@@ -221,36 +221,36 @@ def _read_in_turn() -> Iterator[None]:
 
 
 _turn = Lock()
-_compiling: int | None = None  # the thread that is in ``compile_only``
+_compiling: int | None = None  # the thread in ``compile_only``
 
 
 def compiling() -> bool:
-    """Whether this thread's kernels are only to be compiled now, see ``compile_only``."""
+    """Whether this thread currently only compiles kernels, see ``compile_only``."""
     return _compiling == get_ident()
 
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Within, kernels are not launched; their outputs stay as they were. On leaving, all are compiled and loaded, on
+    """In this context kernels are not launched; their outputs stay unchanged. On exit, all are compiled and loaded, on
     all cores.
 
-    A step run so costs its Python once and makes every kernel that it needs ready. Where Triton has no asynchronous
-    compilation, or interprets, the step's kernels are left to be compiled when they are launched.
+    Running a step in it costs the step's Python once and makes all its kernels ready. If Triton lacks asynchronous
+    compilation, or interprets, the step's kernels are compiled when they are launched.
     """
     mode = getattr(triton, "AsyncCompileMode", None)
     if not HAVE_TRITON or mode is None or triton.knobs.runtime.interpret:
         yield
         return
     function = triton.runtime.JITFunction
-    seen: set[Any] = set()  # a step launches a kernel in every layer
-    found: list[tuple[int, Callable[[], Any]]] = []  # behind the length of its text
+    seen: set[Any] = set()  # each layer launches the same kernels
+    found: list[tuple[int, Callable[[], Any]]] = []  # (length of the source, compilation)
 
     def kept(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if not compiling():  # another engine's thread
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         args, kwargs = tuple(map(_place, args)), {name: _place(value) for name, value in kwargs.items()}
-        with suppress(TypeError):  # an argument that has no hash
-            # For equal ones one compiled kernel does; it may tell more apart than Triton does.
+        with suppress(TypeError):  # an unhashable argument
+            # Equal arguments need one compiled kernel; this may distinguish more than Triton does.
             kind = (id(self), *((type(value), value) for value in args), *((n, type(v), v) for n, v in kwargs.items()))
             if kind in seen:
                 return None
@@ -271,8 +271,8 @@ def compile_only() -> Iterator[None]:
             _openings.pop().join()
         with _read_in_turn(), mode(compilations, ignore_errors=True):
             try:
-                for _, compile_ in sorted(found, key=lambda one: -one[0]):  # what takes longest comes first
+                for _, compile_ in sorted(found, key=lambda one: -one[0]):  # longest first
                     compile_()
                 compilations.run()
             finally:
-                compilations.give_up()  # of those not done, for which ``mode`` would wait for ever
+                compilations.give_up()  # ``mode`` would wait forever for unfinished ones

@@ -1,8 +1,8 @@
-"""What is done to logits before a draw: penalties by counts of each slot's tokens, and min_tokens, as vLLM has them.
+"""Adjusts logits before a draw: penalties from counts of each slot's tokens, and min_tokens, as in vLLM.
 
-counts (slots, vocab) int16: 2 for each time that the answer has the token, to 32,766, and 1 if the prompt has it.
+counts (slots, vocab) int16: 2 for each occurrence in the answer, up to 32,766, plus 1 if the token is in the prompt.
 
-Bytes moved: of a row with penalties 8 a token, logits, counts and float32 scores; 6 of others.
+Bytes moved: 8 per token for rows with penalties (logits, counts, float32 scores), 6 for others.
 """
 
 from typing import NamedTuple
@@ -17,8 +17,8 @@ _M = tl.constexpr(_MOST)
 
 
 class Adjustments(NamedTuple):
-    """Of each slot, on the device: (slots,) float32, of which 0, 0 and 1 are none; (slots,) int64, and (slots, held)
-    int64, tokens (or -1) that may not be drawn before that position."""
+    """Per slot, on the device: (slots,) float32, 0, 0 and 1 mean none; (slots,) int64; (slots, held) int64: tokens (or
+    -1) that may not be drawn before that position."""
 
     presence: torch.Tensor
     frequency: torch.Tensor
@@ -89,7 +89,7 @@ def adjust_logits(
     logits: torch.Tensor, counts: torch.Tensor, adjustments: Adjustments, slots: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """logits (n, vocab) any float; slots (n,) int64: each row's in ``counts`` and ``adjustments``; positions (n,)
-    int64: where the token will stand. Returns (n, vocab) float32."""
+    int64: the new token's. Returns (n, vocab) float32."""
     run = adjust_logits_triton if logits.is_cuda else adjust_logits_reference
     return run(logits, counts, adjustments, slots, positions)
 
@@ -106,13 +106,13 @@ def count_reference(counts: torch.Tensor, adjustments: Adjustments, slots: torch
 
 
 def count(counts: torch.Tensor, adjustments: Adjustments, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Each slot's token (n,) int64 once more, of those that have penalties; no slot comes twice."""
+    """Count a token (n,) int64 for each slot that has penalties; no slot may occur twice."""
     run = count_triton if counts.is_cuda else count_reference
     run(counts, adjustments, slots, tokens)
 
 
 def count_known(counts: torch.Tensor, slot: int, prompt: torch.Tensor, said: torch.Tensor) -> None:
-    """A slot's row, anew: its prompt's tokens, and those of its answer so far, both integers."""
+    """Set a slot's counts from its prompt's tokens and those of its answer so far, both integers."""
     row = counts[slot]
     times = torch.zeros(row.shape, dtype=torch.int32, device=row.device)
     times.scatter_add_(0, said.long(), torch.full_like(said, 2, dtype=torch.int32))

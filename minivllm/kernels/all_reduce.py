@@ -1,14 +1,14 @@
-"""Sum over the GPUs of one machine through each other's memory (NVLink peer access, no multicast).
+"""All-reduce over the GPUs of one machine through each other's memory (NVLink peer access, no multicast).
 
-One shot: every rank writes its x into all others' inboxes, polls its own until everything is there, and adds up in the
-order of the ranks, so that every rank gets the same bytes. Data is its own flag (``kernels/lamport.py``). Larger x on
-more than two ranks take two shots (``kernels/two_shots.py``). Bytes that a rank sends in one: (ranks - 1) * n; for few
-rows the time is that of the way there, 2 µs.
+One shot: every rank writes its x into all others' inboxes, polls its own until everything is there, and sums in rank
+order, so that every rank gets the same bits. Data is its own flag (``kernels/lamport.py``). Larger x on more than two
+ranks take two shots (``kernels/two_shots.py``). In one shot a rank sends (ranks - 1) * n bytes; for few rows the time
+is the latency, 2 µs.
 
-Memory, of the same layout on each rank, all EMPTY at the start and again after use:
-# inbox (3, ranks, one_shot) bytes: calls take turns; from whom
+Memory, with the same layout on each rank, all EMPTY initially and again after use:
+# inbox (3, ranks, one_shot) bytes: thirds that calls use in turn; by sender
 # two_shots.py's, with more than two ranks only
-On the rank alone, apart for either kind of call, so that they may be mixed: ``calls`` (lamport.py).
+On the rank alone, separate for the two kinds of calls, so that they may be mixed: ``calls`` (lamport.py).
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from minivllm.kernels.peer_memory import take_peer_memory
 
 _ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
 _PROGRAMS = 512  # at most; a power of two
-_BLOCKS = 512, 2048  # words (4 bytes) that a program takes at once: 16 bytes a thread, or 64 if there are enough
+_BLOCKS = 512, 2048  # words (4 bytes) per program at a time: 16 bytes per thread, or 64 if there are enough
 _WARPS = 4
 _ALIGN = 16  # bytes
 
@@ -35,20 +35,20 @@ def _push_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD. Programs
-    # take every so many blocks.
-    if PDL:  # what comes next may load its weights while we wait for the others
+    # take blocks in turn.
+    if PDL:  # the next kernel may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
     TYPE: tl.constexpr = x.dtype.element_ty
     theirs = memory_of_all(inboxes, RANKS)
     inbox = theirs[RANK]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.
+    # Sizes in words are passed divided by 4, so that the compiler knows that 16 bytes can be moved at once.
     pid, programs = tl.program_id(0), tl.num_programs(0)
     n, capacity = n4 * 4, capacity4 * 4
     x, out = x.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
     lanes = tl.arange(0, BLOCK)
-    coming = tl.load(x + pid * BLOCK + lanes, mask=pid * BLOCK + lanes < n, other=0)  # on its way with the next two
+    coming = tl.load(x + pid * BLOCK + lanes, mask=pid * BLOCK + lanes < n, other=0)  # in flight with the next two
     call, last = tl.load(calls + 2 * pid), tl.load(calls + 2 * pid + 1) * 4
     now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds, in sections of ``capacity``
     for block in range(pid, tl.cdiv(n, BLOCK), programs):
@@ -56,7 +56,7 @@ def _push_kernel(
         words = to_send(coming)
         following = at + programs * BLOCK
         coming = tl.load(x + following, mask=following < n, other=0)
-        for i in tl.static_range(RANK + 1, RANK + RANKS):  # each rank begins with another one
+        for i in tl.static_range(RANK + 1, RANK + RANKS):  # each rank starts with a different one
             tl.store(theirs[i % RANKS] + (now + RANK) * capacity + at, words, mask=at < n)
     for block in range(pid, tl.cdiv(last, BLOCK), programs):
         at = block * BLOCK + lanes
@@ -76,35 +76,35 @@ def _push_kernel(
 
 
 class PeerAllReduce:
-    """One rank's end. ``memory`` holds every rank's address of ``nbytes(ranks, capacity)`` bytes that ``clear`` made;
+    """One rank's end. ``memory``: each rank's address of ``nbytes(ranks, capacity)`` bytes, prepared by ``clear``;
     ``capacity``, bytes, is a multiple of 1024."""
 
     def __init__(self, rank: int, memory: list[int], capacity: int, device: torch.device, keep: Any = None) -> None:
         self.rank, self.ranks, self.capacity = rank, len(memory), capacity
-        self.one_shot = _one_shot(self.ranks, capacity)  # bytes up to which one shot is taken
-        self.limit = capacity  # bytes up to which this is taken
+        self.one_shot = _one_shot(self.ranks, capacity)  # bytes up to which one shot is used
+        self.limit = capacity  # bytes up to which this is used
         self.pdl = use_pdl(device)
         base = torch.tensor(memory, dtype=torch.int64)
         self.inboxes = base.to(device)
         self.calls = torch.zeros(_PROGRAMS, 2, dtype=torch.int64, device=device)
         self.twice_inboxes = (base + 3 * self.ranks * self.one_shot).to(device)
         self.twice_calls = torch.zeros(twice.PROGRAMS, 2, dtype=torch.int64, device=device)
-        self._keep = keep  # what owns the memory behind the addresses
+        self._keep = keep  # owns the memory at these addresses
 
     @staticmethod
     def nbytes(ranks: int, capacity: int) -> int:
-        """Of one rank's memory: 6 * capacity, so 192 MiB for sums of 32 MiB; with more than two ranks a little more."""
+        """Of one rank's memory: 6 * capacity, so 192 MiB for sums of 32 MiB; slightly more with more than two ranks."""
         once = 3 * ranks * _one_shot(ranks, capacity)
         return once + (ranks > 2) * 2 * 3 * ranks * 4 * twice.share(capacity, ranks)
 
     @staticmethod
     def clear(memory: torch.Tensor) -> None:
-        """Make ``memory``, (nbytes,) uint8, ready for the first call."""
+        """Prepare ``memory``, (nbytes,) uint8, for the first call."""
         memory.view(torch.int32).fill_(EMPTY)
 
     @classmethod
     def create(cls, group: Any, capacity: int, device: torch.device) -> "PeerAllReduce":
-        """Take memory that the group's other ranks can reach, and exchange addresses; every rank of it calls this.
+        """Allocate memory that the group's other ranks can reach, and exchange addresses; all of them must call this.
 
         Raises:
             RuntimeError: the GPUs cannot reach each other's memory.
@@ -119,7 +119,7 @@ class PeerAllReduce:
         return fits and x.is_contiguous() and x.dtype in _DTYPES and x.data_ptr() % _ALIGN == 0
 
     def ways(self, x: torch.Tensor) -> list[bool]:
-        """What ``two_shots`` may be for ``x``, which ``takes`` accepted."""
+        """The values that ``two_shots`` may have for ``x``, which ``takes`` accepted."""
         return [two for two in (False, True) if (self.ranks > 2 if two else x.nbytes <= self.one_shot)]
 
     def __call__(self, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
@@ -127,8 +127,8 @@ class PeerAllReduce:
         return self._launch(x, x, two_shots, add=False)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, two_shots: bool | None = None) -> torch.Tensor:
-        """Add the sum of ``x`` over the ranks to ``residual``, in place, rounded once; ``takes`` accepted both, of one
-        dtype. Returns residual; x stays as it was."""
+        """Add the sum of ``x`` over the ranks to ``residual`` in place, rounded once; ``takes`` accepted both, of the
+        same dtype. Returns residual; x is unchanged."""
         return self._launch(x, residual, two_shots, add=True)
 
     def _launch(self, x: torch.Tensor, out: torch.Tensor, two_shots: bool | None, add: bool) -> torch.Tensor:
@@ -161,7 +161,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def all_reduce_reference(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of every rank's ``x`` in float32, in the order of the ranks, rounded once."""
+    """The sum of every rank's ``x`` in float32, in rank order, rounded once."""
     total = torch.zeros_like(parts[0], dtype=torch.float32)
     for part in parts:
         total += part.float()

@@ -1,8 +1,8 @@
-"""Whether what is launched now becomes part of a CUDA graph, or stands for what does.
+"""Whether a launch becomes part of a CUDA graph, or rehearses one.
 
-Some ways of doing a thing cannot be captured: other GPUs' parts counted by the host, sums that libraries finish on
-streams of their own. The step before a capture must not take them either: it loads what the captured step needs, and
-is what that is compared with.
+Some operations cannot be captured: other GPUs' parts counted by the host, library reductions that finish on their own
+streams. The step before a capture must not use them either: it loads what the captured step needs, and the captured
+step is compared with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-# Of a thread: engines in others go their own ways.
+# Per thread: engines in other threads are independent.
 _rehearsing, _loading = ContextVar("rehearsing", default=False), ContextVar("loading", default=False)
 
 
@@ -29,28 +29,28 @@ def _true(*variables: ContextVar[bool]) -> Iterator[None]:
 
 
 def rehearsal() -> AbstractContextManager[None]:
-    """What is launched within goes the ways of a captured step."""
+    """Launches in this context behave as in a captured step."""
     return _true(_rehearsing)
 
 
 def loading() -> AbstractContextManager[None]:
-    """A rehearsal whose result nobody reads: all that it is for is what it loads."""
+    """A rehearsal whose result is not used: it only loads kernels."""
     return _true(_rehearsing, _loading)
 
 
 def only_loads() -> bool:
-    """Whether layers that launch what others have launched may be left out."""
+    """Whether layers that would launch the same kernels again may be skipped."""
     return _loading.get()
 
 
 def captured(x: torch.Tensor) -> bool:
-    """Whether what is launched with ``x`` now is captured, or rehearsed."""
+    """Whether a launch with ``x`` is captured or rehearsed."""
     return _rehearsing.get() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def side_by_side(device: torch.device, one: Callable[[], None], other: Callable[[], None]) -> None:
-    """Launch both. Captured, ``other`` on a branch of the graph: its kernels need not wait for those of ``one``, and
-    find room as these end."""
+    """Launch both. Under capture, ``other`` becomes a branch of the graph: its kernels need not wait for those of
+    ``one``, and start as these leave room."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         one()
         other()
@@ -65,5 +65,5 @@ def side_by_side(device: torch.device, one: Callable[[], None], other: Callable[
 
 @cache
 def _branch(device: torch.device) -> torch.cuda.Stream:
-    """One for all: of a process's engines, one captures at a time."""
-    return torch.cuda.Stream(device, priority=-1)  # its kernels go first where both have some that wait
+    """One for all: in a process one engine captures at a time."""
+    return torch.cuda.Stream(device, priority=-1)  # its kernels go first where both have some waiting

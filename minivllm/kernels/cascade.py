@@ -1,13 +1,13 @@
-"""The shared part of cascade attention: decode rows with a common prefix attend to it together, an item at a time.
+"""The shared part of cascade attention: decode rows with a common prefix attend to it together, one item at a time.
 
-Bytes moved: an item's keys and values once for up to ``rows`` decode rows, where each row's own read would move them
-again: 2 * keys * num_kv_heads * head_dim elements. 256 rows on 2,048 common keys with 8 kv heads of 128 in bf16: 8.4 MB
-from memory and 67 MB from L2 instead of 2.1 GB; 4.3 GFLOP. One program takes one kv head's query heads of all of an
-item's rows, as many as fill the tensor cores' tile, and leaves of each row and head a normalized output and its
-log-sum-exp: what decode attention puts together with what the row attends to alone.
+Bytes moved: an item's keys and values once for up to ``rows`` decode rows, instead of once per row: 2 * keys *
+num_kv_heads * head_dim elements. 256 rows on 2,048 common keys with 8 kv heads of 128 in bf16: 8.4 MB from memory and
+67 MB from L2 instead of 2.1 GB; 4.3 GFLOP. One program handles one kv head's query heads of all of an item's rows, as
+many as fill the MMA tile, and writes a normalized output and its log-sum-exp for each row and head. Decode attention
+combines these with what the row attends to alone.
 
-Which rows share what, and how it is cut, is decided on the host when other sequences run (``core/cascade.py``).
-``own_contexts`` then tells what is left: contexts without what items read.
+Which rows share which keys, and how they are split, is decided on the host when the running sequences change
+(``core/cascade.py``). ``own_contexts`` then computes the rest: contexts without what items read.
 """
 
 import torch
@@ -18,8 +18,8 @@ from minivllm.kernels.paged_decode import SharedParts
 from minivllm.kernels.paged_prefill import attend_keys
 from minivllm.kernels.pdl import use_pdl
 
-BLOCK_M, BLOCK_N = 64, 32  # queries, and keys, of a tile
-_WARPS, _STAGES, _REGISTERS = 4, 3, 152  # so that a program runs beside one of ``stream_decode``
+BLOCK_M, BLOCK_N = 64, 32  # queries and keys per tile
+_WARPS, _STAGES, _REGISTERS = 4, 3, 152  # lets a program run beside one of ``stream_decode``
 
 
 @triton.jit(do_not_specialize=["table_stride", "own_stride"], do_not_specialize_on_alignment=["seq_lens", "skips"])
@@ -50,7 +50,7 @@ def _items_kernel(
     k_cache,  # (blocks, BLOCK_SIZE, KV, D)
     v_cache,
     block_tables,  # (rows, table_stride) int32
-    order,  # as ``Cascade`` has them
+    order,  # these three as in ``Cascade``
     parts,
     items,
     partial,  # (parts, KV * G, D) float32, written
@@ -83,7 +83,7 @@ def _items_kernel(
     v_head = v_cache + head * v_stride_head
     index = tl.program_id(1)
     count = tl.load(items + index * ITEM + 1)
-    while count > 0:  # those without rows stand behind all others
+    while count > 0:  # items without rows come last
         item = items + index * ITEM
         first = tl.load(item)
         live = r // G < count
@@ -94,9 +94,9 @@ def _items_kernel(
         part = tl.load(parts + row * 2, mask=live, other=0) + tl.load(item + 5)
         mask = live[:, None] & (d < D)[None, :]
         at = row.to(tl.int64) * q_stride + (head * G + r % G) * D
-        if PDL:  # all before is of ``Cascade``, which no kernel writes
+        if PDL:  # until here only ``Cascade`` is read, which no kernel writes
             tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()  # late: decode attention behind it reads ahead
+            tl.extra.cuda.gdc_launch_dependents()  # late: the following decode attention reads early
         query = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -125,7 +125,7 @@ def _items_kernel(
 
 
 class CascadeWorkspace:
-    """The static buffers of at most ``max_rows`` decode rows and ``max_parts`` parts: shared by all layers.
+    """The static buffers for at most ``max_rows`` decode rows and ``max_parts`` parts, shared by all layers.
 
     partial (max_parts, heads, head_dim) and lse (max_parts, heads) float32; own_tables (max_rows, max_blocks) and
     own_lens (max_rows,) int32.
@@ -143,15 +143,15 @@ class CascadeWorkspace:
 
 
 def programs_a_head(num_kv_heads: int, device: torch.device, beside: bool) -> int:
-    """One for each multiprocessor, beside which there is room for a program of ``stream_decode``, or two. What is left
-    over on some would let those begin at once, and all others late: their shares are equal."""
+    """One per SM, leaving room for a program of ``stream_decode``, or two. Room on only some SMs would let some of
+    those start at once and all others late, although their shares are equal."""
     return max((1 if beside else 2) * num_sms(device) // num_kv_heads, 1)
 
 
 def own_contexts(
     workspace: CascadeWorkspace, cascade: Cascade, block_tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tables (n, …) and lengths (n,), int32, of what each row attends to alone. Once a step: all layers share them."""
+    """Tables (n, …) and lengths (n,), int32, of each row's own context. Once per step: all layers share them."""
     n, w = len(cascade.skips), workspace
     _own_kernel[(n,)](
         block_tables, block_tables.stride(0), seq_lens, cascade.skips, w.own_tables, w.own_tables.stride(0), w.own_lens,
@@ -169,7 +169,7 @@ def attend_cascade(
     scale: float,
     workspace: CascadeWorkspace,
 ) -> SharedParts:
-    """Attend to what ``cascade``'s items read. q (rows, heads, head_dim); block_tables (rows, …) int32, of whole
+    """Attend to what ``cascade``'s items read. q (rows, heads, head_dim); block_tables (rows, …) int32, for whole
     contexts."""
     heads, dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]

@@ -1,36 +1,36 @@
-// What the chains of four products share; see chain_linear.py.
+// Shared by the kernels that chain four products; see chain_linear.py.
 //   x += heads @ o;  hidden = silu(gate) * up of norm(x);  x += hidden @ down;  projection = x @ qkv of the next layer
 //
-// Compiled for one shape of them, behind hopper.cuh and `multiply`. One program a multiprocessor, in clusters of two. A
-// program has one unit of each product: ROWS rows, FEATURES lines of the weight, and k or a part of it; of gate and up
-// it may go through its features in rounds. Warpgroups multiply (rows are the tensor cores' M), each 64 of its unit's
-// rows or half of the features. A warp asks for weights, as far ahead as there is room, from one product to the next;
-// another asks for inputs, and waits between products until every program is done with the one before.
+// Compiled for one shape, after hopper.cuh and `multiply`. One program (thread block) per SM, in clusters of two. A
+// program has one unit of each product: ROWS rows by FEATURES lines (weight rows), over all or part of k; it may
+// compute gate and up in rounds of features. Warpgroups multiply (rows are M of wgmma), each 64 of the unit's rows or
+// half of its features. One warp loads weights as far ahead as there is room, from one product to the next. Another
+// loads inputs and waits between products until every program has finished the previous one.
 
-constexpr int THREADS = 128 * GROUPS;  // that multiply; 32 more ask for weights, 32 for inputs
+constexpr int THREADS = 128 * GROUPS;  // that multiply; 32 more load weights, 32 load inputs
 
-// OUTPUTS: features of what comes out. A tile has TILE of them, which its program may go through in rounds.
+// OUTPUTS: output features of a round. A tile has TILE of them, which its program may compute in rounds.
 template <int ROWS_, int FEATURES_, int AT_ONCE_, int SPLITS_, bool GATED_, int N_, int K_, int TILE_ = 0>
 struct Product {
   static constexpr int ROWS = ROWS_, FEATURES = FEATURES_, SPLITS = SPLITS_, N = N_, K = K_;
   static constexpr bool GATED = GATED_;
   static constexpr int OUTPUTS = GATED ? FEATURES / 2 : FEATURES, TILE = TILE_ ? TILE_ : OUTPUTS;
-  static constexpr bool APART = ROWS == 64 * GROUPS;  // each warpgroup has 64 rows and all features, else a part of these
+  static constexpr bool APART = ROWS == 64 * GROUPS;  // each warpgroup has 64 rows and all features; else half of these
   static constexpr int COLUMNS = APART ? FEATURES : FEATURES / 2;  // of a warpgroup
-  static constexpr int BOX = GATED ? COLUMNS / 2 : FEATURES;       // lines of the weight that TMA loads at once
-  static constexpr int AT_ONCE = AT_ONCE_;                         // steps of k a stage
+  static constexpr int BOX = GATED ? COLUMNS / 2 : FEATURES;       // lines per TMA load
+  static constexpr int AT_ONCE = AT_ONCE_;                         // steps of k per stage
   static constexpr int STEP_BYTES = (ROWS + FEATURES) * LINE, FILLS = K / 64 / AT_ONCE / SPLITS;
 };
 constexpr int GATE_TILE = (GATE_FEATURES * GATE_ROUNDS + LAST_FEATURES) / 2;
 typedef Product<ADD_ROWS, ADD_FEATURES, ADD_AT_ONCE, ADD_SPLITS, false, HIDDEN, WIDTH> O;
 typedef Product<GATE_ROWS, GATE_FEATURES, GATE_AT_ONCE, GATE_SPLITS, true, 2 * INNER, HIDDEN, GATE_TILE> Gate;
-#if LAST_FEATURES  // of gate's last round, if it is not like the others
+#if LAST_FEATURES  // gate's last round, if it differs from the others
 typedef Product<GATE_ROWS, LAST_FEATURES, GATE_AT_ONCE, GATE_SPLITS, true, 2 * INNER, HIDDEN, GATE_TILE> Last;
 #endif
 typedef Product<ADD_ROWS, ADD_FEATURES, ADD_AT_ONCE, ADD_SPLITS, false, HIDDEN, INNER> Down;
 typedef Product<QKV_ROWS, QKV_FEATURES, QKV_AT_ONCE, QKV_SPLITS, false, QKV, HIDDEN> Qkv;
 
-struct Ring {  // of stages: a product's next one
+struct Ring {  // a position in the ring buffer of stages
   u32 tiles, full, empty;
   int stage = 0, round = 0;
 
@@ -44,7 +44,7 @@ struct Ring {  // of stages: a product's next one
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, round++;
   }
-  // Waits until the stage is free, then says how much of it the caller asks for.
+  // Waits until the stage is free, then sets how many bytes the caller loads into it.
   __device__ __forceinline__ u32 fill(u32 bytes) const {
     barrier_wait(empty + 8 * stage, round & 1 ^ 1);
     barrier_expect(full + 8 * stage, bytes);
@@ -52,24 +52,24 @@ struct Ring {  // of stages: a product's next one
   }
 };
 
-template <class P> struct Unit {  // this program's of a product
+template <class P> struct Unit {  // this program's unit of a product
   int tile, first_row, tile_rows, split, programs;
   bool mine;
 
   __device__ __forceinline__ explicit Unit(int rows) {
     const int row_tiles = (rows + P::ROWS - 1) / P::ROWS, unit = blockIdx.x / P::SPLITS;
-    tile_rows = ((rows + row_tiles - 1) / row_tiles + 7) / 8 * 8;  // TMA writes them in eights
+    tile_rows = ((rows + row_tiles - 1) / row_tiles + 7) / 8 * 8;  // TMA writes rows in eights
     tile = unit / row_tiles, first_row = unit % row_tiles * tile_rows, split = blockIdx.x % P::SPLITS;
     programs = (P::GATED ? P::N / 2 : P::N) / P::TILE * row_tiles * P::SPLITS;
     mine = blockIdx.x < programs;
   }
-  // Of this thread's sums: the row of the first ones (others are 8 behind), and the column of 8.
+  // The row of this thread's first sums (the others are 8 below), and their column of 8.
   __device__ __forceinline__ int line() const {
     return (P::APART ? threadIdx.x / 128 * 64 : 0) + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
   __device__ __forceinline__ int column() const { return threadIdx.x % 4 * 2; }
   __device__ __forceinline__ bool has(int line, int rows) const { return line < tile_rows && first_row + line < rows; }
-  // The first output of the warpgroup.
+  // The warpgroup's first output.
   __device__ __forceinline__ int feature() const {
     return tile * P::TILE + (P::APART ? 0 : threadIdx.x / 128 * (P::GATED ? P::COLUMNS / 2 : P::COLUMNS));
   }
@@ -86,7 +86,7 @@ template <class P> __device__ __forceinline__ void load_weights(const TensorMap&
 #pragma unroll
     for (int s = 0; s < P::AT_ONCE; s++)
 #pragma unroll
-      for (int b = 0; b < P::FEATURES / P::BOX; b++) {  // gated: gate and up, of each warpgroup if it has its own
+      for (int b = 0; b < P::FEATURES / P::BOX; b++) {  // gated: gate and up, per warpgroup unless APART
         const int line = unit.tile * P::TILE + first + (P::GATED ? b % 2 * (P::N / 2) + b / 2 * P::BOX : 0);
         load_tile_once(to + s * P::STEP_BYTES + b * P::BOX * LINE, &weight,
                        ((unit.split * P::FILLS + i) * P::AT_ONCE + s) * 64, line, bar, policy);
@@ -121,7 +121,7 @@ template <class P> __device__ __forceinline__ void multiply_unit(float (&sums)[P
 #pragma unroll
     for (int s = 0; s < P::AT_ONCE; s++)
 #pragma unroll
-      for (int k = 0; k < 4; k++)  // 16 of k: 32 bytes on
+      for (int k = 0; k < 4; k++)  // 16 of k: 32 bytes
         multiply(sums, a + s * (P::STEP_BYTES >> 4) + 2 * k, b + s * (P::STEP_BYTES >> 4) + 2 * k);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -134,23 +134,23 @@ template <class P> __device__ __forceinline__ void multiply_unit(float (&sums)[P
   for (int i = 0; i < P::COLUMNS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// What all threads that multiply wrote before is there for whoever waits for the count.
+// Counts this program as done; whoever waits for the count sees what its threads that multiply wrote.
 __device__ __forceinline__ void tell(u32* count) {
   asm volatile("bar.sync 1, %0;" ::"r"(THREADS) : "memory");
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-// All programs run at once, so that the others get there.
+// Spinning is safe: all programs run at once.
 __device__ __forceinline__ void wait_for(const u32* count, u32 goal) {
   u32 there, looks = 0;
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(count) : "memory");
     if (++looks == PATIENCE) asm volatile("trap;");
   } while (there < goal);
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA reads what others wrote
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // so that TMA sees what others wrote
 }
 
-// The squares of this thread's two rows of x, a quarter of their parts; they are there when the first stage is. They are
-// asked for ahead of the product, and what is KEPT of them is added up behind it.
+// Sums of squares of this thread's two rows of x, a quarter of their parts; complete once the first stage is full. They
+// are loaded before the product, and the KEPT ones are added up after it.
 template <int PARTS, int KEPT = PARTS / 16> struct Squares {
   float4 parts[2][KEPT];
 
@@ -180,7 +180,7 @@ template <int PARTS, int KEPT = PARTS / 16> struct Squares {
   }
 };
 
-// SiLU(gate) * up of rows divided by their rms; a round's, from ``first`` on.
+// SiLU(gate) * up of one round's features, from ``first`` on; rows are divided by their rms.
 template <class P, class S>
 __device__ __forceinline__ void write_hidden(const float (&sums)[P::COLUMNS / 2], const S& squares, u16* hidden,
                                              int rows, float eps, int first) {
@@ -204,8 +204,8 @@ __device__ __forceinline__ void write_hidden(const float (&sums)[P::COLUMNS / 2]
   }
 }
 
-// A thread of its own asks for all weights, another for all inputs. counts: programs done with each of the first three
-// products, then those that wait no more; zeros between launches.
+// One thread loads all weights, another all inputs. counts: programs that finished each of the first three products,
+// then programs that no longer wait; zeros between launches.
 __device__ __forceinline__ void ask_for_weights(const TensorMap& o, const TensorMap& gate_up,
                                                 const TensorMap& last_gate_up, const TensorMap& down,
                                                 const TensorMap& qkv, int rows, Ring& ring) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ void ask_for_inputs(const TensorMap& heads, const Ten
 #endif
   wait_for(counts + 1, Unit<Gate>(rows).programs);
   load_inputs<Down>(hidden_to_down, rows, ring);
-  // Late: decode attention reads what no kernel just before it wrote, ahead of its own wait.
+  // Late, because decode attention reads before its own wait: nothing, though, that the kernel just before it wrote.
   asm volatile("griddepcontrol.launch_dependents;");
   wait_for(counts + 2, Unit<Down>(rows).programs);
   u32 ended;

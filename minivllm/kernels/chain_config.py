@@ -1,5 +1,5 @@
-"""How the four products of ``chain_linear`` are cut into programs: small layers' by units that take in least, large
-ones' by units of all rows."""
+"""How ``chain_linear`` splits its four products between programs: in small layers into units that read as little as
+possible, in large ones into units of all rows."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -8,20 +8,20 @@ from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 
 MIN_ROWS, MAX_ROWS = 2, 512  # of any layer
-_LEAST_ROWS = (3 << 27, MIN_ROWS), (1 << 28, 17), (0, 33)  # of layers of more weights than so many
-_MOST_LARGE_ROWS = 192  # beyond, arithmetic counts most, and the library's tiles take less of it, and of power
+_LEAST_ROWS = (3 << 27, MIN_ROWS), (1 << 28, 17), (0, 33)  # (weights of a layer, more than; least rows)
+_MOST_LARGE_ROWS = 192  # with more, arithmetic dominates, and the library's tiles need less time and power for it
 _MOST_SMALL = 1 << 27  # weights of a small layer
-_MOST_FEATURES = 256  # of a unit: wgmma's columns, and lines that TMA loads at once
-_MOST_OF_THREE = 176  # where three warpgroups multiply: registers
-_THIRD_ROWS, _THIRD_WEIGHTS = 161, 1 << 28  # from so many of either on the third has enough to do
-_MOST_OF_ROUND = 192  # of gate and up, which a program of a large layer goes through in rounds
-_ADD_SPLITS, _QKV_SPLITS = 4, 2  # of k, of large layers
+_MOST_FEATURES = 256  # of a unit: wgmma's N, and lines (rows of the weight) per TMA load
+_MOST_OF_THREE = 176  # with three warpgroups: limited by registers
+_THIRD_ROWS, _THIRD_WEIGHTS = 161, 1 << 28  # from so many of either on, the third warpgroup has enough work
+_MOST_OF_ROUND = 192  # per round of gate and up, in large layers
+_ADD_SPLITS, _QKV_SPLITS = 4, 2  # of k, in large layers
 _LEAST_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ChainShape:
-    """Of a decoder's layer: sizes of the residual stream, of its attention's output, of gate and of qkv."""
+    """Sizes of a decoder layer: of the residual stream, attention's output, gate, and qkv."""
 
     hidden: int
     width: int
@@ -40,8 +40,8 @@ class ChainShape:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a program has of a product: ``rows`` by ``features`` lines of the weight, one of ``splits`` of k; of that
-    ``at_once`` steps a stage."""
+    """A program's part of a product: ``rows`` by ``features`` lines of the weight, for one of ``splits`` of k;
+    ``at_once``: steps of k per stage."""
 
     rows: int
     features: int
@@ -53,7 +53,7 @@ class Unit:
         return (self.rows + self.features) * 2 * STEP
 
     def columns(self, groups: int = 2) -> int:
-        """Features of a warpgroup of so many: each has 64 of the rows, or two have the same ones."""
+        """Features per warpgroup: each warpgroup has 64 of the rows, or two share the same rows."""
         return self.features if self.rows == 64 * groups else self.features // 2
 
 
@@ -65,13 +65,13 @@ class ChainConfig:
     stages: int
     programs: int
     groups: int = 2  # warpgroups that multiply
-    rounds: int = 1  # in which a program goes through gate's features, each of so many
-    last: int = 0  # features of one more round
+    rounds: int = 1  # rounds in which a program computes gate's features
+    last: int = 0  # features of one more, smaller round
     large: bool = False
 
     @property
     def threads(self) -> int:
-        """That multiply."""
+        """Threads that multiply."""
         return 128 * self.groups
 
     @property
@@ -80,7 +80,7 @@ class ChainConfig:
 
     @property
     def sent_bytes(self) -> int:
-        """That programs of a small layer take in from the others of their clusters."""
+        """What a program of a small layer receives from the others of its cluster."""
         return 0 if self.large else self.threads * self.add.columns()
 
     @property
@@ -89,18 +89,18 @@ class ChainConfig:
 
     @property
     def part_words(self) -> int:
-        """Of memory, through which splits of k of a large layer's products leave their sums for each other."""
+        """Words of memory in which splits of a large layer's products exchange their sums."""
         shares = (unit.features // 2 // unit.splits * (unit.splits - 1) for unit in (self.add, self.qkv))
         return self.programs * self.threads * max(shares)
 
     def row_parts(self, hidden: int) -> int:
-        """That the squares of a row of x come in."""
+        """Parts in which the squares of a row of x are written."""
         return hidden // self.add.columns(self.groups) * (self.add.splits if self.large else 1)
 
 
 @cache
 def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | None:
-    """One unit a program at most; None: there are none that cut the products evenly, or they are not for so many
+    """At most one unit per program. None if no units split the products evenly, or there are other kernels for so many
     rows."""
     least = next(rows for weights, rows in _LEAST_ROWS if shape.weights > weights)
     if not least <= rows <= MAX_ROWS:
@@ -109,14 +109,14 @@ def chain_config(rows: int, shape: ChainShape, sms: int = 132) -> ChainConfig | 
 
 
 def _small_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
-    """The units that take in least; k of o and down in two."""
+    """The units that read least; k of o and down is split in two."""
     programs = sms // 2 * 2
     add = _unit(rows, shape.hidden, programs // 2, False)
     gate = _unit(rows, 2 * shape.inner, programs, True)
     qkv = _unit(rows, shape.qkv, programs, False)
     if add is None or gate is None or qkv is None or shape.hidden // add.columns() % 16:
         return None
-    most_bytes = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4  # of a stage
+    most_bytes = max(unit.step_bytes for unit in (add, gate, qkv)) * 5 // 4  # per stage
     wanted = max(2 * _units(rows, add, shape.hidden), _units(rows, gate, 2 * shape.inner), _units(rows, qkv, shape.qkv))
     add = _deepened(replace(add, splits=2), most_bytes, shape.width // 2, shape.inner // 2)
     gate, qkv = (_deepened(unit, most_bytes, shape.hidden) for unit in (gate, qkv))
@@ -126,7 +126,7 @@ def _small_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
 
 
 def _unit(rows: int, n: int, most: int, gated: bool) -> Unit | None:
-    """Cuts n features, gate's and up's counted both, into at most ``most`` units of all rows."""
+    """Split n features (gate's and up's together) into at most ``most`` units of all rows."""
     found = []
     for unit_rows in (64, 128):
         step = (8 if unit_rows == 128 else 16) * (2 if gated else 1)
@@ -137,7 +137,7 @@ def _unit(rows: int, n: int, most: int, gated: bool) -> Unit | None:
 
 
 def _deepened(unit: Unit, most_bytes: int, *ks: int) -> Unit | None:
-    """With as many steps a stage as fit and divide the products' k; None: k is not of whole steps."""
+    """With as many steps per stage as fit and divide the products' k; None if k is not whole steps."""
     fitting = (a for a in (4, 2, 1) if a * unit.step_bytes <= most_bytes and not any(k % (a * STEP) for k in ks))
     at_once = next(fitting, None)
     return None if at_once is None else replace(unit, at_once=at_once)
@@ -148,14 +148,14 @@ def _units(rows: int, unit: Unit, n: int) -> int:
 
 
 def _large_config(rows: int, shape: ChainShape, sms: int) -> ChainConfig | None:
-    """As many programs as cut all products evenly, if those leave few multiprocessors idle. Gate's features are gone
-    through in as few rounds as fit: each reads x again."""
+    """As many programs as split all products evenly, if few SMs stay idle; gate's features in as few rounds as fit,
+    because each round reads x again."""
     ks = (shape.width, _ADD_SPLITS), (shape.inner, _ADD_SPLITS), (shape.hidden, _QKV_SPLITS)
     if rows > _MOST_LARGE_ROWS or any(k % (splits * STEP) for k, splits in ks):
         return None
     if 128 < rows < _THIRD_ROWS and shape.weights < _THIRD_WEIGHTS:
         return None
-    # In eights, as wgmma has them; the splits share what a unit has, splits times as much.
+    # In eights, as in wgmma; the splits of k divide up a unit's features, so a unit has ``splits`` times as many.
     features = shape.hidden, shape.inner, shape.qkv
     even = range(sms // 16 * 16, sms * 9 // 10, -16)  # a row's squares are read in sixteens
     programs = next((p for p in even if not any(n % (8 * p) for n in features)), None)

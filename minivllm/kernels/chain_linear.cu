@@ -1,11 +1,10 @@
-// Four products of a decoder's layers, one behind another in one kernel, of layers whose weights are small; behind
-// chain.cuh. What is added to x is split in k over a cluster, whose two programs send each other the sums of half of the
-// rows.
+// Four products of decoder layers in one kernel, for layers with small weights; after chain.cuh. Products that are
+// added to x are split in k between the two programs of a cluster, which send each other the sums of half of the rows.
 
-constexpr int SENT_BYTES = THREADS * O::COLUMNS;  // a quarter of a thread's sums, in float32
-constexpr int PARTS = HIDDEN / O::COLUMNS;        // that a row's squares come in
+constexpr int SENT_BYTES = THREADS * O::COLUMNS;  // half of each thread's sums, in float32
+constexpr int PARTS = HIDDEN / O::COLUMNS;        // of a row's squares
 
-// Half of this thread's elements of x, those that it adds to: a row of its unit, two of each 8 columns.
+// Half of this thread's elements of x, to which it adds: one row of its unit, two of each 8 columns.
 struct Stream {
   u32 pairs[O::COLUMNS / 8];
 
@@ -16,8 +15,8 @@ struct Stream {
     for (int j = 0; j < O::COLUMNS / 8; j++) pairs[j] = unit.has(line, rows) ? *(const u32*)(from + j * 8) : 0;
   }
 
-  // Adds a product's sums, of which the other program of the cluster has the other half of k, and writes x. Squares,
-  // if there is room for them, become those of the rows' elements here.
+  // Adds a product's sums, whose other half of k the cluster's other program has, and writes x. Also writes the sums of
+  // squares of the new elements, unless ``squares`` is null.
   template <class P>
   __device__ __forceinline__ void add(const float (&sums)[P::COLUMNS / 2], u16* x, float* squares, int rows, u32 received,
                                       u32 sent, int parity) {
@@ -120,5 +119,5 @@ chain_linear(const __grid_constant__ TensorMap o, const __grid_constant__ Tensor
     }
   }
   __syncwarp();
-  cluster_meet();  // nobody sends to a program that is gone
+  cluster_meet();  // no program may exit while another sends to it
 }

@@ -1,20 +1,19 @@
-"""Four products between two attentions of a decoder, in one kernel, on Hopper: o with the residual addition, gate and
-up with the norm in front and SiLU behind, down with the addition, and qkv of the next layer.
+"""The four products between two attentions of a decoder in one Hopper kernel: o with the residual addition, gate and up
+with the norm before and SiLU after, down with the addition, and qkv of the next layer.
 
-Each of these takes a few µs to a few tens, and what stands between two kernels 2 to 5: a program starts where one of
-the kernel before has ended, and its loads with it. Here a program stays on its multiprocessor, weights of the next
-product come while this one is finished, and programs wait for each other by a count in memory. A norm's rms is found
-from the squares that whoever adds to the stream leaves.
+Each product takes between a few µs and a few tens, and the gap between two kernels costs 2 to 5: a program starts, and
+starts loading, only when one of the previous kernel has ended. Here a program stays on its SM, weights of the next
+product load while this one finishes, and programs wait for each other on a counter in memory. A norm's rms is computed
+from the squares that are written along with the residual stream.
 
-The kernels are CUDA C++: ``chain_linear.cu`` for small layers, whose programs take in as little as can be, and
-``large_chain.cu`` for large ones, of which each weight is read by one program. All programs must run at once, one a
-multiprocessor: two such kernels beside each other on one device would wait for ever (after a minute they fail), so
-launch them on one stream.
+The kernels are CUDA C++: ``chain_linear.cu`` for small layers, whose programs read as little as possible, and
+``large_chain.cu`` for large ones, where each weight is read by one program. All programs must run at once, one per SM:
+two such kernels side by side on one device would deadlock (after a minute they fail), so launch them on one stream.
 
-Bytes moved: the weights once; from L2 to a multiprocessor (rows + features) of a unit * k elements a product, at 64
-bytes a cycle: Qwen3-0.6B at 256 rows 1.4 MB, 12 µs; Qwen3-14B at 128 rows 9.9 MB, 81 of the 155 µs that its weights
-take from memory. Idea: persistent kernels that run a whole layer or model (Hazy Research's megakernels, 2025), here
-without attention.
+Bytes moved: the weights once; from L2 to an SM (rows + features) of a unit * k elements per product, at 64 bytes a
+cycle: Qwen3-0.6B at 256 rows 1.4 MB, 12 µs; Qwen3-14B at 128 rows 9.9 MB, 81 of the 155 µs that reading its weights
+takes. Idea: persistent kernels that run a whole layer or model (Hazy Research's megakernels, 2025), here without
+attention.
 """
 
 import ctypes
@@ -33,7 +32,7 @@ from minivllm.kernels.rms_norm import RowScale
 
 
 def use_chain(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the four products are faster here than apart: of shapes and rows that ``chain_config`` cuts, where the
+    """Whether this is faster than four separate products: for shapes and rows that ``chain_config`` accepts, where the
     kernel runs."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
@@ -45,8 +44,8 @@ def use_chain(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.de
 
 @cache
 def _fits(shape: ChainShape, config: ChainConfig, device: torch.device) -> bool:
-    """Whether all programs, which wait for each other, run at once there. Fewer multiprocessors than the device has may
-    be this process's."""
+    """Whether all programs, which wait for each other, can run at once on the device. The process may have fewer SMs
+    than the device."""
     with torch.cuda.device(device):
         there = nvrtc.clusters_at_once(load(chain_kernel(shape, config), device), _launch_shape(config, False))
     return config.programs <= 2 * there
@@ -60,7 +59,7 @@ def _counts(device: torch.device) -> torch.Tensor:
 
 @cache
 def _parts(device: torch.device, words: int) -> torch.Tensor:
-    """(words,) int32: float32 sums of which none is there between launches, see ``large_chain.cu``."""
+    """(words,) int32: float32 sums, all absent between launches, see ``large_chain.cu``."""
     return torch.full((words,), -1, dtype=torch.int32, device=device)
 
 
@@ -80,9 +79,9 @@ def chain_linear(
     eps_behind: float,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, RowScale | None]:
-    """x (t, hidden) += heads @ o.T; then += (SiLU(gate) * up) @ down.T of x divided by its rows' rms; in place, each
-    rounded once. Returns x @ qkv.T, (t, qkv), and what its rows are still to be multiplied by, and ``bias`` (qkv,)
-    added to, or None: they are. ``eps_behind`` is of the rms that divides them.
+    """In place, each rounded once: x (t, hidden) += heads @ o.T; then, with x's rows divided by their rms, x +=
+    (SiLU(gate) * up) @ down.T. Returns x @ qkv.T (t, qkv), and what is still to be applied to its rows (a factor and
+    ``bias`` (qkv,)), or None if it already is. ``eps_behind``: for the rms of that factor.
 
     heads (t, width); o (hidden, width); gate_up (2 * inner, hidden), gate's rows first; down (hidden, inner); qkv (qkv,
     hidden). All bfloat16; norms' weights are folded into those of gate_up and qkv.

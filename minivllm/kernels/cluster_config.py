@@ -1,4 +1,4 @@
-"""How a product of ``cluster_linear`` is cut into programs: which tile, splits of k, stages in shared memory."""
+"""How ``cluster_linear`` splits a product between programs: tile, splits of k, and stages in shared memory."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -7,22 +7,22 @@ from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 
 SMALL_WEIGHT = 6 << 20  # elements up to which small tiles in one wave are fast for 128 rows and more, too
-LARGE_WEIGHT = 1 << 24  # elements from which on even shares of memory's bandwidth count most
-HEADS_TILE = 128  # features: one head, or two
+LARGE_WEIGHT = 1 << 24  # elements from which even shares of memory bandwidth matter most
+HEADS_TILE = 128  # features: one head or two
 MOST_FEATURES = {(1, 1): 256, (1, 2): 144, (1, 3): 80, (2, 1): 192, (3, 1): 144}  # by (groups, programs): registers
 _MAX_STAGES = 16
-_COMMON_BYTES = 148 * 1024  # what a program takes, alone on a multiprocessor, to leave room for the next kernel's
-_HEADS_BYTES = 164 * 1024  # the same where attention is next
+_COMMON_BYTES = 148 * 1024  # for a program alone on an SM; leaves room for the next kernel's
+_HEADS_BYTES = 164 * 1024  # the same if attention is next
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A compiled kernel: 64 * ``groups`` features and ``columns`` rows a program, or the other way round."""
+    """A compiled kernel: a program computes 64 * ``groups`` features by ``columns`` rows, or the other way round."""
 
     groups: int
     columns: int
     rows_first: bool
-    programs: int  # at least so many fit a multiprocessor's registers
+    programs: int  # at least so many fit an SM's registers
     gated: bool = False  # half of the features are gate's, half up's
     head_dim: int = 0  # not 0: the features are heads of queries, keys and values
 
@@ -40,7 +40,7 @@ class Tile:
 
     @property
     def squaring(self) -> int:
-        """Threads that square x, if the product takes the norm in; 0: it cannot."""
+        """Threads that square x if the norm is fused; 0: it cannot be."""
         if self.groups > 2:
             return 0
         return self.rows if self.rows_first else 128
@@ -51,7 +51,7 @@ class Tile:
 
     @property
     def pitch_bytes(self) -> int:
-        """A row of float32 sums in shared memory."""
+        """Bytes of a row of float32 sums in shared memory."""
         return 4 * (self.features + (8 if self.rows_first else 4))
 
 
@@ -63,24 +63,24 @@ def tile_kernel(tile: Tile) -> Kernel:
 
 
 SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)
-WIDE = Tile(2, 96, True, 1)  # 128 rows, 96 features: even shares where n is large
+WIDE = Tile(2, 96, True, 1)  # 128 rows, 96 features: even shares for large n
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     tile: Tile
     stages: int  # of k in shared memory
-    sharing: int = 1  # row tiles that load a feature tile's weights once: divides their number
-    splits: int = 1  # of k; with ``sharing`` at most 8 programs a cluster
+    sharing: int = 1  # row tiles that load a feature tile's weights once; divides their number
+    splits: int = 1  # of k; times ``sharing`` at most 8 programs per cluster
 
 
 @cache
 def cluster_config(
     rows: int, n: int, k: int, sms: int = 132, gated: bool = False, head_dim: int = 0
 ) -> ClusterConfig | None:
-    """How to launch a product; None: no tile of ours gives the multiprocessors even shares of it.
+    """How to launch a product; None if no tile gives the SMs even shares.
 
-    n: lines of the weight, gate's and up's counted both.
+    n: lines (rows of the weight), gate's and up's together.
     """
     if head_dim:
         return _heads_config(rows, n, k, sms, head_dim)
@@ -92,18 +92,18 @@ def cluster_config(
 
 
 def is_long(n: int, k: int) -> bool:
-    """Whether k is what there is most to share of, in a weight that is neither small nor large."""
+    """Whether there is more k than n to split, in a weight that is neither small nor large."""
     return SMALL_WEIGHT < n * k <= LARGE_WEIGHT and k >= 2 * n
 
 
 def _long_config(rows: int, n: int, k: int, sms: int) -> ClusterConfig:
-    """All rows in one tile, k in four: a program takes in fewer of them so than with narrow tiles of half of k."""
+    """All rows in one tile, k in four splits: a program reads less than with narrow tiles of half of k."""
     tile, splits = Tile(2, 8 * cdiv(n, 8 * (_clustered(sms) // 4)), True, 1), 4
     return ClusterConfig(tile, _stages(tile, rows, cdiv(k, STEP), splits, SHARED_BYTES), 1, splits)
 
 
 def _wave_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterConfig:
-    """The smallest tile with which one wave of programs is enough; splits of k until most multiprocessors have one."""
+    """The smallest tile for which one wave of programs suffices; k is split until most SMs have a program."""
     steps = cdiv(k, STEP)
     tile = SMALL if rows <= 32 else MEDIUM
     if rows > 64 and _programs(tile, rows, n) > sms:
@@ -120,17 +120,17 @@ def _wave_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterCon
     programs *= splits
     sharing = 2 if row_tiles % 2 == 0 and programs <= (sms if splits == 1 else clustered) else 1
     shared_bytes = _COMMON_BYTES
-    if programs > sms:  # two or three on a multiprocessor
+    if programs > sms:  # two or three per SM
         shared_bytes = SHARED_BYTES // (2 if programs <= 2 * sms else 3)
     elif programs <= sms // 2 and cdiv(steps, splits) <= _stages(tile, rows, steps, splits, SHARED_BYTES):
-        shared_bytes = SHARED_BYTES  # all at once: nothing waits for a stage to be free
+        shared_bytes = SHARED_BYTES  # all of k fits: no load waits for a free stage
     return ClusterConfig(tile, _stages(tile, rows, steps, splits, shared_bytes), sharing, splits)
 
 
 def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterConfig | None:
-    """As many features a program as give each multiprocessor the same number of programs, all of them at once.
+    """As many features per program as give each SM the same number of programs, all resident at once.
 
-    Memory serves multiprocessors alike, whatever they ask for: one with a program more than the others ends last.
+    Memory serves SMs equally, whatever they ask for: one with a program more than the others would finish last.
     """
     steps, groups, unit = cdiv(k, STEP), min(cdiv(rows, 64), 3), 16 if gated else 8
 
@@ -149,7 +149,7 @@ def _even_config(rows: int, n: int, k: int, sms: int, gated: bool) -> ClusterCon
 
 
 def _heads_config(rows: int, n: int, k: int, sms: int, head_dim: int) -> ClusterConfig:
-    """A tile is of whole heads, which its program norms and rotates; splits of k as far as there is room."""
+    """Tiles are whole heads, which their program norms and rotates; k is split as far as there is room."""
     steps, tile = cdiv(k, STEP), Tile(1 if rows <= 64 else 2, HEADS_TILE, True, 1, head_dim=head_dim)
     programs = _programs(tile, rows, n)
     splits = next(s for s in (4, 2, 1) if s == 1 or (s <= steps and s * programs <= _clustered(sms)))
@@ -159,12 +159,12 @@ def _heads_config(rows: int, n: int, k: int, sms: int, head_dim: int) -> Cluster
 
 
 def _clustered(sms: int) -> int:
-    """Programs in clusters of three or four that surely find room at once."""
+    """Programs in clusters of three or four that are sure to be resident at once."""
     return sms * 17 // 20
 
 
 def _stages(tile: Tile, rows: int, steps: int, splits: int, shared_bytes: int) -> int:
-    """As many as fit, and as the sums need, which take their place; four if several programs share a multiprocessor."""
+    """As many as fit, at least enough for the sums that replace them; four if several programs share an SM."""
     room = (shared_bytes - FIXED_BYTES - received_bytes(tile, rows, splits)) // tile.stage_bytes
     if shared_bytes < _COMMON_BYTES:
         room = max(room, 4)
@@ -177,7 +177,7 @@ def _programs(tile: Tile, rows: int, n: int) -> int:
 
 
 def tile_rows(most: int, rows: int) -> int:
-    """Rows of each tile, of ``most`` at most, if as few as will do share evenly; TMA writes them in eights."""
+    """Rows per tile, at most ``most``, for the fewest tiles of equal size; a multiple of 8, as TMA writes eights."""
     return 8 * cdiv(cdiv(rows, cdiv(rows, most)), 8)
 
 

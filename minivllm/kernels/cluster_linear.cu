@@ -1,28 +1,29 @@
 // out[r, f] = sum_k x[r, k] * weight[f, k]  (+ out[r, f]),  bfloat16, sums in float32.
-// GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. HEAD: the features are heads of so many, of queries,
-// keys and values; queries and keys are normed and rotated, and keys and values go to the cache. See cluster_linear.py.
+// GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. HEAD: the features are heads of HEAD dimensions:
+// queries, keys and values; queries and keys are normed and rotated, keys and values go to the cache. See
+// cluster_linear.py.
 //
-// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD) at a time, behind hopper.cuh and `multiply`
-// (wgmma.m64n{COLUMNS}k16). A program has GROUPS warpgroups that multiply, each 64 lines of one operand with COLUMNS
-// lines of the other, and a warp that asks for tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and
-// cluster are (feature tiles, row tiles, splits of k). The programs of a cluster have one feature tile. Those of one
-// split share the weight's tiles: each loads its part and sends it to all of them. The splits send each other the sums
-// of the rows that the other finishes. GATED or HEAD may be launched with SQUARING threads more: x's rms divides each
-// row (a norm in front).
+// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD), after hopper.cuh and `multiply`
+// (wgmma.m64n{COLUMNS}k16). A program (thread block) has GROUPS warpgroups that multiply, each 64 lines of the first
+// operand by COLUMNS lines of the second, and a warp that loads tiles. The first operand is the weight, or x if
+// ROWS_FIRST. Grid and cluster are (feature tiles, row tiles, splits of k). The programs of a cluster have the same
+// feature tile. Those of one split share the weight's tiles: each loads a part and multicasts it. For the reduction
+// over splits, each program finishes some rows and receives the other splits' sums of these. With GATED or HEAD,
+// SQUARING additional threads may be launched: then each row is divided by x's rms (a norm in front).
 
 constexpr int FEATURES = ROWS_FIRST ? COLUMNS : 64 * GROUPS;
 constexpr int ROWS = ROWS_FIRST ? 64 * GROUPS : COLUMNS;
-constexpr int THREADS = 128 * GROUPS;    // that multiply; SQUARING may square x, and 32 load
+constexpr int THREADS = 128 * GROUPS;    // that multiply; SQUARING more may square x, 32 load
 constexpr int SQUARING = GROUPS > 2 ? 0 : ROWS_FIRST ? ROWS : 128;
-constexpr int SQUARERS = SQUARING ? SQUARING / ROWS : 1;  // of a row
+constexpr int SQUARERS = SQUARING ? SQUARING / ROWS : 1;  // per row
 constexpr int W_BYTES = FEATURES * LINE;
 constexpr int STAGE_BYTES = W_BYTES + ROWS * LINE;
 constexpr int MAX_STAGES = 16;
 constexpr int PITCH = FEATURES + (ROWS_FIRST ? 8 : 4);  // of the sums in shared memory, in floats: no bank conflicts,
-                                         // and the sum of x's squares behind a row's features
-constexpr int OUTPUTS = GATED ? FEATURES / 2 : FEATURES;  // a gated tile holds as many lines of gate as of up
-constexpr int WIDTH = OUTPUTS / 8;       // threads that finish a row, 8 outputs each
-constexpr int TURN = THREADS / WIDTH;    // rows that are finished at once
+                                         // room for the sum of x's squares after a row's features
+constexpr int OUTPUTS = GATED ? FEATURES / 2 : FEATURES;  // a gated tile has half its lines from gate, half from up
+constexpr int WIDTH = OUTPUTS / 8;       // epilogue threads per row, 8 outputs each
+constexpr int TURN = THREADS / WIDTH;    // rows in the epilogue at once
 constexpr int NEEDED = (ROWS + TURN - 1) / TURN, AT_ONCE = HEAD ? 2 : NEEDED < 4 ? NEEDED : 4;
 constexpr int TURNS = (NEEDED + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
 
@@ -81,7 +82,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       const u16 ranks = ((1 << sharing) - 1) << split * sharing;
       const int early = steps < stages ? steps : stages;
 #pragma unroll 1
-      for (int i = 0; i < early; i++) {  // no kernel writes weights: they come while the one before still runs
+      for (int i = 0; i < early; i++) {  // no kernel writes weights: load them while the previous kernel still runs
         barrier_expect(full + 8 * i, bytes);
         load_tile(w_to + i * STAGE_BYTES, &weight, (first + i) * 64, f, full + 8 * i, sharing, ranks);
         if (GATED)
@@ -89,7 +90,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
                     sharing, ranks);
       }
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      // Late: decode attention reads what no kernel just before it wrote, ahead of its own wait.
+      // Late: decode attention reads before its own wait, but nothing that the previous kernel wrote.
       if (HEAD) asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
       for (int i = 0; i < early; i++)
@@ -120,7 +121,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       const u32 at = tiles + stage * STAGE_BYTES + line;
       float d[8 / SQUARERS][4];
 #pragma unroll
-      for (int j = 0; j < 8 / SQUARERS; j++)  // any order of the line's parts will do: one without bank conflicts
+      for (int j = 0; j < 8 / SQUARERS; j++)  // any order of the line's parts will do; this one avoids bank conflicts
         read4(d[j], at + ((j * SQUARERS + part + row * SQUARERS) & 7) * 16);
 #pragma unroll
       for (int j = 0; j < 8 / SQUARERS; j++)
@@ -147,8 +148,9 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     if (splits > 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
   } else {
-    const int group = warp / 4, teller = threadIdx.x % 128;  // tells one of those that send here: fill a stage again
-    // This program finishes ``mine`` of the tile's rows from ``start`` on: this thread, 8 outputs of every TURN-th.
+    const int group = warp / 4, teller = threadIdx.x % 128;  // each frees a stage of one sender
+    // This program finishes ``mine`` rows of the tile, from ``start`` on; this thread 8 outputs of every TURN-th of
+    // them.
     const int mine = (tile_rows + splits - 1) / splits, start = split * mine;
     const int f = threadIdx.x % WIDTH * 8, row = threadIdx.x / WIDTH;
     int stop = start + mine < tile_rows ? mine : tile_rows - start;
@@ -179,9 +181,9 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       const u64 b = matrix(at + (ROWS_FIRST ? 0 : W_BYTES));
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 16 of k: 32 bytes on
+      for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 16 of k: 32 bytes
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      if (steps > stages) {  // else no stage is filled twice
+      if (steps > stages) {  // otherwise no stage is reused
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (i && teller < sharing)
           barrier_arrive(empty + 8 * (stage ? stage - 1 : stages - 1), split * sharing + teller);
@@ -194,7 +196,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");  // every warp has read the tiles
 
-    // Sums to shared memory, [row][feature], over the tiles.
+    // Sums to shared memory, [row][feature], where the tiles were.
     float* partial = (float*)(memory + (tiles - shared_address(memory)));
     const int line = group * 64 + warp % 4 * 16 + lane / 4, column = lane % 4 * 2;
     if (ROWS_FIRST) {
@@ -215,7 +217,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       }
     }
 
-    // The sums of the other rows go to the programs that finish them.
+    // Send the sums of the other rows to the programs that finish them.
     const u32 part = mine * PITCH * 4;
     if (splits > 1) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     asm volatile("bar.sync 1, %0;" ::"r"(workers) : "memory");
@@ -286,7 +288,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       for (int t = 0; t < AT_ONCE; t++) {
         const int turn = first_turn + t;
         const bool live = row + turn * TURN < stop;
-        if (!HEAD && !live) continue;  // heads are of several threads
+        if (!HEAD && !live) continue;  // a head spans several threads
         if (scaled) {
           const float scale = rsqrtf(square[t] * inverse_k + eps);
 #pragma unroll
@@ -336,5 +338,5 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     }
   }
   __syncwarp();
-  if (!alone) cluster_meet();  // what this program sends has arrived, and nobody signals to one that is gone
+  if (!alone) cluster_meet();  // what this program sends has arrived; no program may exit while another signals it
 }

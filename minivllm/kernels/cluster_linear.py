@@ -1,17 +1,17 @@
-"""Linear layers over 9 to 256 rows, on Hopper: products whose weights are on their way before the input is there.
+"""Linear layers over 9 to 256 rows on Hopper, whose weights start loading before the input is ready.
 
-With the residual addition behind, SiLU(gate) * up, or all that stands between a projection and attention; the last two
-with the norm in front, if its weight is folded into theirs. Large weights are read so for fewer rows, too.
+Epilogues: the residual addition, SiLU(gate) * up, or all that stands between a projection and attention; the last two
+optionally with the norm in front, if its weight is folded into theirs. Also used for fewer rows if the weight is large.
 
-The kernel is CUDA C++ (``cluster_linear.cu``): it needs programs that share their loads and add up through each other's
-shared memory (thread-block clusters), which Triton 3.6 has no words for. Tiles come by TMA; the tensor cores multiply
-(wgmma); sums are float32. Structure after CUTLASS's warp-specialized GEMMs (NVIDIA, 2023).
+The kernel is CUDA C++ (``cluster_linear.cu``): it needs thread-block clusters, whose programs share loads and reduce
+through each other's shared memory, and Triton 3.6 cannot express that. Tiles are loaded by TMA and multiplied by wgmma;
+sums are float32. Structured like CUTLASS's warp-specialized GEMMs (NVIDIA, 2023).
 
-Bytes moved: the weight, n * k elements; from L2 to a multiprocessor (features + rows) of a tile * k elements, at 64
-bytes a cycle, which bounds 128 rows and more (warps of their own have time to square x for the norm in front).
-Qwen3-0.6B's four products a layer at 256 rows: 31 MB, 8 GFLOP, 11 µs.
-What stands around it counts as much: a program's first tiles of weights, often all, are asked for before ``gdc_wait``
-(see pdl.py), so that behind a kernel of its own kind a product of 32 rows takes 3.7 µs, of which the launch is 1.3.
+Bytes moved: the weight, n * k elements; from L2 to an SM (features + rows) of a tile * k elements, at 64 bytes a cycle,
+which is the bound for 128 rows and more (separate warps have time to square x for the norm in front). Qwen3-0.6B's four
+products per layer at 256 rows: 31 MB, 8 GFLOP, 11 µs. Latency matters as much: a program's first tiles of weights,
+often all, are loaded before ``gdc_wait`` (see pdl.py), so that after a kernel of its own kind a product of 32 rows
+takes 3.7 µs, 1.3 of them for the launch.
 """
 
 from functools import cache
@@ -36,23 +36,23 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
 MIN_ROWS, MAX_ROWS = 9, 256
-MIN_LONG_ROWS = 3  # of a long weight
+MIN_LONG_ROWS = 3  # for a long weight
 
 
 def use_cluster(
     rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
 ) -> bool:
-    """Whether (rows, k) @ (n, k).T is faster here than in the library; the one place that knows."""
+    """Whether this is faster for (rows, k) @ (n, k).T than the library; the only place that decides."""
     if dtype != torch.bfloat16 or n % (16 if gated else 8) or k % 8 or not nvrtc.available(device):
         return False
     if head_dim:
         faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if n * k > LARGE_WEIGHT else 64)
     elif n * k > LARGE_WEIGHT:
-        faster = rows <= 64 or (rows <= 192 and not gated and k > n)  # gated: persistent_linear's
+        faster = rows <= 64 or (rows <= 192 and not gated and k > n)  # persistent_linear does gated ones
     else:
         small = n * k <= SMALL_WEIGHT and (rows <= 128 or min(n, k) <= 1024)
         long = not gated and is_long(n, k)
-        most = MAX_ROWS if small else 128 if long else 64  # beyond, the library's larger tiles are as good
+        most = MAX_ROWS if small else 128 if long else 64  # with more, the library's larger tiles are as good
         faster = (MIN_LONG_ROWS if long else MIN_ROWS) <= rows <= most
     if not faster:
         return False
@@ -61,8 +61,8 @@ def use_cluster(
 
 
 def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:
-    """Whether ``cluster_gate_up`` with the norm taken in is faster than behind the norm's kernel. Where many programs
-    square the same rows, or rows are many, its tensor cores wait for that."""
+    """Whether ``cluster_gate_up`` with the norm fused is faster than after a norm kernel. If many programs square the
+    same rows, or there are many rows, the tensor cores wait for the squares."""
     return rows <= 64 and n * k <= LARGE_WEIGHT
 
 
@@ -101,7 +101,7 @@ def _launch(
     heads: Heads | None = None,
     config: ClusterConfig | None = None,
 ) -> torch.Tensor:
-    """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous; ``features`` is n where out holds fewer of them."""
+    """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous; ``features``: n, if out holds fewer."""
     if compiling():
         return out
     assert out.is_contiguous()
@@ -118,8 +118,8 @@ def cluster_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def cluster_gate_up(x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-    """SiLU(gate) * up of ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``eps``, of
-    the rows of x divided by their rms."""
+    """SiLU(gate) * up by ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``eps``, x's
+    rows are first divided by their rms."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     return _launch(x, weight, out, gated=True, eps=eps)
 
@@ -135,7 +135,7 @@ def cluster_qkv(
     heads: Heads,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """``qk_norm_rope_store`` of ``cluster_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t, heads,
-    head_dim). All of a head rotates; its dimension is 64 or 128. With ``eps`` as above."""
+    """``qk_norm_rope_store`` by ``cluster_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t, heads,
+    head_dim). The whole head rotates; its dimension is 64 or 128. ``eps`` as above."""
     out = torch.empty((x.shape[0], heads.num_heads, heads.head_dim), dtype=x.dtype, device=x.device)
     return _launch(x, weight, out, features=weight.shape[0], heads=heads, eps=eps)

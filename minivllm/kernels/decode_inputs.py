@@ -1,10 +1,10 @@
 """The first and the last kernel of a captured decode step: from the batch's slots to all that the model reads, and from
-the sampled tokens back to the slots, and to the host.
+the sampled tokens back to the slots and to the host.
 
-The first, one program a row: the slot's last token and position, its context length, the cache place of the new token,
-and its block-table row. Bytes: 8 a block of context, so 256 rows of 64 blocks are 131 KB: launch-bound, 2-3 µs; so is
-the last, of 24 bytes a row read and 24 written, 8 of these into the host's memory: a copy behind it would keep the
-device waiting between two steps.
+The first has one program per row: the slot's last token and position, context length, the new token's place in the
+cache, and the block-table row. Bytes: 8 per block of context, so 256 rows of 64 blocks are 131 KB: launch-bound, 2-3
+µs. So is the last: 24 bytes per row read and 24 written, 8 of these to host memory, because a separate copy would keep
+the device waiting between two steps.
 """
 
 import torch
@@ -70,11 +70,11 @@ def decode_inputs(
     input_ids: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor,
     block_tables: torch.Tensor, block_size: int, after: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Fill what a decode step of n rows reads; each slot's newest token stands at ``num_computed``.
+    """Fill what a decode step of n rows reads; each slot's newest token is at position ``num_computed``.
 
     slots (n,) int64; last_token, num_computed (S,) int64; block_table (S, max_blocks) int32. Written: input_ids,
     positions, slot_mapping (n,) int64; seq_lens (n,) int32; block_tables (n, max_blocks) int32, of which only a
-    context's blocks are defined; after (n,) int64, where the token that the step samples will stand.
+    context's blocks are defined; after (n,) int64, the position of the token that the step samples.
     """
     run = decode_inputs_triton if slots.is_cuda else decode_inputs_reference
     run(
@@ -88,7 +88,7 @@ def _finish_decode_kernel(
     tokens, slots, positions, last_token, num_computed, steps, landing, landing_stride, n, padding,
     RING: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # One program: whoever counts the step must know that all others have read the count.
+    # One program: the step may be counted only after all programs have read the count.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -135,12 +135,12 @@ def finish_decode(
     tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, last_token: torch.Tensor,
     num_computed: torch.Tensor, steps: torch.Tensor, landing: torch.Tensor, padding: int,
 ) -> None:  # fmt: skip
-    """Put what a decode step of n rows sampled where the next step, and the host, look for it.
+    """Put what a decode step of n rows sampled where the next step and the host read it.
 
     tokens, slots, positions (n,) int64: positions are those that the step computed. Written: last_token and
-    num_computed (S,) int64 at the rows' slots, the padding slot's count staying 0; steps (1,) int64, one more; and of
-    landing (ring, 1 + n or more) int64 the row ``steps % ring``: the new count, then the tokens. ``landing`` is the
-    host's memory, pinned: of any other Triton says that it cannot be accessed.
+    num_computed (S,) int64 at the rows' slots (the padding slot's count stays 0); steps (1,) int64, incremented; and
+    row ``steps % ring`` of landing (ring, 1 + n or more) int64: the new count, then the tokens. ``landing`` is pinned
+    host memory: Triton cannot access any other.
     """
     run = finish_decode_triton if slots.is_cuda else finish_decode_reference
     run(tokens, slots, positions, last_token, num_computed, steps, landing, padding)

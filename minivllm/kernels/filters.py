@@ -1,16 +1,17 @@
-"""Top-k, top-p and min-p: the least logit that may be drawn, found without sorting, and the draw from there on.
+"""Top-k, top-p and min-p: find the smallest logit that may be drawn, without sorting, and draw from there up.
 
-All three keep the likeliest tokens of a row, so what they keep is all from some logit on: top-k the k-th largest,
-min-p the largest one plus temperature * log(min_p), top-p the largest from which on there is enough of what the other
-two leave. The first and the last are searched for: a pass over the row asks of three values whether there are enough
-tokens, or enough weight, from there on, and the bounds between which it lies move up to values that tokens have. It is
-found when they meet, after about 6 passes of bfloat16. A pass reads only groups of tokens whose largest one may count;
-top-k begins with those of the k largest. Of what is kept, the largest logit / temperature + Gumbel noise is drawn.
+All three keep the most probable tokens of a row, so they amount to a lower bound on its logits: for top-k the k-th
+largest; for min-p the largest plus temperature * log(min_p); for top-p the largest bound that keeps enough probability
+of what the other two keep. Top-k and top-p bounds are searched for: a pass over the row tests for three values whether
+enough tokens, or enough weight, are at or above them; then the interval that contains the bound shrinks to values that
+tokens have, until both ends meet, after about 6 passes for bfloat16. A pass reads only groups of tokens whose largest
+logit may matter; top-k starts with the groups that have the k largest. Of what is kept, the token with the largest
+logit / temperature + Gumbel noise is drawn.
 
-Bytes moved: every pass those groups of the row, 2 * vocab at most; 132 rows of 300 KB stay in 50 MB of L2 from one pass
-to the next. What takes time is arithmetic, of one multiprocessor a row: 18 instructions a token and pass, 20 µs for
-151,936 of them. Rows that filter nothing cost the launch. Idea: search for a pivot instead of sorting (FlashInfer's
-sampling kernels, 2025), here for the bound itself, so that a draw needs no second try.
+Bytes moved: per pass those groups of the row, 2 * vocab at most; 132 rows of 300 KB stay in 50 MB of L2 between passes.
+Arithmetic takes the time, on one SM per row: 18 instructions per token and pass, 20 µs for 151,936 tokens. Rows without
+filters cost only the launch. Idea: search for a pivot instead of sorting (FlashInfer's sampling kernels, 2025), here
+for the bound itself, so that a draw is never rejected.
 """
 
 from typing import NamedTuple
@@ -21,14 +22,14 @@ from minivllm.kernels._triton import LOG2E, next_power_of_2, tl, triton
 from minivllm.kernels.draws import GROUP, exp2_kernel, keys_kernel, noise_kernel
 
 _WARPS = 8
-_AT_ONCE = 8  # groups whose loads are under way together
-_RANKED = 32  # groups that all are compared with at once
+_AT_ONCE = 8  # groups whose loads are in flight together
+_RANKED = 32  # groups that all others are compared with at once
 _G, _L1 = tl.constexpr(GROUP), tl.constexpr(LOG2E)
 _INF = tl.constexpr(float("inf"))
 
 
 class Filters(NamedTuple):
-    """Of each slot, on the device: (slots,). 0 or less, 1 or more, and 0 filter nothing."""
+    """Per slot, on the device: (slots,). No filter: top_k <= 0, top_p >= 1, min_p 0."""
 
     top_k: torch.Tensor  # int32
     top_p: torch.Tensor  # float32
@@ -37,7 +38,7 @@ class Filters(NamedTuple):
 
 @triton.jit
 def _load_group_kernel(logits, order, which, groups, VOCAB: tl.constexpr):
-    """The first token of the ``which``-th group, and its (GROUP,) logits."""
+    """The first token of group ``which`` in the order, and its (GROUP,) logits."""
     start = tl.load(order + which, mask=which < groups, other=0) * _G
     token = start + tl.arange(0, _G)
     end = tl.where(which < groups, VOCAB, 0)
@@ -46,13 +47,13 @@ def _load_group_kernel(logits, order, which, groups, VOCAB: tl.constexpr):
 
 @triton.jit
 def _count_kernel(best, bound, GROUPS: tl.constexpr):
-    """Groups that have a logit from ``bound`` on; all are first in the order."""
+    """The number of groups with a logit of at least ``bound``; they come first in the order."""
     return tl.minimum(tl.sum((best >= bound).to(tl.int32), 0), GROUPS)  # padding has -inf, too
 
 
 @triton.jit
 def _least_kernel(logits, order, best, VOCAB: tl.constexpr, GROUPS: tl.constexpr):
-    """The least logit that is not -inf."""
+    """The smallest logit that is not -inf."""
     groups = _count_kernel(best, -_INF, GROUPS)
     least = tl.full((_G,), _INF, tl.float32)
     for which in range(groups):
@@ -66,8 +67,8 @@ def _add_group_kernel(
     logits, order, which, groups, t1, t2, t3, low, high, above, scale, sum1, sum2, sum3, lowest, highest,
     COUNT: tl.constexpr, VOCAB: tl.constexpr, APPROX: tl.constexpr,
 ):  # fmt: skip
-    """The ``which``-th group's tokens from each of three values on, or their weight, and what lies between the bounds.
-    A function, since Triton reads the text of a loop that it unrolls again for each time."""
+    """Add group ``which``: its tokens at or above each of three values, or their weight; and its extremes between the
+    bounds. A function, because Triton parses the body of an unrolled loop again for each iteration."""
     _, score = _load_group_kernel(logits, order, which, groups, VOCAB)
     above1 = (score >= t1).to(tl.float32)
     above2 = (score >= t2).to(tl.float32)
@@ -88,7 +89,7 @@ def _add_group_kernel(
 def _draw_group_kernel(
     logits, order, which, groups, bound, scale, key, key2, top, at, VOCAB: tl.constexpr, APPROX: tl.constexpr
 ):
-    """The better of what was best in each place of the groups before and the ``which``-th one's tokens."""
+    """Merge group ``which`` into the best token so far at each position in a group."""
     start, score = _load_group_kernel(logits, order, which, groups, VOCAB)
     token = start + tl.arange(0, _G)
     score = tl.where(score >= bound, score * scale + noise_kernel(token, key, key2, APPROX), -_INF)
@@ -101,13 +102,13 @@ def _search_kernel(
     logits, order, best, floor, low, high, goal, scale, COUNT: tl.constexpr, VOCAB: tl.constexpr, GROUPS: tl.constexpr,
     AT_ONCE: tl.constexpr, APPROX: tl.constexpr,
 ):  # fmt: skip
-    """The largest logit from which on there are ``goal`` tokens, or such a part of the weight of all from ``floor`` on.
-    From ``low`` on there are; none is above ``high``."""
-    above = high + tl.abs(high) * 1e-6 + 1e-30  # from here on there are not
-    least, most = low, high  # what tokens between the two have
-    total, at_low, at_above = 0.0, 0.0, 0.0  # 0: not known yet
+    """The largest logit at or above which there are ``goal`` tokens, or this part of the weight of all from ``floor``
+    up. That is so for ``low``; none is above ``high``."""
+    above = high + tl.abs(high) * 1e-6 + 1e-30  # from here up there are not enough
+    least, most = low, high  # the smallest and largest token values between the two
+    total, at_low, at_above = 0.0, 0.0, 0.0  # 0: unknown
     while least < most:
-        # Around where it would be if tokens were spread evenly, and in the middle of the larger rest.
+        # Two around the value to expect if tokens were spread evenly, one in the middle of the larger rest.
         wanted = goal if COUNT else goal * total
         guess = tl.where(at_low > 0, (at_low - wanted) / (at_low - at_above), 0.5)
         guess = tl.minimum(tl.maximum(guess, 0.125), 0.875)
@@ -116,9 +117,9 @@ def _search_kernel(
         t1 = least + (most - least) * tl.where(early, before, before * 0.5)
         t2 = least + (most - least) * tl.where(early, behind, before)
         t3 = least + (most - least) * tl.where(early, behind * 0.5 + 0.5, behind)
-        t3 = tl.where(t3 > least, t3, most)  # the next number to ``least``
+        t3 = tl.where(t3 > least, t3, most)  # the next number after ``least``
         if not COUNT:
-            t1 = tl.where(total > 0, t1, floor)  # first the weight of all
+            t1 = tl.where(total > 0, t1, floor)  # first find the total weight
         sum1 = tl.zeros((_G,), tl.float32)
         sum2, sum3, lowest, highest = sum1, sum1, sum1 + _INF, sum1 - _INF
         groups = _count_kernel(best, floor, GROUPS)
@@ -137,7 +138,7 @@ def _search_kernel(
             enough1 = known & (at1 >= wanted)
             at_low = tl.where(known, at_low, total)
         enough2, enough3 = at2 >= wanted, at3 >= wanted
-        second = enough1 | (t1 <= low)  # whether the first is not above
+        second = enough1 | (t1 <= low)  # whether the first is not above ``low``
         above = tl.where(enough3, above, tl.where(enough2, t3, tl.where(second, t2, t1)))
         at_above = tl.where(enough3, at_above, tl.where(enough2, at3, tl.where(second, at2, at1)))
         low = tl.where(enough3, t3, tl.where(enough2, t2, tl.where(enough1, t1, low)))
@@ -181,7 +182,7 @@ def _filter_kernel(
             scale = _L1 / heat
             bound = tl.where(part > 0, high + heat * tl.log(tl.maximum(part, 1e-37)), -_INF)
             if (k > 0) & (k < VOCAB):
-                low = tl.max(tl.where(rank == k - 1, best, -_INF), 0)  # k groups have one as large
+                low = tl.max(tl.where(rank == k - 1, best, -_INF), 0)  # k groups have a logit at least this large
                 if low == -_INF:
                     low = _least_kernel(logits, order, best, VOCAB, GROUPS)
                 goal = k.to(tl.float32)
@@ -190,7 +191,7 @@ def _filter_kernel(
                 )  # fmt: skip
                 bound = tl.maximum(bound, kth)
             if p < 1:
-                # What is less likely than this weighs less than the largest one's 1 - p, all together.
+                # Everything less probable than this weighs less in total than the largest one's 1 - p.
                 low = tl.maximum(bound, high - heat * (tl.log(VOCAB / (1 - p)) + 0.1))
                 bound = _search_kernel(
                     logits, order, best, bound, low, high, p, scale, False, VOCAB, GROUPS, AT_ONCE, APPROX
@@ -212,10 +213,10 @@ def draw_filtered(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
     positions: torch.Tensor, filters: Filters, maxima: torch.Tensor, out: torch.Tensor, approx: bool, pdl: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Into ``out`` (n,) int64 the tokens of rows that have filters, -1 of others, of greedy ones, and of those whose
-    largest logit is infinite. Returns (n,) float32, the least logit that each may draw.
+    """Write to ``out`` (n,) int64 the tokens of rows with filters; -1 for others, for greedy rows, and for rows whose
+    largest logit is infinite. Returns (n,) float32: the smallest logit that each row may draw.
 
-    ``maxima`` (n, groups) float32: the largest logit of each; the others as in ``sample_tokens``.
+    ``maxima`` (n, groups) float32: the largest logit of each group; the others as in ``sample_tokens``.
     """
     (n, vocab), groups = logits.shape, maxima.shape[1]
     order = torch.empty((n, groups), dtype=torch.int32, device=logits.device)
@@ -231,7 +232,7 @@ def draw_filtered(
 def filter_bounds_reference(
     logits: torch.Tensor, temperature: torch.Tensor, filters: Filters, slots: torch.Tensor
 ) -> torch.Tensor:
-    """The bounds alone, by sorting."""
+    """Only the bounds, by sorting."""
     vocab, heat = logits.shape[1], temperature[slots][:, None]
     k, top_p, min_p = (of_slot[slots][:, None] for of_slot in filters)
     filtered = (heat > 0) & ((k > 0) | (top_p < 1) | (min_p > 0))
@@ -242,10 +243,10 @@ def filter_bounds_reference(
     best = ranked[:, :1]
     kth = ranked.gather(1, k.long().clamp(1, vocab) - 1)
     least = torch.where(ranked > nothing, ranked, float("inf")).amin(dim=-1, keepdim=True)
-    kth = torch.where(kth > nothing, kth, least)  # fewer than k may be drawn at all
+    kth = torch.where(kth > nothing, kth, least)  # fewer than k tokens are finite
     bound = torch.maximum(best + heat * min_p.log(), torch.where((k > 0) & (k < vocab), kth, nothing))
     probs = torch.softmax(torch.where(ranked >= bound, ranked / heat, nothing), dim=-1, dtype=torch.float64)
-    before = probs.cumsum(dim=-1) - probs  # of the more likely ones; the first token over the bound stays
+    before = probs.cumsum(dim=-1) - probs  # of more probable ones; the token that crosses the threshold stays
     last = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     bound = torch.where(top_p < 1, torch.maximum(bound, ranked.gather(1, last)), bound)
     return torch.where(filtered & best.isfinite(), bound, nothing)[:, 0]

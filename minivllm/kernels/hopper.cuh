@@ -1,6 +1,5 @@
-// What the kernels for Hopper here share: barriers in shared memory, clusters, TMA loads, descriptors of tiles for
-// wgmma, pairs of bfloat16, small arithmetic, numbers left in memory, and what stands behind a projection of heads.
-// hopper.py puts it in front of each.
+// Shared by all Hopper kernels: mbarriers, clusters, TMA loads, wgmma tile descriptors, bfloat16 pairs, arithmetic,
+// exchange through memory, and the epilogue of a projection of heads. hopper.py prepends it to each.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -8,8 +7,8 @@ typedef unsigned short u16;
 
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
 
-constexpr int LINE = 128;  // bytes of k a stage, 64 elements: what TMA swizzles
-constexpr u32 PATIENCE = 1 << 27;  // looks at what another program writes, about a minute: then an error, not a hang
+constexpr int LINE = 128;  // bytes of k per stage, 64 elements: TMA's swizzle width
+constexpr u32 PATIENCE = 1 << 27;  // polls of another program's writes, about a minute; then a trap instead of a hang
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -50,7 +49,7 @@ __device__ __forceinline__ void load_tile(u32 to, const TensorMap* map, int k, i
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "h"(ranks) : "memory");
 }
-// The same of what is read once, and is the first to leave L2, for one program.
+// The same for data that is read once, by one program: first to be evicted from L2.
 __device__ __forceinline__ u64 read_once() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -61,14 +60,14 @@ __device__ __forceinline__ void load_tile_once(u32 to, const TensorMap* map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(bar), "r"(k), "r"(row), "l"(policy) : "memory");
 }
-// Bytes of memory as they are, a multiple of 16.
+// Copies contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, int bytes, u32 bar, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
       "r"(to), "l"(from), "r"(bytes), "r"(bar), "l"(policy) : "memory");
 }
-// The descriptor of a tile of 128-byte lines, swizzled by TMA, 8 lines (1,024 bytes) after another. Where a product is
-// over its lines, the next 64 elements of each stand ``leading`` times 16 bytes on.
+// wgmma's descriptor of a tile of 128-byte lines, swizzled by TMA in groups of 8 lines (1,024 bytes). If a product
+// reduces over the lines, ``leading`` is the distance to each line's next 64 elements, in units of 16 bytes.
 __device__ __forceinline__ u64 matrix(u32 address, u32 leading = 1) {
   return (u64)((address & 0x3FFFF) >> 4) | (u64)leading << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
@@ -91,7 +90,7 @@ __device__ __forceinline__ uint4 read16(u32 from) {
 __device__ __forceinline__ void write16(u32 to, uint4 x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-// 64 columns of a page, or as many of them as the map's box has, from the ``column``-th 64 on.
+// Loads 64 columns of a page, or as many as the map's box has, starting at the ``column``-th 64.
 __device__ __forceinline__ void load_page(u32 to, const TensorMap* map, int column, int page, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5}], [%2];" ::
@@ -117,7 +116,7 @@ __device__ __forceinline__ float warp_sum(float x) {
   for (int other = 1; other < 32; other *= 2) x += __shfl_xor_sync(~0u, x, other);
   return x;
 }
-// One tile of the tensor cores: 16 rows by 16 of k, 16 of k by eight columns.
+// One MMA tile: 16 rows by 16 of k, times 16 of k by eight columns.
 __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
                " {%0, %1, %2, %3};"
@@ -125,8 +124,8 @@ __device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, 
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Numbers that programs leave for each other in memory. A word tells by itself that it is there: none that arithmetic
-// makes is ABSENT, a NaN of the other sign.
+// Programs exchange numbers through memory. Each word tells whether it is there: ABSENT, a NaN with its sign bit set,
+// is no result of arithmetic.
 constexpr u32 ABSENT = 0xFFFFFFFF;
 __device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != ABSENT; }
 __device__ __forceinline__ void leave_four(float4* to, float a, float b, float c, float d) {
@@ -142,13 +141,13 @@ __device__ __forceinline__ void take_away_four(float4* from) {
   leave_four(from, absent, absent, absent, absent);
 }
 
-struct Heads {  // what stands behind a projection of heads; strides in elements
+struct Heads {  // the epilogue of a projection of heads; strides in elements
   const float* angles;                   // (positions, HEAD) cosines of half a head's dimensions, then sines
   const long long *positions, *slots;    // (rows,)
   u16 *keys, *values;                    // (blocks, block_size, key heads, HEAD)
-  const u16 *query_norm, *key_norm;      // (HEAD,), or null: not normed
-  u16* kept;                             // (rows, 2 * key heads, HEAD): keys and values once more, or null
+  const u16 *query_norm, *key_norm;      // (HEAD,), or null: no norm
+  u16* kept;                             // (rows, 2 * key heads, HEAD): another copy of keys and values, or null
   long long angles_stride, block_stride, slot_stride, head_stride;
-  int queries, keys_each, block_size;    // heads of queries, and of keys
+  int queries, keys_each, block_size;    // query heads, key heads
   float eps;
 };

@@ -1,5 +1,5 @@
-"""What the kernels in CUDA C++ for Hopper share: how one is put together, compiled and loaded, how products are
-launched, and what stands behind a projection of heads."""
+"""Shared by the CUDA C++ kernels for Hopper: assembling, compiling and loading one, launching products, and the
+epilogue of a projection of heads."""
 
 import ctypes
 import logging
@@ -19,17 +19,17 @@ from minivllm.kernels.rotary import Heads
 
 logger = logging.getLogger("minivllm")
 
-STEP = 64  # elements of k a stage: 128 bytes, what TMA swizzles
-SHARED_BYTES = 227 * 1024  # what a program may have
-FIXED_BYTES = 2048  # of these: barriers, and tiles start at a multiple of 1,024
+STEP = 64  # elements of k per stage: 128 bytes, TMA's swizzle width
+SHARED_BYTES = 227 * 1024  # shared memory that a program may have
+FIXED_BYTES = 2048  # of it: barriers, and aligning tiles to 1,024
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``name``.cu of this folder behind ``macros``, hopper.cuh, ``multiply`` (and ``multiply_first``, which adds to
-    nothing), a product of 64 lines by so many, of each of ``columns``, ``multiply_held``, whose 64 lines are in
-    registers and whose columns are contiguous, of each of ``held``, ``multiply_by``, whose 64 lines are in registers,
-    of each of ``by``, and the .cuh of ``behind``."""
+    """The source ``name``.cu in this folder, after ``macros``, hopper.cuh, generated wgmma products, and the .cuh files
+    of ``behind``. The products multiply 64 lines by N: for each N of ``columns`` ``multiply`` (and ``multiply_first``,
+    which overwrites the sums); of ``held`` ``multiply_held``, with the 64 lines in registers and contiguous columns; of
+    ``by`` ``multiply_by``, with the 64 lines in registers."""
 
     name: str
     columns: tuple[int, ...]
@@ -68,7 +68,7 @@ def _multiply_held(n: int) -> str:
 
 
 def _multiply_by(n: int) -> str:
-    """Adds to what is there, or, if not ``adds``, to nothing: zeros that are set would be waited for."""
+    """Adds to the sums, or overwrites them if not ``adds``: setting them to zero first would stall."""
     a, b, adds = ", ".join(f"%{n // 2 + i}" for i in range(4)), f"%{n // 2 + 4}", f"%{n // 2 + 5}"
     product = f".reg .pred p;\\nsetp.ne.b32 p, {adds}, 0;\\n{_product(n)}, {{{a}}}, {b}, p, 1, 1, 0;"
     return (
@@ -88,12 +88,12 @@ def _sums(n: int, sign: str) -> str:
 
 @cache
 def _compiled(kernel: Kernel) -> Future[bytes]:
-    """Half a second each, the first time on a machine; side by side."""
+    """Half a second each, the first time on a machine; in parallel."""
     return _pool().submit(nvrtc.compile_cubin, kernel.source)
 
 
 def compile_ahead(kernel: Kernel) -> None:
-    """Begin to, for ``loads`` and ``load`` of later."""
+    """Start compiling, for a later ``loads`` or ``load``."""
     _compiled(kernel)
 
 
@@ -104,13 +104,13 @@ def _pool() -> ThreadPoolExecutor:
 
 @cache
 def load(kernel: Kernel, device: torch.device) -> Any:
-    """The driver's function. Raises MinivllmError if it does not compile."""
+    """The driver's function. Raises MinivllmError if compiling fails."""
     return nvrtc.load(_compiled(kernel).result(), kernel.name, device, SHARED_BYTES - 1024)
 
 
 def loads(kernel: Kernel, device: torch.device) -> bool:
-    """Whether it compiles and loads here. If not, a warning says why, once, and another kernel is to be taken; while
-    kernels are only compiled, nobody waits for the answer."""
+    """Whether the kernel compiles and loads here. If not, a warning gives the reason once; use another kernel. While
+    kernels are only compiled ahead, this returns at once."""
     if compiling():
         _compiled(kernel)
         return True
@@ -145,7 +145,7 @@ class HeadsArgument(ctypes.Structure):
 
 
 def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> HeadsArgument:
-    """``kept`` (t, 2 * kv heads, head_dim) takes keys and values, too."""
+    """``kept`` (t, 2 * kv heads, head_dim): receives a copy of keys and values."""
     if heads is None:
         return HeadsArgument()
     assert heads.k_cache.stride() == heads.v_cache.stride() and heads.k_cache.stride(3) == 1
@@ -164,13 +164,13 @@ def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> Hea
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of a launch that tensors of one shape share."""
+    """What all launches with tensors of one shape share."""
 
     kernel: Any
     shape: nvrtc.LaunchShape
-    boxes: tuple[int, ...]  # lines of the weight, of each of its maps' TMA loads, and last rows of x
-    numbers: Any  # the kernel's, in arrays that live on
-    addresses: list[int]  # of each
+    boxes: tuple[int, ...]  # lines per TMA load: for each of the weight's maps, and last rows of x
+    numbers: Any  # the kernel's, in arrays that must stay alive
+    addresses: list[int]  # of each number
 
 
 def plan_of(
@@ -193,8 +193,8 @@ def launch(
     tensors: Sequence[torch.Tensor | None],
     *structures: ctypes.Structure,
 ) -> None:
-    """x (t, k), weight (n, k). A kernel's arguments are their tensor maps, the weight's first, then pointers to
-    ``tensors``, the plan's numbers, and ``structures``."""
+    """x (t, k), weight (n, k). The kernel's arguments are the tensor maps, the weight's first, pointers to ``tensors``,
+    the plan's numbers, and ``structures``."""
     assert weight.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()

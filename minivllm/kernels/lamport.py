@@ -1,20 +1,20 @@
 """Words that are their own flag: what the kernels that sum over GPUs send into each other's memory.
 
-As in NCCL's LL protocol data is its own flag, and as in TensorRT-LLM's "Lamport" all-reduce an inbox is full of what is
-never sent. No flags, no fences. Words, aligned 4 bytes, arrive whole.
+As in NCCL's LL protocol the data is the flag; as in TensorRT-LLM's "Lamport" all-reduce an inbox is filled with a value
+that is never sent. No separate flags, no fences. Words (4 bytes, aligned) arrive whole.
 
-An inbox has three thirds that calls take by turns: call n uses third n % 3 and clears what call n - 1 used. That is
-enough where in every call each rank waits, itself or through what it waits for, for words of all others:
-1. Nobody else is at what is cleared: our kernel n - 1 is complete, so it has seen every word that peers sent there.
-2. Peers write there again in their call n + 2, which they begin when their call n + 1 is complete. That one had waited
-   for our words of call n + 1, and we sent those when our kernel n, which cleared, was complete.
-3. A word read in call n is none of call n + 3: by 2, a peer sends that one when our call n is complete.
-A program that sends all that it can before it waits for any, and waits for the programs of its own number only, needs
-no others beside it: of those begun in order on every rank, the lowest that is not done can always go on.
+An inbox has three thirds that calls use in turn: call n uses third n % 3 and clears the one that call n - 1 used. That
+is safe if in every call each rank waits, directly or indirectly, for words of all others:
+1. Nobody else uses what is cleared: our kernel n - 1 is complete, so it has seen every word that peers sent there.
+2. Peers write there again in their call n + 2, which they begin when their call n + 1 is complete. That one waited for
+   our words of call n + 1, and we sent those after our kernel n, which cleared, was complete.
+3. A word read in call n cannot be from call n + 3: by 2, a peer sends that one when our call n is complete.
+A program that sends everything before it waits, and waits only for programs with its own number, does not need the
+others to be resident: of the programs started in order on every rank, the lowest unfinished one can always proceed.
 
-Calls are counted on the device, so a captured graph may be replayed at will, between any other calls; all ranks must
-make the same ones. ``calls`` (programs, 2) int64, a rank's own: of each program how many calls there were, and the last
-one's size in 16 bytes.
+Calls are counted on the device, so a captured graph may be replayed at any time, between any other calls; all ranks
+must make the same ones. ``calls`` (programs, 2) int64, the rank's own: for each program the number of calls, and the
+last call's size in units of 16 bytes.
 """
 
 # In a Triton kernel, tuples grow by + only.
@@ -23,8 +23,8 @@ one's size in 16 bytes.
 
 from minivllm.kernels._triton import tl, triton
 
-# Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. A zero is sent in its place: sums begin with 0.0, so for
-# 16 bits the result is the same.
+# Two bfloat16 or float16 of -0.0, or one float32 of -4.6e-41. Zero is sent instead: sums start from 0.0, so for 16 bits
+# the result is the same.
 EMPTY = 0x80008000 - (1 << 32)
 _EMPTY = tl.constexpr(EMPTY)
 
@@ -45,7 +45,7 @@ def to_send(words):
 
 @triton.jit
 def arrived(words, places, mask):
-    """``words``, once none of them is empty: until then what is at ``places``, again and again."""
+    """Poll ``places`` until no word is empty. words: what was already loaded from there."""
     while tl.max((words == _EMPTY).to(tl.int32), 0) > 0:
         words = tl.load(places, mask=mask, other=0, volatile=True)
     return words
@@ -53,8 +53,8 @@ def arrived(words, places, mask):
 
 @triton.jit
 def sum_of_all(own, inbox, stride, mask, RANK: tl.constexpr, RANKS: tl.constexpr, TYPE: tl.constexpr):
-    """The ranks' words added up, in their order, as ``floats`` of TYPE: our ``own``, and the others' once they are in
-    the ``inbox``, each ``stride`` words behind the one before."""
+    """The sum of the ranks' words, in rank order, as ``floats`` of TYPE: our ``own``, and the others' once they are in
+    the ``inbox``, ``stride`` words apart."""
     parts = ()
     for peer in tl.static_range(RANKS):  # all in flight at once
         if peer == RANK:
@@ -77,8 +77,8 @@ def empty(places, mask):
 
 @triton.jit
 def count_call(calls, pid, programs, call, n4, ROWS: tl.constexpr):
-    """This was call ``call``, of ``n4`` times 16 bytes. A program reads its own row, and no other of this call writes
-    it: they count for those beyond the grid."""
+    """Record that this was call ``call``, of ``n4`` times 16 bytes. A program reads its own row, and no other program
+    of this call writes it: they also count for those beyond the grid."""
     tl.debug_barrier()  # all threads have read it
     row = tl.arange(0, ROWS)
     tl.store(calls + 2 * row, call + 1, mask=row % programs == pid)

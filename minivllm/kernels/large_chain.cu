@@ -1,19 +1,19 @@
-// Four products of a decoder's layers, one behind another in one kernel, of layers whose weights are large; behind
-// chain.cuh. A unit has all rows, so that one program reads a weight, and k is split so far that its features are many
-// beside the rows. The splits' sums go through memory: clusters of four do not all find room beside each other.
+// Four products of decoder layers in one kernel, for layers with large weights; after chain.cuh. A unit has all rows,
+// so that each weight is read by one program, and k is split so that a unit has many features as well as many rows.
+// Splits exchange sums through memory, because clusters of four would not all be resident at once.
 
-constexpr int PARTS = HIDDEN / O::COLUMNS * O::SPLITS;  // that a row's squares come in
-typedef Squares<PARTS, 1> SquaresOfRows;                // added up at once: registers
+constexpr int PARTS = HIDDEN / O::COLUMNS * O::SPLITS;  // of a row's squares
+typedef Squares<PARTS, 1> SquaresOfRows;                // added up at once to save registers
 
-// Of a unit's sums, this thread's in those blocks of 8 features that its program finishes; of a block two of the
-// thread's first row, then two of the row 8 behind. The programs that have the other parts of k leave theirs in memory.
+// This thread's part of a unit's sums, in the blocks of 8 features that its program finishes: per block two of the
+// thread's first row, then two of the row 8 below. Programs with the other parts of k write theirs to memory.
 template <class P> struct Share {
   static constexpr int COUNT = P::COLUMNS / 8 / P::SPLITS, OTHERS = P::SPLITS - 1;
   float sums[COUNT][4];
 
   __device__ __forceinline__ Share(const float (&all)[P::COLUMNS / 2], float4* parts, const Unit<P>& unit, int rows) {
     const bool live = unit.has(unit.line(), rows);
-    const auto place = [&](int to, int i) {  // of the i-th other's
+    const auto place = [&](int to, int i) {  // of the i-th other program
       return parts + ((unit.tile * P::SPLITS + to) * OTHERS + i) * COUNT * THREADS + threadIdx.x;
     };
 #pragma unroll
@@ -47,7 +47,7 @@ template <class P> struct Share {
       }
     }
   }
-  // Where the first of a block's features is.
+  // The first feature of a block.
   static __device__ __forceinline__ int feature(const Unit<P>& unit, int c) {
     return unit.feature() + (unit.split * COUNT + c) * 8 + unit.column();
   }
@@ -67,7 +67,7 @@ template <class P> struct Share {
   }
 };
 
-// This thread's elements of x, those that it adds to: of its two rows, two of each 8 features of its program's share.
+// This thread's elements of x, to which it adds: in its two rows, two of each 8 features of its program's share.
 struct Stream {
   static constexpr int COUNT = Share<O>::COUNT;
   u32 pairs[COUNT][2];
@@ -85,7 +85,7 @@ struct Stream {
       }
   }
 
-  // Adds a product's sums, and writes x and its rows' squares.
+  // Adds a product's sums; writes x and its rows' sums of squares.
   template <class P>
   __device__ __forceinline__ void add(const float (&all)[P::COLUMNS / 2], u16* x, float* squares, int rows,
                                       float4* parts) {
@@ -109,13 +109,13 @@ struct Stream {
   }
 };
 
-// Of rows divided by their rms. bias: of the features, or null.
+// For rows divided by their rms. bias: per feature, or null.
 __device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS / 2], const SquaresOfRows& squares,
                                                  u16* projection, int rows, float eps, float4* parts,
                                                  const u16* bias) {
   typedef Share<Qkv> Shared;
   const Unit<Qkv> unit(rows);
-  u32 biases[Shared::COUNT];  // asked for ahead of the others' sums
+  u32 biases[Shared::COUNT];  // loaded before the others' sums arrive
 #pragma unroll
   for (int c = 0; c < Shared::COUNT; c++) biases[c] = bias ? __ldg((const u32*)(bias + Shared::feature(unit, c))) : 0;
   const Shared share(all, parts, unit, rows);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void write_projection(const float (&all)[Qkv::COLUMNS
   }
 }
 
-// parts: of sums, ABSENT between launches.
+// parts: partial sums, ABSENT between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
 large_chain(const __grid_constant__ TensorMap o, const __grid_constant__ TensorMap gate_up,
             const __grid_constant__ TensorMap last_gate_up, const __grid_constant__ TensorMap down,
@@ -149,7 +149,7 @@ large_chain(const __grid_constant__ TensorMap o, const __grid_constant__ TensorM
     ring.init();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // Rows that no input fills are multiplied, too: zeros cost less power.
+  // Rows without input are multiplied, too: zeros use less power.
   const u32 filled = Unit<O>(rows).tile_rows * LINE;
 #pragma unroll 1
   for (int s = 0; s < STAGES; s++)

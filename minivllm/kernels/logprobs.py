@@ -1,16 +1,16 @@
 """Log-probabilities of sampled tokens and of the best ones, from one pass over the logits.
 
-Each program takes a part of a row: its maximum and sum of exponentials, how many tokens are above the sampled one, and
-its best. A second kernel puts a row's parts together. Rows whose slot asks for nothing are passed over.
+Each program handles a part of a row: its maximum, sum of exponentials, number of tokens above the sampled one, and best
+tokens. A second kernel combines a row's parts. Rows whose slot asks for nothing are skipped.
 
-Bytes moved: the logits once, 2 a token; some 300 a row and part beside them.
+Bytes moved: the logits once, 2 per token; besides some 300 per row and part.
 """
 
 import torch
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
 
-MOST = 32  # best tokens that the kernels can find
+MOST = 32  # the most best tokens that the kernels support
 _BLOCK = 4096
 
 
@@ -32,7 +32,7 @@ def _parts_kernel(
     tl.store(sums + at, tl.sum(tl.exp(x - tl.where(largest == float("-inf"), 0.0, largest)), 0))
     tl.store(aboves + at, tl.sum((x > own).to(tl.int32), 0))
     for i in range(k):
-        value, index = tl.max(x, 0, return_indices=True)  # of equal ones the first
+        value, index = tl.max(x, 0, return_indices=True)  # among equals the first
         tl.store(best + at * HELD + i, value)
         tl.store(best_ids + at * HELD + i, part * BLOCK + index)
         x = tl.where(lane == index, float("-inf"), x)
@@ -105,30 +105,30 @@ def logprobs_reference(
 
 
 def _best(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The places of each row's ``k`` largest values, the largest first, of equal ones the first: ``topk`` may take any,
-    and others for another ``k``. values (n, m) float32; returns (n, k) int64."""
+    """The indices of each row's ``k`` largest values, in descending order, among equals the first: ``topk`` may return
+    any of these, and different ones for another ``k``. values (n, m) float32; returns (n, k) int64."""
     top, ids = values.topk(k, dim=-1)
     ids = ids.sort(dim=-1).values
     ids = ids.gather(1, values.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices)
-    unsure = (values >= top[:, -1:]).sum(dim=-1) != k  # there are more that equal the last
+    unsure = (values >= top[:, -1:]).sum(dim=-1) != k  # more values equal the last
     if unsure.any():
         ids[unsure] = _best_by_keys(values[unsure], k)
     return ids
 
 
 def _best_by_keys(values: torch.Tensor, k: int) -> torch.Tensor:
-    """The same, by whole numbers of which none are equal. Takes five times as long."""
+    """The same, by distinct integer keys; takes five times as long."""
     bits = values.view(torch.int32).long()
-    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # floats' order as that of whole numbers
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # integers in the order of the floats
     last = values.shape[1] - 1
     keys = (rising << 32) + (last - torch.arange(last + 1, device=values.device))
     return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, slots: torch.Tensor, asked: torch.Tensor) -> Found:
-    """logits (n, vocab) any float; tokens (n,) int64; k: 1 to ``vocab``; slots (n,) int64; asked (s,) int32, of each
-    slot, negative where nothing is asked for. Returns the tokens' log-probabilities (n,) float32, their ranks (n,)
-    int32, 1 for the best, and of the k best tokens, the best first, the log-probabilities (n, k) float32 and the ids
-    (n, k) int32. A row that did not ask has rank 0, and anything else in the others."""
+    """logits (n, vocab) any float; tokens (n,) int64; k: 1 to ``vocab``; slots (n,) int64; asked (s,) int32 per slot,
+    negative if nothing is asked for. Returns the tokens' log-probabilities (n,) float32 and ranks (n,) int32, 1 for the
+    best; and the k best tokens' log-probabilities (n, k) float32 and ids (n, k) int32, best first. A row that did not
+    ask has rank 0 and undefined values elsewhere."""
     run = logprobs_triton if logits.is_cuda and k <= MOST else logprobs_reference
     return run(logits, tokens, k, slots, asked)

@@ -1,9 +1,9 @@
-// Attention of megakernel.cu: asking for pages, making queries and the new key, attending, putting parts together.
+// Attention of megakernel.cu: load pages, prepare queries and the new key, attend, combine partial results.
 
-// Programs of a key head share the pages of all sequences: as few as leave each of their warps two pages, since each
-// one's part is to be put together with others. Those of a sequence follow each other.
+// The programs of a key head split the pages of all sequences. A program takes at least two pages per warp, because
+// each further part has to be combined with the others. Programs of one sequence are consecutive.
 struct Shares {
-  int pages[ROWS], splits[ROWS];  // none of a row that is not there
+  int pages[ROWS], splits[ROWS];  // 0 for missing rows
 
   __device__ __forceinline__ Shares(const int* lengths, int rows) {
     int all = 0;
@@ -31,7 +31,7 @@ __device__ __forceinline__ Share share_of(const Shares& all, int program) {
   }
   return its;
 }
-// Writes down what every layer needs of the step.
+// Stores what every layer needs of the step.
 __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, const float* angles, long long stride,
                                           const long long* positions, const long long* slots, const int* lengths,
                                           int rows) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, 
   }
 }
 
-// Asks for this program's pages of a layer, one head of them. table: its sequence's.
+// Loads this program's pages of a layer, one head of them. table: the sequence's block table.
 __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* table, const Share& share, Ring& ring,
                                            int lane) {
   const int end = share.end, column = blockIdx.x % KV * (D / 64);
@@ -75,20 +75,20 @@ __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* tab
   }
 }
 
-struct Tile {  // a lane's part of a page of one head, as the tensor cores have it
-  uint4 keys[D / 32][2];    // of two keys, two eighths of each 64 dimensions
-  uint4 values[4][D / 64];  // of four, an eighth of each 64
+struct Tile {  // a lane's part of one head's page, as MMA fragments
+  uint4 keys[D / 32][2];    // two keys: two eighths of each 64 dimensions
+  uint4 values[4][D / 64];  // four values: an eighth of each 64 dimensions
 
   static __device__ __forceinline__ int key_of(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
   static __device__ __forceinline__ int value_of(int i) { return threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8; }
 
-  // Of 64 dimensions the eighth that a lane has of a key and of a query: lanes that read at once, in different banks.
+  // Which eighth of 64 dimensions a lane reads of a key and of a query; free of bank conflicts.
   static __device__ __forceinline__ int eighth_of(int i) { return threadIdx.x % 4 * 2 + i % 2; }
   static __device__ __forceinline__ int head_at(int i) { return i / 2 * LINE + eighth_of(i) * 16; }  // in a whole head
 
-  // Of a key's line of 64 elements eight of them, where TMA has put them.
+  // Where TMA has put an eighth of a key's 64 elements (swizzled).
   static __device__ __forceinline__ u32 place(int key, int eighth) { return key * LINE + (eighth ^ (key & 7)) * 16; }
-  // Returns words that all that was read has a part in.
+  // Returns a value that depends on every load.
   __device__ __forceinline__ u32 read(u32 at) {
     u32 seen = 0;
 #pragma unroll
@@ -105,8 +105,8 @@ struct Tile {  // a lane's part of a page of one head, as the tensor cores have 
         seen |= values[i][j].x;
     return seen;
   }
-  // Of a sequence's last page, which has so many keys: puts in the newest, whose heads are there; what lies behind it
-  // may not be a number, and has no weight.
+  // For a sequence's last page, with ``left`` keys: inserts the newest key and value from shared memory, and zeroes the
+  // values after it, which may be NaN and have weight 0.
   __device__ __forceinline__ void complete(int left, u32 key_at, u32 value_at) {
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -123,8 +123,8 @@ struct Tile {  // a lane's part of a page of one head, as the tensor cores have 
   }
 };
 
-// Norms and turns this program's queries and, if its share ends the sequence, the new key, and stores key and value.
-// projection: of the sequence's row.
+// Applies norm and rotary embedding to this program's queries and, if its share ends the sequence, to the new key, and
+// stores key and value. projection: the sequence's row.
 __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, const u64* projection, int head, bool ends,
                                            float eps, u32 flag) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, con
       if (holds) words[0] = look(from), words[1] = look(from + D / 4);
       be_patient(looks);
     } while (!__all_sync(~0u, has(words[0], flag) && has(words[1], flag)));
-    u32 front = (u32)words[0], back = (u32)words[1];  // dimensions 2 * lane and the next, and those D / 2 behind
+    u32 front = (u32)words[0], back = (u32)words[1];  // dimensions 2 * lane and 2 * lane + 1; back: D / 2 later
     if (h <= G) {
       if (norms) {
         const float by = rsqrtf(warp_sum(square_of(front) + square_of(back)) / D + eps);
@@ -163,7 +163,7 @@ __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, con
   meet();
 }
 
-// This program's part of attention.
+// Computes this program's part of attention.
 __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& ring, const u64* projection, u64* copies,
                                        float eps, float scale, u32 flag, u32 nothing) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, column = lane % 4;
@@ -171,8 +171,8 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
   const bool ends = end == memory.share.pages;
   make_heads(memory, its, projection + memory.share.row * QKV_WORDS, head, ends, eps, flag);
 
-  // Scores are query heads by keys, which makes them the weights of dimensions by query heads.
-  float out[D / 16][4] = {}, top = -1e30f, total = 0.f;  // of query head `group`
+  // Scores are (query heads, keys): their accumulators are the B operand of (dimensions, keys) @ (keys, query heads).
+  float out[D / 16][4] = {}, top = -1e30f, total = 0.f;  // top, total: of query head `group`
   const u32 made_at = shared_address(memory.made);
 #pragma unroll 1
   for (int first = begin; first < end; first += PAGES, ring.next()) {
@@ -258,12 +258,12 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
       if (d == 0) leave(copies + c * COPY_WORDS + SUMS + to, top_of, flag);
     }
   }
-  meet();  // x stands where outs do
+  meet();  // x shares its memory with outs
 }
 
-// Where a sequence has more than MOST_TAKEN parts, each program puts some words of all sequences' together: a way more
-// through L2, but then everybody reads one vector a row and not each of its parts. Of a warp's lanes UNITS have two words
-// each, of one part of LANES.
+// If a sequence has more than MOST_TAKEN parts, the programs combine them first, each a few words of all sequences.
+// That is one more trip through L2, but then every program reads one vector per row instead of every part. In a warp,
+// UNITS lanes read two words each of one of LANES parts.
 __device__ __forceinline__ void join_parts(const Memory& memory, u64* copies, u32 flag) {
   constexpr int TWOS = WIDTH / 4, UNITS = 4, LANES = 32 / UNITS;
   static_assert(TWOS % UNITS == 0 && COPIES <= LANES, "megakernel.py");
@@ -314,14 +314,14 @@ __device__ __forceinline__ void join_parts(const Memory& memory, u64* copies, u3
   }
 }
 
-// The most loads of ``times`` that a thread does at once, not more than ``most`` and always as many.
+// Loads that a thread issues at once: the largest divisor of ``times`` that is at most ``most``.
 __device__ constexpr int even_share(int times, int most) {
   int some = times < most ? times : most;
   while (times % some) some--;
   return some;
 }
 
-// Attention's output where o reads it: the MOST parts of a sequence put together.
+// Puts attention's output in shared memory as o's input, combined from the up to MOST parts of a sequence.
 template <int MOST>
 __device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
   constexpr int TWOS = WIDTH / 4, SOME = even_share((TWOS + TEAM - 1) / TEAM, 8 / MOST);
@@ -381,7 +381,7 @@ __device__ __forceinline__ void take_heads(Memory& memory, u64* copies, const u6
   }
   const auto [first, splits] = memory.parts[threadIdx.x / TEAM];  // of this thread's row
   const u64 *parts = copy + first * (WIDTH / 2), *sums = copy + SUMS + first * HEADS;
-  u32 looks = 0;  // at one word a warp first, see take
+  u32 looks = 0;  // poll one word per warp first, see take
   while (splits && !has(look(sums + (splits - 1) * HEADS + threadIdx.x % TEAM / (D / 4)), flag)) be_patient(looks);
   if (splits <= 1)
     take_parts<1>(memory, parts, sums, splits, flag);

@@ -1,4 +1,4 @@
-// A dense MLP of megakernel.cu: asking for its weights; gate and up, down.
+// A dense MLP in megakernel.cu: loads weights, computes gate and up, then down.
 
 struct MlpLoads {
   __device__ __forceinline__ MlpLoads(Memory&, const u64*, int, u32) {}
@@ -8,7 +8,7 @@ struct MlpLoads {
   }
 };
 
-// Leaves down's sums behind.
+// Ends with down's sums in shared memory.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&, u64* copies, const u64* its_copy,
                                         float eps, u32 flag, u32 nothing) {
   Batch<Cut<GATE_SUMS, HIDDEN, HIDDEN_CHUNK>> gate_up;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
 #pragma unroll 1
   for (int piece = 0; piece < PIECES; piece++, parts += PIECE / 2) {
     down.read(ring, 0, 0, nothing);
-    if (piece) meet();  // all have multiplied by the one before
+    if (piece) meet();  // all threads are done with the previous piece
     take<PIECE / 2, false, INNER_WORDS>(memory, parts, flag);
     multiply_lines(memory, ring, down, nothing, piece);
   }

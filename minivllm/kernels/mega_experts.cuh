@@ -1,11 +1,12 @@
-// An MLP of experts of megakernel.cu: each program has as many lines of the router as any other, and of each expert. All
-// leave their logits; of these the warp that asks for weights chooses a row's experts, and asks for them, row by row.
+// A mixture-of-experts MLP in megakernel.cu. All programs have equally many lines (weight rows) of the router and of
+// each expert. All write their logits; from these the loading warp selects each row's experts and loads them, row by
+// row.
 
-constexpr int ROUTER_LINES = EXPERTS / PROGRAMS, OF_EXPERT = 2 * INNER / PROGRAMS;  // lines, half of the latter gate's
-constexpr int NONE = 0xFFFF;  // is no expert
+constexpr int ROUTER_LINES = EXPERTS / PROGRAMS, OF_EXPERT = 2 * INNER / PROGRAMS;  // lines; half of the latter gate's
+constexpr int NONE = 0xFFFF;  // no expert
 static_assert(EXPERTS % PROGRAMS == 0 && EXPERTS % 32 == 0 && CHOSEN <= 32 && PIECES == 1, "megakernel.py");
 
-// Orders logits, which are bfloat16, and of equal ones the first.
+// A sort key for bfloat16 logits; among equal ones the first expert wins.
 __device__ __forceinline__ u32 key_of(u32 logit, int expert) {
   const u32 bits = logit >> 16, ordered = bits & 0x8000 ? ~bits & 0xFFFF : bits | 0x8000;
   return ordered << 16 | (NONE - expert);
@@ -16,7 +17,7 @@ __device__ __forceinline__ float logit_of(u32 key) {
   return __uint_as_float((ordered & 0x8000 ? ordered & 0x7FFF : ~ordered & 0xFFFF) << 16);
 }
 
-// A row's logits, which all programs leave: a lane's part of them.
+// A lane's part of a row's logits, which all programs write.
 struct Logits {
   static constexpr int EACH = EXPERTS / 32;
   u32 keys[EACH];
@@ -34,7 +35,7 @@ struct Logits {
 #pragma unroll
     for (int i = 0; i < EACH; i++) keys[i] = key_of((u32)words[i], i * 32 + lane);
   }
-  // The likeliest, which is then left out.
+  // Returns the largest and removes it.
   __device__ __forceinline__ u32 take_best() {
     u32 best = keys[0];
 #pragma unroll
@@ -44,7 +45,7 @@ struct Logits {
     for (int i = 0; i < EACH; i++) keys[i] = keys[i] == best ? 0 : keys[i];
     return best;
   }
-  // Of exponentials of those that are left.
+  // The sum of the exponentials of those that are left.
   __device__ __forceinline__ float sum(float top) const {
     float total = 0.f;
 #pragma unroll
@@ -82,8 +83,8 @@ struct MlpLoads {
       }
   }
 
-  // Chooses a row's experts, the likeliest first, and asks for lines of those that are known. Whoever has a stage of the
-  // last of them sees what is written here.
+  // Selects a row's experts, the most probable first, and loads lines of those selected so far. Warps that have a stage
+  // of the last expert see what is written here.
   __device__ __forceinline__ void load_gate_up(const Layer& its, int row, int layer, Ring& ring, int lane, u64 policy) {
     Logits its_logits(logits + row * EXPERTS, first_flag + layer, lane);
     float top = 0.f, mine = 0.f;
@@ -112,7 +113,8 @@ struct MlpLoads {
   }
 };
 
-// Leaves down's sums behind. A row's experts' outputs, each counted as much as it is chosen, are one input of down.
+// Ends with down's sums in shared memory. The outputs of a row's experts, each scaled by its weight, are one input of
+// down.
 __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer& its, u64* copies, const u64* its_copy,
                                         float eps, u32 flag, u32 nothing) {
   Batch<Cut<ROUTER_LINES, HIDDEN, HIDDEN_CHUNK>> router;
@@ -121,7 +123,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   multiply_lines(memory, ring, router, nothing);
   leave_squares(memory, square);
   meet();
-  int live = 1;  // read here: what is loaded is used before the next arrival
+  int live = 1;  // read here: a load is used before the next arrival
   if (ROWS > 1)
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(live) : "r"(shared_address(&memory.live)) : "memory");
   for (int i = threadIdx.x; i < live * ROUTER_LINES; i += THREADS) {
@@ -132,7 +134,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
       leave(copies + c * COPY_WORDS + LOGITS + row * EXPERTS + blockIdx.x * ROUTER_LINES + line, logit, flag);
   }
 
-  // Sums of the router's are read before these are written: they need experts, which are chosen of all its logits.
+  // The router's sums are read before these overwrite them: experts load only after all router logits are written.
 #pragma unroll 1
   for (int row = 0; row < live; row++) {
     Batch<Cut<GATE_LINES, HIDDEN, HIDDEN_CHUNK>> gate_up;

@@ -1,10 +1,10 @@
-// A product's weights in megakernel.cu, as they are: a stage has so many elements of k of eight lines.
+// Unpacked weights in megakernel.cu: a stage holds a chunk of k of eight lines (weight rows).
 
-// Of so many elements of k in a stage, where eight lines are in different banks.
+// Bytes of one line in a stage, padded so that the eight lines are in different banks.
 __device__ constexpr int line_bytes(int chunk) { return 2 * chunk + 64; }
 
-// Asks for a stage: OF elements of k of so many lines, of each of which a lane knows the place. Lanes that ask one after
-// another take 400 cycles, which is too long for stages of 8 KB; of larger ones it keeps programs at the same pace.
+// Loads a stage: OF elements of k of up to eight lines, each lane with one line's address. If each lane issues its own
+// load, they take 400 cycles: too long for stages of 8 KB, but with larger ones it keeps programs at the same pace.
 template <int OF>
 __device__ __forceinline__ void load_lines(const Stored* from, int lines, Ring& ring, int lane, u64 policy) {
   keep_pace<8 * OF * 2>(ring);
@@ -21,8 +21,8 @@ __device__ __forceinline__ void load_lines(const Stored* from, int lines, Ring& 
   }
   ring.next();
 }
-// Asks for LINES lines of a weight, eight at a time, of one piece of k after another; of gate and up a program has half
-// of each.
+// Loads LINES lines of a weight, eight at a time, one piece of k after another. GATED: half are gate's lines, half
+// up's.
 template <int LINES, int K, int OF, bool GATED = false, int PIECES_ = 1>
 __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, int lane, u64 policy) {
   constexpr int OWN = GATED ? LINES / 2 : LINES, EIGHTS = (LINES + 7) / 8;
@@ -38,8 +38,8 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
   }
 }
 
-// A lane's part of a stage: 16 bytes of a line at once, which the tensor cores take as they are. Returns words that all
-// that was read has a part in.
+// Reads a lane's part of a stage, 16 bytes of one line at a time, which are MMA operands without rearranging. Returns a
+// value that depends on every load.
 template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[OF / WARPS / 32], u32 stage, bool, u32) {
   const int lane = threadIdx.x % 32;
   const u32 from = stage + lane / 4 * line_bytes(OF) + threadIdx.x / 32 * (OF / WARPS) * 2 + lane % 4 * 16;
@@ -48,11 +48,11 @@ template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[OF / WARP
   for (int j = 0; j < OF / WARPS / 32; j++) w[j] = read16(from + 64 * j), seen |= w[j].x;
   return seen;
 }
-// Where a lane finds its x of 32 of k, 64 bytes: of each eight the first pair, the third, the second and the fourth.
+// Byte offset of a lane's x in 32 of k (64 bytes): of each eight elements the pairs are stored in order 0, 2, 1, 3.
 __device__ __forceinline__ int x_of_lane(int lane) { return lane % 4 * 16 + lane / 4 % 2 * 8; }
 __device__ __forceinline__ int x_of_four(int at) { return at / 2 * 4 + at % 2; }  // at: in fours; returns words
 
-// Which of the sums of so many lines a program's begin at, and what its lines' sums are multiplied by.
+// Where a program's lines begin among its sums, and what their sums are multiplied by; see mega_packed.cuh.
 template <int LINES> __device__ __forceinline__ int first_sum() { return 0; }
 __device__ __forceinline__ float scale_of(const Memory&, int) { return 1.f; }
 struct Scales {

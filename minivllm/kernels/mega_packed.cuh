@@ -1,26 +1,27 @@
-// A product's weights in megakernel.cu, packed (packed_weights.py): a stage has a piece of each warp's, eight lines by
-// 128 of k, or fewer pieces where k ends.
+// Packed weights (packed_weights.py) in megakernel.cu: a stage holds a piece for each warp, eight lines (weight rows)
+// by 128 of k, or fewer pieces at the end of k.
 //
-// Pieces begin at whole eights of lines. Where a program's lines do not, its first or last eight is another's, too.
+// Pieces begin at multiples of eight lines. If a program's lines do not, it shares its first or last eight with
+// another.
 
 static_assert(!EXPERTS && STAGE_BYTES >= WARPS * PIECE_BYTES, "megakernel.py");
 
-constexpr int APART = BY_LINES ? PIECE_BYTES : UNIT_BYTES;  // pieces of the same lines, one behind another along k
+constexpr int APART = BY_LINES ? PIECE_BYTES : UNIT_BYTES;  // distance of pieces of the same lines, adjacent along k
 
-// Asks for so many pieces, one a warp.
+// Loads ``some`` pieces, one per warp.
 __device__ __forceinline__ void load_pieces(const Stored* from, int some, Ring& ring, u32 bar, u64 policy) {
-  if (!is_elected()) return;  // lanes that ask one after another take longer than a stage does
+  if (!is_elected()) return;  // lanes that issue in turn take longer than a stage does
   if (BY_LINES) return load_bytes(ring.at(), from, some * PIECE_BYTES, bar, policy);
 #pragma unroll
   for (int w = 0; w < WARPS; w++)
     if (w < some) load_bytes(ring.at() + w * PIECE_BYTES, from + w * UNIT_BYTES, PIECE_BYTES, bar, policy);
 }
-// Asks for the pieces of LINES lines of a weight, eight at a time, of one part of k after another; of gate and up a
-// program has half of each, whose eights take turns in memory.
+// Loads the pieces of LINES lines of a weight, eight at a time, one part of k after another. GATED: half are gate's and
+// half up's, and their eights alternate in memory.
 template <int LINES, int K, int OF, bool GATED = false, int PIECES_ = 1>
 __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, int lane, u64 policy) {
   constexpr int OWN = GATED ? LINES / 2 : LINES, EIGHTS = (OWN + 7) / 8, ALL_EIGHTS = GATED ? 2 * EIGHTS : EIGHTS;
-  constexpr int UNITS = K / PIECE_K, SOME = UNITS / PIECES_;  // of a line, and of those in a part of k
+  constexpr int UNITS = K / PIECE_K, SOME = UNITS / PIECES_;  // pieces along k: of a line, and of one part of k
   static_assert(OF == WARPS * PIECE_K && OWN % 4 == 0 && UNITS % PIECES_ == 0, "megakernel.py");
 #pragma unroll 1
   for (int i = 0; i < PIECES_ * ALL_EIGHTS; i++) {
@@ -38,8 +39,7 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
   }
 }
 
-// The exponents of those weights of this warp's piece that have others; returns words that all that was read has a part
-// in.
+// Corrects the exponents of this warp's exceptions. Returns a value that depends on every load.
 __device__ __forceinline__ u32 put_exceptions(uint4 (&w)[4], u32 piece, u32 tail) {
   u32 seen = 0;
   each_exception(piece, tail, [&](u32 entry) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ u32 put_exceptions(uint4 (&w)[4], u32 piece, u32 tail
   });
   return seen;
 }
-// A lane's part of a stage, four pairs of a line each 32 of k; anything, if the stage has no piece of this warp's.
-// Returns words that all that was read has a part in.
+// Reads a lane's part of a stage: four pairs of one line for each 32 of k; undefined if the stage has no piece of this
+// warp's. Returns a value that depends on every load.
 template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[4], u32 stage, bool mine, u32 nothing) {
   const u32 piece = stage + threadIdx.x / 32 * PIECE_BYTES, from = piece + threadIdx.x % 32 * 16;
   const uint4 first = read16(from), second = read16(from + PLANE_BYTES), third = read16(from + 2 * PLANE_BYTES);
@@ -71,15 +71,15 @@ template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[4], u32 s
   if (tail) seen |= put_exceptions(w, piece, tail);
   return seen;
 }
-// Where a lane finds its x of 32 of k, 64 bytes: pairs q and q + 8 of each q beside each other, those of 0 to 3 first.
+// Byte offset of a lane's x in 32 of k (64 bytes): pairs q and q + 8 are adjacent, those of q = 0 to 3 come first.
 __device__ __forceinline__ int x_of_lane(int lane) { return lane / 4 % 2 * 32 + lane % 4 * 8; }
 __device__ __forceinline__ int x_of_four(int at) {  // at: in fours; returns words
   return at / 8 * 16 + at / 2 % 2 * 8 + at % 2 * 4 + at / 4 % 2;
 }
 
-// Which of the sums of so many lines a program's begin at.
+// Where a program's lines begin among its sums.
 template <int LINES> __device__ __forceinline__ int first_sum() { return LINES % 8 ? blockIdx.x * LINES % 8 : 0; }
-// What its lines' sums are multiplied by, for all of a layer's products.
+// What a line's sum is multiplied by; ``i`` counts the lines of all of a layer's products.
 __device__ __forceinline__ float scale_of(const Memory& memory, int i) { return memory.scales[i]; }
 struct Scales {
   static constexpr int EACH = (ALL_SCALES + THREADS - 1) / THREADS;
@@ -99,7 +99,7 @@ struct Scales {
   }
 
  private:
-  // Those of gate and up lie as their lines do in memory: eight of each in turn.
+  // Scales of gate and up alternate in eights, as their lines do in memory.
   static __device__ __forceinline__ const float* place(const Layer& layer, int i) {
     constexpr int OWN = GATE_LINES / 2;
     if (i < O_SCALES) return layer.qkv_scales + blockIdx.x * QKV_LINES + i;

@@ -1,10 +1,10 @@
-// The products of megakernel.cu: taking in what the others made, multiplying by what mega_lines.cuh or mega_packed.cuh
-// reads.
+// The products of megakernel.cu: read what other programs made, multiply it by weights from mega_lines.cuh or
+// mega_packed.cuh.
 
-// How a product of so many lines goes through registers: batches of so many eights of lines, and stages of each.
+// How a product of LINES lines is blocked for registers: batches of MANY groups of eight lines, DEEP stages of each.
 template <int LINES, int K, int OF> struct Cut {
-  static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // of a stage a warp has so many elements of k
-  static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages that registers hold
+  static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // a warp's elements of k in a stage
+  static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages held in registers
   static constexpr int STAGE = OF, STEP_BYTES = 2 * OF;
   static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = (K + OF - 1) / OF;
   static constexpr int SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
@@ -16,17 +16,17 @@ template <int LINES, int K, int OF> struct Cut {
   static __device__ __forceinline__ bool has(int set, int deep_set, int i, int step) {
     return (EIGHTS % MANY == 0 || set * MANY + i < EIGHTS) && (STEPS % DEEP == 0 || deep_set * DEEP + step < STEPS);
   }
-  // Whether this warp has any of a stage: k may end before.
+  // Whether this warp has any part of a stage: k may end before it.
   static __device__ __forceinline__ bool mine(int deep_set, int step) {
     return K % OF == 0 || (deep_set * DEEP + step) * OF + (int)threadIdx.x / 32 * PART < K;
   }
 };
-// Of a lane's four words for a tile of the tensor cores two are k of one row of it, two of another, whose x stands in
-// another column. So each row of x takes two columns of eight, and one lane of four has its sum.
+// A lane's four words of a line fill two rows of an MMA tile (g and g + 8) with different k. So each row of x takes two
+// of the eight columns, one for either k, and one lane in four has the row's sum.
 template <class C> struct Batch {
   uint4 w[C::MANY][C::DEEP][C::LOADS];
 
-  // Of stages that are there or come soon, which are let go.
+  // Reads stages as they arrive and releases them.
   __device__ __forceinline__ void read(Ring& ring, int set, int deep_set, u32 nothing) {
 #pragma unroll
     for (int i = 0; i < C::MANY; i++)
@@ -63,8 +63,8 @@ template <class C> struct Batch {
     }
   }
 };
-// A product's sums, a part of each warp's, of x that is there, added to what is there of other pieces. batch: the first.
-// only: the row, if but one has this product.
+// Multiplies x, which is in shared memory, and stores each warp's partial sums. batch: the first, already read. adds:
+// to the sums of earlier pieces. only: the one row that has this product, or -1.
 template <class C>
 __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch<C>& batch, u32 nothing,
                                                bool adds = false, int only = -1) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
       }
   }
 }
-// Four elements of this thread's row, the ``at``-th four.
+// Stores four elements of this thread's row, the ``at``-th four.
 __device__ __forceinline__ void put_four(Memory& memory, int at, u32 front, u32 back) {
   u32* to = (u32*)memory.x[threadIdx.x / TEAM] + x_of_four(at);
   to[0] = front, to[2] = back;
@@ -103,14 +103,15 @@ __device__ __forceinline__ float sum_of(const Memory& memory, int line, int row)
   const float4 a = *(const float4*)memory.sums[line][row], b = *((const float4*)memory.sums[line][row] + 1);
   return (a.x + a.y) + (a.z + a.w) + ((b.x + b.y) + (b.z + b.w));
 }
-// A program's output of one of its LINES of a product, whose sums and scales begin there.
+// A program's output of one of its LINES, whose sums and scales begin at SUMS and SCALES.
 template <int LINES, int SCALES, int SUMS = 0>
 __device__ __forceinline__ float output(const Memory& memory, int line, int row) {
   return sum_of(memory, SUMS + first_sum<LINES>() + line, row) * scale_of(memory, SCALES + line);
 }
 
-// Puts a product's input where it is read: WORDS pairs of each row of so many, which other programs leave. Returns the
-// squares of this thread's, which are of one row. by: what each row is multiplied by where it is read, if anything.
+// Copies a product's input to shared memory: of each row, WORDS words (pairs) that other programs write. Returns the
+// sum of squares of this thread's elements, which are of one row. by: factors for each row (SCALED), not for the
+// squares.
 template <int WORDS, bool SQUARED, int OF_ROW = WORDS, bool SCALED = false>
 __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag, const u16* by = nullptr) {
   constexpr int TWOS = WORDS / 2, TIMES = (TWOS + TEAM - 1) / TEAM, ROUNDS = (TIMES + 7) / 8;
@@ -119,8 +120,8 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
   words += threadIdx.x / TEAM * OF_ROW;
   float square = 0.f;
   u32 looks = 0;
-  // One word a warp first: all programs looking at all words, again and again, fill L2's time. Of a short stream of x a
-  // second look costs more than that.
+  // Poll one word per warp first: all programs polling all words would saturate L2. For a short x this extra read costs
+  // more than it saves.
   if (TIMES > (SQUARED ? 4 : 1))
     while (!has(look(words + 2 * (first & ~31)), flag)) be_patient(looks);
 #pragma unroll 1
@@ -156,9 +157,9 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
   return square;
 }
 
-__device__ constexpr int up(int threads) { return (threads + 31) / 32 * 32; }  // to whole warps
+__device__ constexpr int up(int threads) { return (threads + 31) / 32 * 32; }  // rounds up to whole warps
 
-// Of qkv's outputs that this thread leaves: their biases, if there are any.
+// The biases of the qkv outputs that this thread writes, if there are any.
 struct Biases {
   static constexpr int EACH = (up(ROWS * QKV_LINES) + THREADS - 1) / THREADS;
   float its[EACH] = {};
@@ -174,7 +175,7 @@ struct Biases {
   }
 };
 
-// Leaves pairs of a product's outputs, a row's: ``y`` is one of ``line``'s thread, of all threads of a warp.
+// Writes a row's outputs in pairs: each thread of a warp has ``y``, its ``line``'s output.
 template <int COPIES_ = COPIES>
 __device__ __forceinline__ void leave_pair(u64* words, int line, float y, bool live, u32 flag) {
   const float other = __shfl_down_sync(~0u, y, 1);
@@ -186,20 +187,20 @@ __device__ __forceinline__ void leave_squares(Memory& memory, float square) {
   square = warp_sum(square);
   if (threadIdx.x % 32 == 0) memory.squares[threadIdx.x / 32] = square;
 }
-// 1 / rms of a row of the input, once all have left their squares and met.
+// 1 / rms of an input row; all threads must have stored their squares and synchronized.
 __device__ __forceinline__ float factor(const Memory& memory, int row, float eps) {
   float sum = 0.f;
 #pragma unroll
   for (int w = 0; w < WARPS / ROWS; w++) sum += memory.squares[row * (WARPS / ROWS) + w];
   return rsqrtf(sum / HIDDEN + eps);
 }
-// SiLU of gate times up, of x that is still to be multiplied by a norm's factor.
+// SiLU(gate) * up; ``by`` (1 / rms) is still to be applied to both.
 __device__ __forceinline__ float activated(float gate, float up, float by) {
   gate *= by;
   return __fdividef(gate, 1.f + __expf(-gate)) * (up * by);
 }
 
-// The first layer's input, from the embedding, and zeros where there is no row.
+// Loads the first layer's input from the embedding; missing rows are zero.
 __device__ __forceinline__ float take_first(Memory& memory, const u16* x, int rows) {
   const int row = threadIdx.x / TEAM;
   float square = 0.f;

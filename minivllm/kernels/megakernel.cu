@@ -1,17 +1,16 @@
-// All layers of a decoder for the next token of ROWS sequences, or fewer, in one kernel; see megakernel.py.
+// All layers of a decoder in one kernel, for the next token of up to ROWS sequences; see megakernel.py.
 //
-// Compiled for one shape, behind hopper.cuh and the mega_*.cuh, of which mega_dense.cuh or mega_experts.cuh is its MLP,
-// and mega_lines.cuh or mega_packed.cuh brings its weights.
-// PROGRAMS of them, one a multiprocessor, all at once. Of each of a layer's four products a program has as many lines of
-// the weight as any other, all of k. One warp asks for weights, which depend on nothing but which experts a row has
-// chosen, as far ahead as there is room: from one product, and one layer, to the next; and for the pages of keys and
-// values that its program attends to. WARPS multiply, each a part of k, and attend, each to a page at a time. What
-// programs make for each other are words in memory, two bfloat16 (or a float) and a flag, written at once: a word is
-// there when its flag is this step's and layer's, so that nothing is fenced, counted or cleared. (A flag comes back
-// after 2^32 layers.) Buffers of words are used again in each layer: who writes one has read what all have made from
-// what it held. What everybody reads is there COPIES times, so that fewer wait for one word.
+// Compiled for one shape, after hopper.cuh and the mega_*.cuh: mega_dense.cuh or mega_experts.cuh for the MLP,
+// mega_lines.cuh or mega_packed.cuh for loading weights. PROGRAMS thread blocks run at once, one per SM. Each has
+// equally many lines (weight rows, all of k) of each of a layer's four products. One warp loads weights as far ahead as
+// its ring buffer has room, across products and layers: they depend only on which experts are selected. It also loads
+// the pages that its program attends to. WARPS warps multiply, each a part of k, and attend, each to a page at a time.
+// Programs exchange vectors as words in memory: two bfloat16 (or a float) and a flag in one 64-bit store. A word is
+// valid if its flag is this step's and layer's, so there are no fences, counters or resets. (A flag repeats after 2^32
+// layers.) Layers reuse the buffers: whoever writes a word has read what all programs made of its previous contents.
+// What all programs read has COPIES copies, so that fewer poll one word.
 
-// maps: of each layer's keys and values. words: see above; count: layers so far, of all launches with these words.
+// maps: of each layer's keys and values. words: see above. count: layers so far, in all launches with these words.
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
 megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, const float* angles,
            const long long* positions, const long long* slots, const int* lengths, const int* tables, u64* words,
@@ -48,8 +47,8 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     return;
   }
 
-  // An arrival does not wait for loads before it, and lets the next weights in: so it goes to an address that what was
-  // loaded has a part in. The part is zero, which the compiler does not know.
+  // An arrival lets the next weights overwrite a stage, but does not wait for earlier loads. So its address includes a
+  // value that depends on them: zero, which the compiler does not know.
   const u32 nothing = zero;
   const int own_row = threadIdx.x / ADD_LINES, own_line = threadIdx.x % ADD_LINES;  // of the residual stream
   const int at = program * ADD_LINES + own_line;
@@ -64,11 +63,11 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
   float square = take_first(memory, x, rows);
 #pragma unroll 1
   for (int l = 0; l < num_layers; l++) {
-    // Or all addresses are found once, and kept where registers are spilled to.
+    // Without this the compiler computes all addresses once and spills them.
     asm volatile("" : "+l"(copies), "+l"(its_copy), "+l"(words));
     const Layer its = layers[l];
     const u32 flag = first_flag + l;
-    const Scales scales(its);  // asked for here, there when they are put
+    const Scales scales(its);  // loaded here, used by put
     const Biases biases(its);  // likewise
     Batch<Cut<QKV_LINES, HIDDEN, HIDDEN_CHUNK>> qkv;
     qkv.read(ring, 0, 0, nothing);
@@ -76,9 +75,9 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     scales.put(memory);
     multiply_lines(memory, ring, qkv, nothing);
     leave_squares(memory, square);
-    square = 0.f;  // or it would be kept through the layer
+    square = 0.f;  // so that it is not kept through the layer
     meet();
-    for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {  // unrolled it takes longer
+    for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {  // slower if unrolled
       const int row = i / QKV_LINES, line = i % QKV_LINES;
       float out = row < ROWS ? output<QKV_LINES, 0>(memory, line, row) * factor(memory, row, eps) : 0.f;
       if constexpr (BIASED) out += biases.its[i / THREADS];
@@ -111,6 +110,6 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
   }
   if (adds && own_row < rows)
     y[own_row * HIDDEN + at] = (u16)(__float_as_uint(own) >> 16);
-  if (program == 0 && threadIdx.x == 0) *count += num_layers;  // by now all have read it
+  if (program == 0 && threadIdx.x == 0) *count += num_layers;  // all have read it by now
   asm volatile("griddepcontrol.launch_dependents;");
 }

@@ -1,26 +1,26 @@
-"""All layers of a decoder in one kernel, for the next token of up to eight sequences, on Hopper, so that a step waits
-for weights, 0.26 ms of Qwen3-0.6B, and little for what stands between kernels.
+"""All layers of a decoder in one Hopper kernel, for the next token of up to eight sequences. A step then takes little
+more than reading its weights, 0.26 ms for Qwen3-0.6B.
 
-In kernels apart each layer is four products and an attention, each of which fills the chip anew: 21 µs a layer of
-Qwen3-0.6B, whose weights take 7. Here every program stays on its multiprocessor, asks for its lines of the next
-products' weights while it waits for what the others make of the current one (200 KB a program, most of a layer of that
-model, and the next product's first in registers), and programs hand each other vectors as words that carry a flag
-beside the data, as NCCL's low-latency protocol does: no barrier of the grid, no fence. A layer's critical path is five
-such ways through L2, of about a µs each, and the arithmetic between.
+As separate kernels each layer is four products and an attention, each of which has to fill the chip again: 21 µs per
+layer of Qwen3-0.6B, whose weights take 7. Here every program (thread block) stays on its SM. While it waits for the
+other programs' part of the current product, it prefetches its lines (weight rows) of the next ones: 200 KB per program,
+most of a layer of that model, and the first of the next product in registers. Programs exchange vectors as words that
+hold data and a flag, like NCCL's low-latency protocol, so there is no grid barrier and no fence. A layer's critical
+path is five such trips through L2, about 1 µs each, and the arithmetic between them.
 
-Weights may come packed (``mega_packed.cuh``): a quarter less to wait for, which layers of some size do.
+Weights may be packed (``mega_packed.cuh``): a quarter less to read, which pays in layers of some size.
 
-MLPs may be of experts (``mega_experts.cuh``): programs leave the router's logits as they leave all else, a sixth way,
-and no weights come until they are there.
+MLPs may be mixtures of experts (``mega_experts.cuh``): router logits are exchanged like all else, a sixth trip, and the
+experts' weights cannot be loaded before.
 
-Several GPUs (``ranks``), each with a part of heads and MLP, add up theirs twice a layer by words in each other's memory
-(``peer_words.py``), one way of about 1.5 µs, while their next weights arrive.
+Several GPUs (``ranks``), each with a part of heads and MLP, all-reduce twice a layer through words in each other's
+memory (``peer_words.py``), about 1.5 µs each, while their next weights arrive.
 
-Bytes moved: the weights and the context's keys and values once; from L2 each program reads every vector whole, 20 KB a
-layer and row of Qwen3-0.6B and 8 KB of attention, or of each of its parts where a row has two. More parts are put
-together first, by all programs a few words each: one way more. More than eight rows would gain little (measured). The
-kernel is CUDA C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one
-stream. Idea: Hazy Research's megakernel for Llama-1B (2025).
+Bytes moved: the weights and the context's keys and values once. From L2 each program reads every vector whole: per
+layer and row of Qwen3-0.6B 20 KB, and 8 KB of attention for each part, if a row has at most two. More parts are first
+combined, each program a few words: one more trip. More than eight rows would gain little (measured). The kernel is CUDA
+C++ (``megakernel.cu``). All programs must run at once, as in ``chain_linear``: launch them on one stream. Idea: Hazy
+Research's megakernel for Llama-1B (2025).
 """
 
 import ctypes
@@ -40,16 +40,17 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
 
 PAGE = 16  # keys
-_WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # that multiply; programs that may share a key head's attention
-_MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
+_WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # compute warps; programs that may share a key head's attention
+_MAX_GROUP = 8  # query heads per key head: columns of an MMA tile
 MAX_MEGAKERNEL_ROWS = MOST_ROWS
-_MOST_ROUTED_ROWS = 4  # more share experts, which the kernel reads for each row
-_LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages have not been tried in an engine
+_MOST_ROUTED_ROWS = 4  # more rows share experts, which the kernel reads once per row
+_LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages are untested in an engine
 _MOST_PIECES = 4  # each is waited for
-_COPIES = 4  # of what all programs read: so many fewer wait for one word
-# Of layers of so many weights, rows of which packed ones are multiplied faster than in any other way: in smaller layers
-# what stands between products counts most, and more rows' inputs leave too little room for weights. Those in units are
-# read by packed_chain, too.
+_COPIES = 4  # of what all programs read, so that fewer poll one word
+# (weights of a layer, at least; rows for which packed weights are then faster than any other way). In smaller layers
+# latency between products dominates, and inputs of more rows leave too little room for weights. Order.UNITS is also
+# read
+# by packed_chain.
 _PACKED_ROWS = {
     Order.UNITS: ((1 << 28, range(1, 3)), (150_000_000, range(1, 5)), (100_000_000, range(1, 3))),
     Order.LINES: ((1 << 28, range(1, 3)), (45_000_000, range(1, 9))),
@@ -58,8 +59,8 @@ _PACKED_ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Of MLPs of experts: a token's are the ``top_k`` of the largest logits (rounded to bfloat16, the first of equal
-    ones), each counted by the softmax of all logits, or, if ``renormalize``, of those ``top_k``."""
+    """An MoE MLP's routing: the ``top_k`` experts with the largest logits (rounded to bfloat16; the first among equal
+    ones), weighted by the softmax over all logits, or, if ``renormalize``, over those ``top_k``."""
 
     experts: int
     top_k: int
@@ -68,20 +69,20 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Of all layers of a decoder, or of one rank's part of them: ``hidden`` is whole, all else its own."""
+    """All layers of a decoder, or one rank's part: ``hidden`` is the full size, all else the rank's own."""
 
     hidden: int
     inner: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    routing: Routing | None = None  # then ``inner`` is an expert's
-    ranks: int = 1  # whose sums are added up
-    biased: bool = False  # qkv
+    routing: Routing | None = None  # if given, ``inner`` is an expert's
+    ranks: int = 1  # that an all-reduce sums over
+    biased: bool = False  # whether qkv has a bias
 
     @property
     def chosen(self) -> int:
-        """MLPs of a token."""
+        """MLPs that a token goes through."""
         return self.routing.top_k if self.routing else 1
 
     @property
@@ -94,7 +95,7 @@ class DecoderShape:
 
     @property
     def products(self) -> ChainShape:
-        """Of a layer, or of one with one of its experts."""
+        """The products of a layer, with one expert if there are several."""
         return ChainShape(self.hidden, self.width, self.inner, self.qkv)
 
 
@@ -102,13 +103,13 @@ class DecoderShape:
 class MegakernelConfig:
     rows: int  # sequences, at most
     programs: int
-    splits: int  # of a key head's attention, at most, of all sequences together
-    chunks: tuple[int, int, int]  # elements of k, of hidden, of width, of inner, that a stage has of eight lines
+    splits: int  # per key head's attention, at most, for all sequences together
+    chunks: tuple[int, int, int]  # elements of k of hidden, width, inner per stage (which has eight lines)
     stages: int
     stage_bytes: int
-    memory_bytes: int  # shared, beside the stages
-    pieces: int  # that down's input is taken in
-    under_way: int  # bytes of weights that a program waits for at once, see _under_way
+    memory_bytes: int  # shared memory besides the stages
+    pieces: int  # in which down's input is read
+    under_way: int  # bytes of weights in flight per program, at most, see _under_way
     packed: Order | None  # of weights
 
     @property
@@ -120,8 +121,8 @@ class MegakernelConfig:
 def megakernel_config(
     shape: DecoderShape, rows: int = 1, sms: int = 132, packed: Order | None = None
 ) -> MegakernelConfig | None:
-    """None: the products do not cut evenly, nothing of the kernel's kind attends to such heads, or there are too many
-    rows. ``packed``: from packed weights, in that order."""
+    """None if the products cannot be split evenly, the kernel does not support such heads, or there are too many rows.
+    ``packed``: the order of packed weights, if they are."""
     routing, chosen = shape.routing, shape.chosen
     if rows > (_MOST_ROUTED_ROWS if routing else MAX_MEGAKERNEL_ROWS):
         return None
@@ -131,7 +132,7 @@ def megakernel_config(
         return None
     lines = shape.hidden, shape.inner, shape.qkv
     even = range(sms // 8 * 8, sms * 9 // 10, -8)
-    programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # they leave pairs
+    programs = next((p for p in even if not any(n % (2 * p) for n in lines)), None)  # outputs are written in pairs
     if programs is None or programs < shape.num_kv_heads * _LEAST_SPLITS:
         return None
     if routing and (
@@ -148,7 +149,7 @@ def megakernel_config(
         return None
     gate_lines, *others = (-(-n // programs // 8) * 8 for n in (shape.inner * chosen, shape.qkv, shape.hidden))
     most_lines = max(2 * gate_lines, *others)
-    page_bytes = 4 * PAGE * shape.head_dim  # of a head's keys and values, of which a stage has two, or one
+    page_bytes = 4 * PAGE * shape.head_dim  # one head's keys and values; a stage has one or two such pages
     weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (2 * max(chunks) + 64)
     stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
@@ -173,15 +174,16 @@ def megakernel_config(
 
 
 def _under_way(shape: DecoderShape, rows: int) -> int:
-    """Three stages of 1,024 or 1,280 elements, or two where a layer waits for words rather than weights. With all that
-    there is room for, programs get theirs at different paces, and memory gives 5 to 10% less; not so of experts."""
+    """Three stages of 1,024 or 1,280 elements, or two where a layer waits for words rather than weights. If all free
+    stages were in flight, programs would run at different paces and bandwidth would drop by 5 to 10%; not with
+    experts."""
     if shape.routing:
         return SHARED_BYTES
     return (60 if shape.products.weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
 def _chunk(k: int) -> int:
-    """Elements of k in a stage; 0: none of the lengths that a stage has divides k."""
+    """Elements of k in a stage; 0 if none of the supported lengths divides k."""
     return next((c for c in (1024, 1280, 768, 512, 256) if k % c == 0), 0)
 
 
@@ -209,7 +211,7 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
 
 
 def packed_megakernel_rows(shape: DecoderShape, order: Order) -> range:
-    """Rows of which packed weights in that order are multiplied faster than in any other way; none of small layers."""
+    """Rows for which packed weights in that order are faster than any other way; none for small layers."""
     if shape.routing is not None:
         return range(0)
     return next((rows for weights, rows in _PACKED_ROWS[order] if shape.products.weights >= weights), range(0))
@@ -218,8 +220,7 @@ def packed_megakernel_rows(shape: DecoderShape, order: Order) -> range:
 def use_megakernel(
     shape: DecoderShape, rows: int, dtype: torch.dtype, device: torch.device, packed: Order | None = None
 ) -> bool:
-    """Whether the kernel is for such layers, of weights that are ``packed`` or not, and so many sequences, and runs
-    there."""
+    """Whether the kernel supports such layers, with ``packed`` weights or not, for so many sequences on that device."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = megakernel_config(shape, rows, num_sms(device), packed)
@@ -230,7 +231,7 @@ def use_megakernel(
 
 @cache
 def _fits(shape: DecoderShape, config: MegakernelConfig, device: torch.device) -> bool:
-    """Whether all programs, which wait for each other, run at once there."""
+    """Whether all programs, which wait for each other, can run at once on the device."""
     with torch.cuda.device(device):
         kernel = load(megakernel_of(shape, config), device)
         return config.programs <= nvrtc.programs_at_once(kernel, _launch_shape(config, False), num_sms(device))
@@ -243,11 +244,11 @@ def _launch_shape(config: MegakernelConfig, pdl: bool) -> nvrtc.LaunchShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer's, norms folded into ``qkv`` (qkv, hidden) and ``gate_up`` (2 * inner, hidden); o (hidden, width), down
-    (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads, head_dim). All bfloat16
-    and contiguous. With routing gate_up (experts, 2 * inner, hidden), gate's rows first, down (experts, hidden, inner),
-    router (experts, hidden), and the norm in front of all three (hidden,), which is folded into none of them.
-    ``packed``: qkv, o, gate_up (as gated) and down once more, which the kernel reads in their place: of all layers, in
+    """One layer's weights and cache. Norms are folded into ``qkv`` (qkv, hidden) and ``gate_up`` (2 * inner, hidden); o
+    (hidden, width), down (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads,
+    head_dim). All bfloat16 and contiguous. With routing: gate_up (experts, 2 * inner, hidden), gate's rows first, down
+    (experts, hidden, inner), router (experts, hidden), and the norm before them (hidden,), which is not folded in.
+    ``packed``: packed copies of qkv, o, gate_up (as gated) and down, which the kernel reads instead; of all layers, in
     one order, or of none. qkv_bias (qkv,), if the shape is ``biased``."""
 
     qkv: torch.Tensor
@@ -276,8 +277,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """All that a step does not change. cos_sin (positions, head_dim) float32; ``eps`` is of the norms in front of
-    products, ``heads_eps`` of those of heads. ``peers``: where other ranks, if there are any, leave their parts."""
+    """What all steps share. cos_sin (positions, head_dim) float32; ``eps``: of the norms before products,
+    ``heads_eps``: of those of heads. ``peers``: where other ranks, if there are any, write their parts."""
 
     shape: DecoderShape
     weights: list[LayerWeights]
@@ -290,8 +291,8 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTokens:
-    """One of each sequence; behind these there may be padding, whose slots are in page 0. positions, slots (rows,)
-    int64; seq_lens (rows,) int32, the token counted; block_tables (rows, …) int32."""
+    """One token per sequence; padding rows, with slots in page 0, may follow. positions, slots (rows,) int64; seq_lens
+    (rows,) int32, this token included; block_tables (rows, …) int32."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -301,13 +302,13 @@ class DecodeTokens:
 
 @cache
 def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """(layers, 15) int64 where the kernel reads it: ``Layer`` of megakernel.cu."""
+    """(layers, 15) int64 on the device: an array of ``Layer``, see mega_words.cuh."""
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
 @cache
 def _maps(device: torch.device, caches: tuple[int, ...], blocks: int, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """(layers, 2, 128) uint8 there: tensor maps of each layer's keys and values, for one head of a page."""
+    """(layers, 2, 128) uint8 on the device: tensor maps of each layer's keys and values, for one head of a page."""
     maps = (nvrtc.page_map(pointer, blocks, PAGE, kv_heads * head_dim, head_dim) for pointer in caches)
     data = b"".join(map(_map_bytes, maps))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
@@ -319,8 +320,8 @@ def _map_bytes(made: nvrtc.TensorMap) -> bytes:
 
 @cache
 def _words(device: torch.device, number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number,) int64: what programs of a rank leave for each other, zeros before the first launch; (1,) int32, layers
-    so far."""
+    """(number,) int64: the words that a rank's programs exchange, zeros before the first launch; (1,) int32: layers so
+    far."""
     return (
         torch.zeros(number, dtype=torch.int64, device=device),
         torch.zeros(1, dtype=torch.int32, device=device),
@@ -328,9 +329,9 @@ def _words(device: torch.device, number: int, rank: int) -> tuple[torch.Tensor, 
 
 
 def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.Tensor:
-    """The residual stream (rows, hidden) behind all layers, of x (rows, hidden) before them; bfloat16, rounded behind
-    each product and each addition. The new keys and values of each layer go to its cache. All ranks of a ``shape`` of
-    several launch it, in the same order; each gets the same bytes."""
+    """The residual stream (rows, hidden) after all layers, for x (rows, hidden) before them; bfloat16, rounded after
+    each product and each addition. Writes each layer's new keys and values to its cache. If a ``shape`` has several
+    ranks, all of them must launch it, in the same order; all get the same bytes."""
     y = torch.empty_like(x)
     if compiling():
         return y
@@ -434,7 +435,7 @@ def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
 def _routed(
     x: torch.Tensor, layer: LayerWeights, routing: Routing, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """The MLP of experts of x (rows, hidden), behind its norm."""
+    """The MoE MLP of x (rows, hidden), which is already normed."""
     assert layer.router is not None
     logits = rounded(x @ layer.router.float().T)
     chosen = logits.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]

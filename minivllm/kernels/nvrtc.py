@@ -1,7 +1,7 @@
-"""Kernels in CUDA C++, compiled by NVRTC when they are first needed: for what Triton has no words for (clusters).
+"""CUDA C++ kernels, compiled by NVRTC when first needed: for what Triton cannot express (clusters).
 
-It takes the package cuda-bindings, which torch's CUDA builds bring along; without it ``available`` says no and callers
-take their other path. Compiled kernels are kept beside Triton's, in its cache folder.
+Needs the package cuda-bindings, which torch's CUDA builds bring along; without it ``available`` is False and callers
+use other kernels. Compiled kernels are cached in Triton's cache directory.
 """
 
 import ctypes
@@ -18,12 +18,12 @@ import torch
 from minivllm.errors import MinivllmError
 from minivllm.kernels._triton import HAVE_TRITON, triton
 
-_ARCHITECTURE = "sm_90a"  # wgmma and setmaxnreg exist on this one only
+_ARCHITECTURE = "sm_90a"  # the only one with wgmma and setmaxnreg
 
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether kernels for Hopper can be compiled and run on ``device``."""
+    """Whether Hopper kernels can be compiled and run on ``device``."""
     if device.type != "cuda" or torch.version.cuda is None or not HAVE_TRITON:
         return False
     if torch.cuda.get_device_capability(device) != (9, 0):
@@ -31,21 +31,21 @@ def available(device: torch.device) -> bool:
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()  # looks the library up
+        nvrtc.nvrtcVersion()  # loads the library
     except (ImportError, RuntimeError, OSError):
         return False
     return True
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of cuda-bindings returned, behind its status."""
+    """What a cuda-bindings call returned, without its status."""
     if int(result[0]):
         raise MinivllmError(f"a call of the CUDA driver or compiler failed: {result[0]}")
     return result[1] if len(result) == 2 else result[1:]
 
 
 def compile_cubin(source: str) -> bytes:
-    """Machine code of ``source`` for Hopper, from disk if it was compiled before. Raises MinivllmError with the log."""
+    """The machine code of ``source`` for Hopper, cached on disk. Raises MinivllmError with the compiler's log."""
     from cuda.bindings import nvrtc
 
     version = checked(nvrtc.nvrtcVersion())
@@ -63,20 +63,20 @@ def compile_cubin(source: str) -> bytes:
     cubin = bytearray(checked(nvrtc.nvrtcGetCUBINSize(program)))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     checked(nvrtc.nvrtcDestroyProgram(program))
-    with suppress(OSError):  # a folder that cannot be written costs a compilation each time
+    with suppress(OSError):  # with a read-only directory every process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")  # ranks compile side by side
+        unfinished = path.with_suffix(f".{os.getpid()}")  # ranks compile at the same time
         unfinished.write_bytes(cubin)
         unfinished.replace(path)
     return bytes(cubin)
 
 
 def load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> Any:
-    """The kernel ``name`` on ``device``, allowed ``shared_bytes`` of dynamic shared memory a program."""
+    """The kernel ``name`` on ``device``, allowed ``shared_bytes`` of dynamic shared memory per program."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # torch has made the device's context, and it is current
+        torch.cuda.current_stream().synchronize()  # by now torch has created the device's context, and it is current
         module = checked(driver.cuModuleLoadData(cubin))
         function = checked(driver.cuModuleGetFunction(module, name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -85,7 +85,7 @@ def load(cubin: bytes, name: str, device: torch.device, shared_bytes: int) -> An
 
 
 class TensorMap(NamedTuple):
-    """A driver's object, and where its 128 bytes are."""
+    """A driver object, and the address of its 128 bytes."""
 
     made: Any
     address: int
@@ -93,10 +93,10 @@ class TensorMap(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int, box_columns: int) -> TensorMap:
-    """What TMA needs to load tiles of a bfloat16 matrix in lines of 128 swizzled bytes; zeros past its ends.
+    """What TMA needs to load tiles of a bfloat16 matrix in swizzled lines of 128 bytes; zeros beyond its ends.
 
-    ``pointer`` in bytes and ``stride`` in elements must be multiples of 16 bytes. Shape alone decides, so that a map
-    may be kept after its tensor is gone.
+    ``pointer`` in bytes and ``stride`` in elements must be multiples of 16 bytes. Nothing else of the tensor matters,
+    so a map may outlive it.
     """
     return _encoded(pointer, (columns, rows), (stride,), (box_columns, box_rows))
 
@@ -104,7 +104,7 @@ def tensor_map(pointer: int, rows: int, columns: int, stride: int, box_rows: int
 @lru_cache(maxsize=8192)
 def page_map(pointer: int, pages: int, size: int, width: int, columns: int | None = None) -> TensorMap:
     """The same for pages of ``size`` lines of ``width`` elements, one after another, or ``columns`` of them. In shared
-    memory each 64 columns of a page stand together, ``size`` lines of 128 bytes."""
+    memory each 64 columns of a page are contiguous, ``size`` lines of 128 bytes."""
     box = (64, size, (columns or width) // 64, 1)
     return _encoded(pointer, (64, size, width // 64, pages), (width, 64, size * width), box)
 
@@ -113,14 +113,14 @@ def page_map(pointer: int, pages: int, size: int, width: int, columns: int | Non
 def head_map(
     pointer: int, tokens: int, heads: int, dim: int, stride: int, box_heads: int, box_tokens: int
 ) -> TensorMap:
-    """The same for (tokens, heads, dim), ``stride`` elements from a token to the next: 64 dimensions of some heads of
-    some tokens, a token's one after another."""
+    """The same for (tokens, heads, dim), with ``stride`` elements between tokens: 64 dimensions of some heads of some
+    tokens, a token's heads one after another."""
     box = (64, box_heads, box_tokens, 1)
     return _encoded(pointer, (64, heads, tokens, dim // 64), (dim, stride, 64), box)
 
 
 def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """Dimensions from the innermost on, which is contiguous; ``strides``, of the others, in elements."""
+    """Dimensions from the innermost, which is contiguous, outward; ``strides``: of the others, in elements."""
     from cuda.bindings import driver
 
     made = checked(
@@ -134,7 +134,7 @@ def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box
             [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # of 256: 4.2, not 4.6 TB/s
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # with 256: 4.2, not 4.6 TB/s
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
@@ -146,7 +146,7 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LaunchShape:
-    """How a kernel is launched. ``pdl``: programmatically, see pdl.py."""
+    """How a kernel is launched. ``pdl``: as a programmatic dependent launch, see pdl.py."""
 
     grid: Size
     cluster: Size
@@ -167,7 +167,7 @@ def _launch_config(shape: LaunchShape, stream: int) -> Any:
         attributes.append(made)
         return made.value
 
-    if shape.cluster != (1, 1, 1):  # a cluster of one is placed like a cluster: two to a multiprocessor, others idle
+    if shape.cluster != (1, 1, 1):  # even clusters of one are placed as clusters: two per SM, other SMs idle
         size = attribute(driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION).clusterDim
         size.x, size.y, size.z = shape.cluster
     if shape.pdl:
@@ -184,12 +184,12 @@ def _launch_config(shape: LaunchShape, stream: int) -> Any:
 
 
 def _stream() -> int:
-    """Torch's current one. Asked without a device, torch asks the driver how many there are: 30 µs a launch."""
+    """Torch's current stream. Without a device given, torch asks the driver how many there are: 30 µs per launch."""
     return torch.cuda.current_stream(torch.cuda.current_device()).cuda_stream
 
 
 def clusters_at_once(function: Any, shape: LaunchShape) -> int:
-    """How many clusters of a kernel the current device runs beside each other."""
+    """How many clusters of a kernel can be resident at once on the current device."""
     from cuda.bindings import driver
 
     config = _launch_config(shape, _stream())
@@ -197,7 +197,7 @@ def clusters_at_once(function: Any, shape: LaunchShape) -> int:
 
 
 def programs_at_once(function: Any, shape: LaunchShape, multiprocessors: int) -> int:
-    """How many programs of a kernel without clusters a device of so many multiprocessors runs beside each other."""
+    """How many programs of a kernel without clusters can be resident at once on a device with so many SMs."""
     from cuda.bindings import driver
 
     each = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, shape.threads, shape.shared_bytes)
@@ -205,7 +205,7 @@ def programs_at_once(function: Any, shape: LaunchShape, multiprocessors: int) ->
 
 
 def launch(function: Any, shape: LaunchShape, arguments: list[int]) -> None:
-    """Start a kernel on torch's current stream. ``arguments``: the address of each, to be read before this returns."""
+    """Start a kernel on torch's current stream. ``arguments``: the address of each; read before this returns."""
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(arguments))(*arguments)

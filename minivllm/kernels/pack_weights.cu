@@ -1,7 +1,8 @@
-// Packs a weight as packed_weights.py says, whose torch code writes the same bytes. A program has 128 lines, a warp 16
-// of them, one eight behind the other: it counts their exponents, then writes their pieces, one behind another.
+// Packs a weight as packed_weights.py describes; its torch reference writes the same bytes. A program (thread block)
+// has 128 lines (weight rows), a warp 16 of them in two eights: it counts their exponents, then writes piece after
+// piece.
 //
-// Compiled for any shape, behind packed_piece.cuh.
+// Compiled once for all shapes, after packed_piece.cuh.
 
 constexpr int WARPS = 8, LINES = 16 * WARPS, EXPONENTS = 256;
 
@@ -14,8 +15,8 @@ __device__ __forceinline__ float scale_of(int base) {  // 2 ** (base - FIRST_EXP
   return base ? __uint_as_float((u32)(base - FIRST_EXPONENT + 127) << 23) : 0.f;
 }
 
-// The first of the WINDOW exponents that most of a line's weights have, zeros, denormals, infinities and NaN none; 0 if
-// no weight has any. All of a warp; counts: its own.
+// The first of the WINDOW exponents that hold most of a line's weights; zeros, denormals, infinities and NaN do not
+// count; 0 if none counts. Called by a whole warp; counts: the warp's own.
 __device__ __forceinline__ int base_of(const u16* line, int k, u32* counts, u32* failed) {
   constexpr int EACH = EXPONENTS / 32;
   const int lane = threadIdx.x % 32;
@@ -31,7 +32,7 @@ __device__ __forceinline__ int base_of(const u16* line, int k, u32* counts, u32*
     atomicAdd(counts + exponent(four.y), 1u), atomicAdd(counts + exponent(four.y >> 16), 1u);
   }
   __syncwarp();
-  u32 best = 0;  // a number of weights, and EXPONENTS less the base: of as many the first
+  u32 best = 0;  // number of weights << 8 | EXPONENTS - base: among equals the first base wins
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int base = lane * EACH + i;
@@ -47,7 +48,8 @@ __device__ __forceinline__ int base_of(const u16* line, int k, u32* counts, u32*
   return best ? EXPONENTS - (best & 255) : 0;
 }
 
-// Of a weight outside the window how far its exponent lies, as packed_piece.cuh reads it; ``fits``: whether it can.
+// Encodes how far an exponent is outside the window, as packed_piece.cuh decodes it; ``fits``: whether that is
+// possible.
 __device__ __forceinline__ u32 shift_of(u32 bits, int base, bool& fits) {
   if (!(bits & 0x7FFF)) return ZERO;
   const int its = exponent(bits), far = its - base;
@@ -55,8 +57,8 @@ __device__ __forceinline__ u32 shift_of(u32 bits, int base, bool& fits) {
   return (far < 0 ? -1 - far : ABOVE + far) & 63;
 }
 
-// Eight lines by 128 of k, of which this lane's line begins at ``from``, with what this lane has of it. Whether that
-// can be. All of a warp.
+// Packs eight lines by 128 of k; ``from``: this lane's part of its line. Returns whether that is possible. Called by a
+// whole warp.
 __device__ __forceinline__ bool pack_piece(const u16* from, int base, unsigned char* piece) {
   const int lane = threadIdx.x % 32;
   u32 pairs[16], planes[3][4];
@@ -79,7 +81,7 @@ __device__ __forceinline__ bool pack_piece(const u16* from, int base, unsigned c
   for (int p = 0; p < 3; p++)
     *(uint4*)(piece + p * PLANE_BYTES + lane * 16) = uint4{planes[p][0], planes[p][1], planes[p][2], planes[p][3]};
 
-  int until = outside;  // of the lanes up to this one
+  int until = outside;  // inclusive prefix sum over lanes
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
     const int others = __shfl_sync(~0u, until, lane - by & 31);
@@ -103,14 +105,14 @@ __device__ __forceinline__ bool pack_piece(const u16* from, int base, unsigned c
   return fits;
 }
 
-// weight (lines, k); data: pieces of (lines / 128, k / 128, 16), or, by_lines, of (lines / 8, k / 128); scales (lines,),
-// as data has them. failed: becomes 1 if that cannot be.
+// weight (lines, k); data: pieces as (lines / 128, k / 128, 16), or, by_lines, as (lines / 8, k / 128); scales
+// (lines,), in data's order. failed: set to 1 if packing is impossible.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 pack_weights(const u16* weight, unsigned char* data, float* scales, u32* failed, int lines, int k, int gated,
              int by_lines) {
   extern __shared__ unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, steps = k / PIECE_K;
-  const int apart = by_lines ? PIECE_BYTES : UNIT_BYTES;  // pieces of the same lines
+  const int apart = by_lines ? PIECE_BYTES : UNIT_BYTES;  // distance of pieces of the same lines
   u32* const counts = (u32*)memory + warp * EXPONENTS;
 #pragma unroll 1
   for (int half = 0; half < 2; half++) {

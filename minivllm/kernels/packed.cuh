@@ -1,34 +1,33 @@
-// What kernels of packed weights share; see packed_weights.py, packed_chain.py and packed_linear.py.
+// Shared by the kernels that read packed weights; see packed_weights.py, packed_chain.py and packed_linear.py.
 //
-// Compiled for ROWS columns, behind packed_piece.cuh and multiply_by. One program a multiprocessor, in clusters of two
-// that go through the same k of two blocks of 128 lines beside each other, and each ask for half of their input.
-// Weights are the tensor cores' M, and come from registers, where two warpgroups decode them: each has 64 lines of a
-// unit, 128 of k, and each warp two pieces. What is left when each cluster has as many whole blocks as any other is
-// cut along k, so that each gets as many units, but for one; programs that have parts of a block leave their sums in
-// memory, and each finishes a share of it, if it has several whole blocks before the last, while weights come. A warp
-// asks for weights, two units at a time, and where inputs are not there yet for as many as there is room for; another
-// for inputs.
+// Compiled for ROWS columns, after packed_piece.cuh and multiply_by. One program (thread block) per SM, in clusters of
+// two that process the same k of two adjacent blocks of 128 lines (weight rows), and each load half of their input.
+// Weights are wgmma's M and come from registers, where two warpgroups decode them: each has 64 lines of a unit (128
+// lines by 128 of k), each warp two pieces. Each cluster gets equally many whole blocks; the rest is split along k into
+// equal numbers of units, give or take one. Programs with a part of a block write their sums to memory, and each
+// reduces a share of the block: before its last whole block, if it has several, while weights arrive. One warp loads
+// weights, two units at a time, or as many as there is room for while inputs are not there yet; another loads inputs.
 
 constexpr int THREADS = 256, LINES = 128;
-constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that take the same input in
+constexpr int CLUSTERS = PROGRAMS / 2, SHARING = ROWS >= 32 ? 2 : 1;  // programs that share inputs
 constexpr int TILE_OF_X = ROWS * LINE;
-constexpr int FACTOR_THREADS = 64;            // that find the rows' factors
+constexpr int FACTOR_THREADS = 64;            // that compute the rows' factors
 constexpr int PART_FOURS = LINES * ROWS / 4;  // of a block's sums
 static_assert(PROGRAMS % 2 == 0 && ROWS % (8 * SHARING) == 0, "packed_config.py");
 
-enum Kind { ADDS, GATED, NORMED, PLAIN };  // to what is there; SiLU(gate) * up of normed rows; of normed rows; of rows
-// Pairs of blocks: WHOLE a cluster, REST that are cut, of STEPS units each. Of an odd number the last block stands
-// twice, and is written once.
+enum Kind { ADDS, GATED, NORMED, PLAIN };  // out += product; SiLU(gate) * up of normed rows; of normed rows; of rows
+// Pairs of blocks: WHOLE per cluster, and REST that are split, of STEPS units each. If the number of blocks is odd, the
+// last one is computed twice and written once.
 template <int ALL_LINES, int ALL_K, Kind KIND> struct Product {
   static constexpr int BLOCKS = ALL_LINES / LINES, PAIRS = (BLOCKS + 1) / 2, STEPS = ALL_K / 128;
   static constexpr int WHOLE = PAIRS / CLUSTERS, REST = PAIRS % CLUSTERS;
-  static constexpr int CUT = REST * STEPS;  // units that are cut
+  static constexpr int CUT = REST * STEPS;  // units of split pairs
   static constexpr int OUTPUTS = KIND == Kind::GATED ? ALL_LINES / 2 : ALL_LINES;
   static constexpr bool ADDS = KIND == Kind::ADDS, GATED = KIND == Kind::GATED, NORMED = GATED || KIND == Kind::NORMED;
   static_assert(CUT == 0 || CUT >= CLUSTERS, "packed_config.py");
   static __device__ __forceinline__ int begin(int cluster) { return cluster * CUT / CLUSTERS; }
   static __device__ __forceinline__ int owner(int unit) { return ((unit + 1) * CLUSTERS - 1) / CUT; }
-  // Of a cluster's units, cut ones, then whole blocks'.
+  // A cluster's units: those of split pairs, then whole blocks'.
   static __device__ __forceinline__ int units(int cluster) {
     return begin(cluster + 1) - begin(cluster) + WHOLE * STEPS;
   }
@@ -43,7 +42,7 @@ template <int ALL_LINES, int ALL_K, Kind KIND> struct Product {
 __device__ __forceinline__ int cluster_of() { return blockIdx.x / 2; }
 __device__ __forceinline__ int member() { return blockIdx.x % 2; }
 
-// Stages that one warp fills and those that multiply let go.
+// A ring buffer: one warp fills its stages, the warps that multiply release them.
 template <int OF, int BYTES> struct Ring {
   u32 tiles, full, empty;
   int stage = 0, round = 0;
@@ -53,24 +52,24 @@ template <int OF, int BYTES> struct Ring {
   __device__ __forceinline__ void next() {
     if (++stage == OF) stage = 0, round++;
   }
-  // Once there is room: tells the stage's barrier how much comes.
+  // Waits until the stage is free, then sets how many bytes will arrive in it.
   __device__ __forceinline__ u32 fill(u32 bytes) const {
     barrier_wait(empty + 8 * stage, round & 1 ^ 1);
     barrier_expect(bar(), bytes);
     return bar();
   }
   __device__ __forceinline__ void wait() const { barrier_wait(bar(), round & 1); }
-  // Until all that was filled is let go. A program that is gone must not be told so: then an SM stops with an error.
+  // Waits until all filled stages are released. A release must not be sent to an exited program: its SM would fault.
   __device__ __forceinline__ void drain() {
 #pragma unroll 1
     for (int s = 0; s < OF; s++, next()) barrier_wait(empty + 8 * stage, round & 1 ^ 1);
   }
 };
-typedef Ring<STAGES, UNIT_BYTES> Weights;  // of a unit each
-typedef Ring<INPUTS, TILE_OF_X> Inputs;    // of 64 of k each
+typedef Ring<STAGES, UNIT_BYTES> Weights;  // one unit per stage
+typedef Ring<INPUTS, TILE_OF_X> Inputs;    // 64 of k per stage
 constexpr int RINGS_BYTES = 1024 + STAGES * UNIT_BYTES + INPUTS * TILE_OF_X;
 
-// Both, of a program that has just begun, in its shared memory; returns what is behind them.
+// Sets up both ring buffers in shared memory, at kernel start; returns the address after them.
 __device__ __forceinline__ unsigned char* make_rings(Weights& ring, Inputs& inputs) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * (STAGES + INPUTS)];
@@ -120,7 +119,7 @@ template <class P> __device__ __forceinline__ void load_inputs(const TensorMap& 
   }
 }
 
-// What this thread has of a unit: of each half of its warp's lines, a piece, four words a plane.
+// Reads this thread's part of a unit: for each half of its warp's lines a piece, four words per plane.
 __device__ __forceinline__ void read_words(u32 (&words)[2][3][4], u32 from) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
@@ -131,7 +130,7 @@ __device__ __forceinline__ void read_words(u32 (&words)[2][3][4], u32 from) {
       its[0] = four.x, its[1] = four.y, its[2] = four.z, its[3] = four.w;
     }
 }
-// Its weights of a tile, 16 pairs, of two words a plane; where wgmma takes them, halves of lines take turns.
+// Decodes its weights of a tile: 16 pairs, from two words per plane, in wgmma's order, where halves of lines alternate.
 __device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[2][3][4], int tile, u32 nothing) {
 #pragma unroll
   for (int i = 0; i < 2; i++)
@@ -144,7 +143,7 @@ __device__ __forceinline__ void decode(u32 (&a)[16], const u32 (&words)[2][3][4]
       for (int r = 0; r < 4; r++) a[8 * i + 2 * r + half] = pairs[r];
     }
 }
-// The exponents of those of the tile's weights that have others, of each half's piece.
+// Corrects the exponents of the tile's exceptions, in each half's piece.
 __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 pieces, const u32 (&tails)[2], int tile) {
 #pragma unroll
   for (int half = 0; half < 2; half++)
@@ -156,7 +155,7 @@ __device__ __forceinline__ void put_exceptions(u32 (&a)[16], u32 pieces, const u
       });
 }
 
-// This warp is done with a stage of inputs, which both programs fill.
+// Releases a stage of inputs, which both programs fill, for this warp.
 __device__ __forceinline__ void leave(u32 bar) {
   const int lane = threadIdx.x % 32;
   if (SHARING == 1) {
@@ -165,11 +164,11 @@ __device__ __forceinline__ void leave(u32 bar) {
     barrier_arrive(bar, lane);
   }
 }
-// A block's sums, or those of a part of k. nothing: see decode_four.
+// Computes a block's sums, or those of a part of k. nothing: see decode_four.
 __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights& ring, Inputs& inputs, int units,
                                                u32 nothing) {
   const u32 from = threadIdx.x / 32 * 2 * PIECE_BYTES, lane = threadIdx.x % 32;
-  u32 a[2][16], before[2] = {};  // of the last two tiles: inputs that are multiplied
+  u32 a[2][16], before[2] = {};  // of the last two tiles: inputs being multiplied
 #pragma unroll 1
   for (int u = 0; u < units; u++, ring.next()) {
     const u32 pieces = ring.at() + from;
@@ -193,7 +192,7 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
       for (int k = 0; k < 4; k++) multiply_by(sums, a[t] + 4 * k, x + 2 * k, k || t || u);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     }
-    __syncwarp();  // what was read of the weights is in registers, or wgmma would not have begun
+    __syncwarp();  // the weights are in registers by now: wgmma waits for that
     if (lane == 0) here_arrive(ring.empty + 8 * ring.stage);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -202,13 +201,13 @@ __device__ __forceinline__ void multiply_units(float (&sums)[ROWS / 2], Weights&
   for (int i = 0; i < ROWS / 2; i++) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-struct Step {  // what a product is told
+struct Step {  // arguments of a product
   u16* out;              // (rows, OUTPUTS)
-  float* squares;        // (rows, OUTPUTS / 16), the sums of what it adds to; null: it adds to nothing
-  float4* parts;         // of sums, ABSENT between launches
-  const float* factors;  // the rows', if they are normed, told at a barrier
+  float* squares;        // (rows, OUTPUTS / 16): sums of squares, if it adds to out; else null
+  float4* parts;         // partial sums, ABSENT between launches
+  const float* factors;  // of the rows, if they are normed; complete after a barrier
   int factors_bar, rows;
-  const u16* bias;       // of the lines, if rows are normed; or null
+  const u16* bias;       // per line, if rows are normed; or null
 };
 
 __device__ __forceinline__ u16 rounded(float y) {
@@ -218,14 +217,14 @@ __device__ __forceinline__ u16 rounded(float y) {
 }
 __device__ __forceinline__ float element(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
-// The scales of this thread's two lines of a warp's; asked for here, not where they are needed.
+// The scales of this thread's two lines of a warp's; loaded here, ahead of their use.
 template <class P> __device__ __forceinline__ float2 read_scales(const float* scales, int block, int warp) {
   const float* at = scales + min(block, P::BLOCKS - 1) * LINES + warp * 16 + threadIdx.x % 32 / 4;
   float2 its = make_float2(__ldg(at), __ldg(at + 8));
   asm volatile("" : "+f"(its.x), "+f"(its.y)::"memory");
   return its;
 }
-// Their biases, likewise; zeros where there are none.
+// Their biases, likewise; zeros if there are none.
 template <class P> __device__ __forceinline__ float2 read_biases(const u16* bias, int block, int warp) {
   if (!P::NORMED || P::GATED || !bias) return make_float2(0.f, 0.f);
   const u16* at = bias + min(block, P::BLOCKS - 1) * LINES + warp * 16 + threadIdx.x % 32 / 4;
@@ -233,10 +232,10 @@ template <class P> __device__ __forceinline__ float2 read_biases(const u16* bias
   asm volatile("" : "+f"(its.x), "+f"(its.y)::"memory");
   return its;
 }
-// What stands behind a block's sums: of a warp's 16 lines, or of eight of gate and of up, by eight rows.
+// Epilogue of a block: of a warp's 16 lines, or of eight of gate and eight of up, by eight rows.
 template <class P> struct Item {
   int block, part, warp;
-  float2 scales, biases;  // of the first half's lines, and of the other's
+  float2 scales, biases;  // of the lines' first half, and of the second
   float sums[4];
 
   __device__ __forceinline__ int row(int e) const { return part * 8 + threadIdx.x % 4 * 2 + e % 2; }
@@ -249,7 +248,7 @@ template <class P> struct Item {
     const int line = P::GATED ? block * 64 + warp * 8 : block * LINES + warp * 16 + e / 2 * 8;
     return (u64)row(e) * P::OUTPUTS + line + threadIdx.x % 32 / 4;
   }
-  // What is there, where this adds to it.
+  // Reads what this adds to, if it does.
   __device__ __forceinline__ void read_stream(const Step& step, u16 (&stream)[4]) const {
     if constexpr (P::ADDS)
 #pragma unroll
@@ -284,8 +283,8 @@ template <class P> struct Item {
   }
 };
 
-// The sums that all programs with a part of a block have left, of this program's share of it, which is as large as its
-// part.
+// Reduces what all programs with a part of a block have written, for this program's share of the block, which is as
+// large as its part.
 template <class P>
 __device__ __forceinline__ void finish_share(const Step& step, const float* scales, int pair) {
   typedef Item<P> Its;
@@ -368,7 +367,7 @@ __device__ __forceinline__ void run_product(const Step& step, Weights& ring, Inp
   };
 #pragma unroll 1
   for (int w = 0; w < P::WHOLE; w++) {
-    if (w && w == P::WHOLE - 1) finish();  // all have left theirs long since
+    if (w && w == P::WHOLE - 1) finish();  // all have written theirs long ago
     const int block = 2 * (w * CLUSTERS + cluster_of()) + member(), its_warp = threadIdx.x / 32;
     const float2 of_lines = read_scales<P>(scales, block, its_warp);
     const float2 biases = read_biases<P>(step.bias, block, its_warp);

@@ -1,21 +1,21 @@
-// Four products of a decoder's layers, one behind another in one kernel, of packed weights; see packed_chain.py.
+// Four products of decoder layers in one kernel, with packed weights; see packed_chain.py.
 //   x += heads @ o;  hidden = silu(gate) * up of norm(x);  x += hidden @ down;  projection = norm(x) @ qkv of the next
 //
-// Compiled for one shape, behind packed.cuh. Between products the warp that asks for inputs waits until all programs
-// are done with the one before; two find the rows' factors meanwhile.
+// Compiled for one shape, after packed.cuh. Between products the warp that loads inputs waits until all programs have
+// finished the previous one; meanwhile two warps compute the rows' factors.
 
 typedef Product<HIDDEN, WIDTH, ADDS> O;
 typedef Product<2 * INNER, HIDDEN, GATED> Gate;
 typedef Product<HIDDEN, INNER, ADDS> Down;
 typedef Product<QKV, HIDDEN, NORMED> Qkv;
-constexpr int PARTS = HIDDEN / 16;  // that a row's squares come in
+constexpr int PARTS = HIDDEN / 16;  // of a row's squares
 
 __device__ __forceinline__ void tell(u32* count) {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
 }
-// All programs run at once, so that the others get there. Warps that multiply have no such trap: two kinds of warps
-// share it in machine code, and who may come there gets no more registers than the fewer of them have.
+// Spinning is safe: all programs run at once. Warps that multiply have no such trap: both kinds of warps would share
+// its machine code, and warps that can reach it get no more registers than the kind that has fewer.
 __device__ __forceinline__ void wait_for(const u32* count, u32 goal) {
   u32 there, looks = 0;
   do {
@@ -24,7 +24,7 @@ __device__ __forceinline__ void wait_for(const u32* count, u32 goal) {
   } while (there < goal);
 }
 
-// 1 / rms of each row, eight lanes a row.
+// 1 / rms of each row, eight lanes per row.
 __device__ __forceinline__ void find_factors(const float* squares, float* factors, int rows, const u32* count,
                                              float eps, int bar) {
   const int thread = threadIdx.x % FACTOR_THREADS, lane = thread % 8;
@@ -46,8 +46,8 @@ __device__ __forceinline__ void find_factors(const float* squares, float* factor
   asm volatile("bar.arrive %0, %1;" ::"r"(bar), "n"(THREADS + FACTOR_THREADS) : "memory");
 }
 
-// o_scales and so on: of the lines, in the order of the units. parts: of sums, ABSENT between launches. counts:
-// programs done with each of the first three products, and at the end; zeros between launches. bias: of qkv, or null.
+// o_scales etc.: per line, in the order of the units. parts: partial sums, ABSENT between launches. counts: programs
+// that finished each of the first three products, and all; zeros between launches. bias: of qkv, or null.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ TensorMap x_in,
              const __grid_constant__ TensorMap hidden_in, const unsigned char* o, const unsigned char* gate_up,
@@ -57,7 +57,7 @@ packed_chain(const __grid_constant__ TensorMap heads, const __grid_constant__ Te
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Weights ring;
   Inputs inputs;
-  float* const factors = (float*)make_rings(ring, inputs);  // of two products
+  float* const factors = (float*)make_rings(ring, inputs);  // for two products
   if (warp >= THREADS / 32) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == THREADS / 32) {

@@ -1,14 +1,14 @@
-"""``chain_linear`` of weights that come packed (``packed_weights.py``), for large layers and few rows, on Hopper.
+"""``chain_linear`` with packed weights (``packed_weights.py``), for large layers and few rows, on Hopper.
 
-Rows are the tensor cores' N, so that they are padded to 8 and not to 64, and weights their M, from registers, which two
-warpgroups fill from what memory has: 1.4 instructions a weight, a third of what a multiprocessor has time for. Decoding
-into shared memory, for a kernel like ``large_chain.cu``, takes more of that memory's time than there is (measured).
+Rows are wgmma's N, so they are padded to 8, not 64. Weights are M and come from registers, where two warpgroups decode
+them: 1.4 instructions per weight, a third of what an SM has time for. Decoding into shared memory, for a kernel like
+``large_chain.cu``, exceeds shared memory's bandwidth (measured).
 
-The kernel is CUDA C++ (``packed_chain.cu``). All programs must run at once, one a multiprocessor, as in
-``chain_linear``: launch them on one stream.
+The kernel is CUDA C++ (``packed_chain.cu``). All programs must run at once, one per SM, as in ``chain_linear``: launch
+them on one stream.
 
-Bytes moved: 12 bits a weight, once; from L2 to a multiprocessor the rows' k for each 256 lines, and the sums of blocks
-that are cut along k, a float an element, there and back.
+Bytes moved: 12 bits per weight, once; from L2 to an SM the rows' k for each 256 lines (rows of the weight), and the
+sums of blocks that are split along k, a float per element, written and read.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from minivllm.kernels.packed_config import PackedConfig, packed_config
 from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
-# For layers of so many weights, rows: with fewer one kernel of all layers is faster, with more what programs give each
-# other counts most.
+# (weights of a layer, at least; rows). With fewer rows one kernel for all layers is faster; with more, traffic between
+# programs dominates.
 _ROWS = (190_000_000, range(1, 49)), (100_000_000, range(3, 33))
 
 
@@ -44,12 +44,12 @@ def packed_kernel(shape: ChainShape, config: PackedConfig) -> Kernel:
 
 
 def packed_rows(shape: ChainShape) -> range:
-    """Rows of which packed weights are multiplied faster than others are in any way; none of small layers."""
+    """Rows for which packed weights are faster than any kernel for unpacked ones; none for small layers."""
     return next((rows for weights, rows in _ROWS if shape.weights >= weights), range(0))
 
 
 def use_packed(rows: int, shape: ChainShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is for such products and runs there."""
+    """Whether the kernel supports such products and runs on the device."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = packed_chain_config(rows, shape, num_sms(device))
@@ -73,8 +73,8 @@ def packed_chain(
     eps_behind: float,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``chain_linear`` of a large layer: x (t, hidden) in place; returns (t, qkv), ``bias`` (qkv,) added. ``gate_up``
-    is packed as gated."""
+    """``chain_linear`` for a large layer: updates x (t, hidden) in place; returns (t, qkv) with ``bias`` (qkv,) added.
+    ``gate_up`` must be packed as gated."""
     rows, device = x.shape[0], x.device
     shape = ChainShape(x.shape[1], heads.shape[1], down.weight.shape[1], qkv.weight.shape[0])
     config = packed_chain_config(rows, shape, num_sms(device))

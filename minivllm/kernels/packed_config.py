@@ -1,5 +1,5 @@
-"""How products of packed weights (``packed.cuh``) are cut: for how many rows a kernel is compiled, its programs, and
-its shared memory."""
+"""How kernels of packed weights (``packed.cuh``) are configured: the number of rows that they are compiled for,
+programs, and shared memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +16,20 @@ _COLUMNS = 8, 16, 32, 48, 64  # rows that kernels are compiled for
 _THREADS = 384
 _MOST_STAGES = 8  # of weights
 _LEAST_INPUTS, _MOST_INPUTS = 8, 16
-_SHARED_ROWS = 32  # from so many on clusters share their input
-_AHEAD = 2  # units of weights under way: with more, programs get theirs at different paces
+_SHARED_ROWS = 32  # from so many rows on, clusters share inputs
+_AHEAD = 2  # units of weights in flight: with more, programs run at different paces
 
 
 @dataclass(frozen=True, slots=True)
 class PackedConfig:
     rows: int  # at most
     programs: int
-    stages: int  # of weights, a unit each
-    inputs: int  # stages of inputs, 64 of the rows' k each
+    stages: int  # one unit of weights each
+    inputs: int  # stages of 64 of the rows' k each
 
     @property
     def shared_bytes(self) -> int:
-        factors = 2 * 4 * self.rows  # the rows', of two products
+        factors = 2 * 4 * self.rows  # of the rows, for two products
         return self.stages * UNIT_BYTES + self.inputs * _tile_bytes(self.rows) + 1024 + factors
 
     @property
@@ -44,16 +44,16 @@ class PackedConfig:
         return nvrtc.LaunchShape((self.programs, 1, 1), (2, 1, 1), _THREADS, self.shared_bytes, pdl)
 
     def runs(self, kernel: Kernel, device: torch.device) -> bool:
-        """Whether the kernel loads there and all programs run at once, as those that wait for each other must."""
+        """Whether the kernel loads on the device and all its programs, which wait for each other, can run at once."""
         return loads(kernel, device) and (compiling() or _fits(self, kernel, device))
 
     def input_map(self, x: torch.Tensor) -> nvrtc.TensorMap:
-        """x (rows, k), of which lines are contiguous."""
+        """x (rows, k), with contiguous rows."""
         box = self.rows // (2 if self.rows >= _SHARED_ROWS else 1)
         return nvrtc.tensor_map(x.data_ptr(), *x.shape, x.stride(0), box, STEP // 2)
 
     def parts(self, device: torch.device) -> torch.Tensor:
-        """Of sums of blocks that are cut."""
+        """The buffer for sums of blocks that are split along k."""
         return _parts(device, 2 * self.programs * LINES * self.rows)
 
 
@@ -65,7 +65,7 @@ def _fits(config: PackedConfig, kernel: Kernel, device: torch.device) -> bool:
 
 @cache
 def _parts(device: torch.device, words: int) -> torch.Tensor:
-    """(words,) int32: float32 sums of which none is there between launches."""
+    """(words,) int32: float32 sums, all absent between launches."""
     return torch.full((words,), -1, dtype=torch.int32, device=device)
 
 
@@ -74,8 +74,8 @@ def _tile_bytes(rows: int) -> int:
 
 
 def packed_config(rows: int, products: Sequence[tuple[int, int]], sms: int) -> PackedConfig | None:
-    """Of products one behind another, (lines, k) each. None: no rows, too many, sizes that are not of whole units,
-    or so few that a cluster would have none."""
+    """For consecutive products of sizes (lines, k). None if there are no rows or too many, sizes are not whole units,
+    or a cluster would have no unit."""
     columns = next((c for c in _COLUMNS if 0 < rows <= c), None)
     clusters = sms // 2
     if columns is None or any(lines % LINES or k % STEP for lines, k in products):

@@ -1,9 +1,9 @@
-// One product of rows by a weight of many lines that comes packed; see packed_linear.py. Compiled for its sizes, behind
+// One product of rows by a packed weight with many lines; see packed_linear.py. Compiled for its sizes, after
 // packed.cuh.
 
 typedef Product<N, K, PLAIN> Its;
 
-// parts: of sums, ABSENT between launches.
+// parts: partial sums, ABSENT between launches.
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 packed_linear(const __grid_constant__ TensorMap input, const unsigned char* data, const float* scales, u16* out,
               float4* parts, int rows) {

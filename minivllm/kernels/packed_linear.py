@@ -1,10 +1,10 @@
-"""A linear layer of many lines whose weight comes packed (``packed_weights.py``), for few rows, on Hopper: the LM head.
+"""A linear layer with many outputs and a packed weight (``packed_weights.py``), for few rows, on Hopper: the LM head.
 
-The kernel is CUDA C++ (``packed_linear.cu``): one program a multiprocessor, all at once, as in ``packed_chain``; launch
-them on one stream.
+The kernel is CUDA C++ (``packed_linear.cu``): one program per SM, all at once, as in ``packed_chain``; launch them on
+one stream.
 
-Bytes moved: 12 bits a weight, once; from L2 to a multiprocessor the rows' k for each 256 lines. Qwen3-0.6B's LM head is
-238 MB, so 53 µs at 4.5 TB/s, where the weight itself takes 72.
+Bytes moved: 12 bits per weight, once; from L2 to an SM the rows' k for each 256 lines (rows of the weight).
+Qwen3-0.6B's LM head is 238 MB, so 53 µs at 4.5 TB/s; unpacked it takes 72.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from minivllm.kernels.packed_config import PackedConfig, packed_config
 from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 
-MIN_WEIGHTS = 100_000_000  # of smaller ones, what stands before and behind the stream counts as much
+MIN_WEIGHTS = 100_000_000  # for smaller weights, start and end cost as much as the stream
 
 
 @cache
@@ -33,7 +33,7 @@ def linear_kernel(lines: int, k: int, config: PackedConfig) -> Kernel:
 
 
 def use_packed_linear(rows: int, lines: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel is for such a product and runs there."""
+    """Whether the kernel supports such a product and runs on the device."""
     if dtype != torch.bfloat16 or not nvrtc.available(device):
         return False
     config = linear_config(rows, lines, k, num_sms(device))
@@ -41,7 +41,7 @@ def use_packed_linear(rows: int, lines: int, k: int, dtype: torch.dtype, device:
 
 
 def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
-    """x (t, k) -> (t, lines), x @ weight.T, both bfloat16; the lines of x contiguous."""
+    """x (t, k) with contiguous rows -> (t, lines): x @ weight.T; both bfloat16."""
     (lines, k), rows = packed.weight.shape, len(x)
     config = linear_config(rows, lines, k, num_sms(x.device))
     assert config is not None and x.shape[1] == k and x.stride(1) == 1 and not packed.gated

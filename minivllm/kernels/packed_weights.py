@@ -1,27 +1,28 @@
-"""Weights of 16 bits kept in 12, exactly: a decode step of few rows waits for its weights, of which it then reads 23%
-less.
+"""Lossless compression of bfloat16 weights to 12 bits: a decode step of few rows is bound by reading its weights, of
+which it then reads 23% less.
 
-Of a bfloat16 the sign and the seven bits of the mantissa are as good as random, but a matrix's exponents are few:
-sixteen neighbours hold all but some 0.01% of a trained or a random line's. So a weight is its sign, its mantissa and
-four bits of exponent, counted from its line's ``base``; of the few others, up to 47 below and 31 above it, or zero, is
-kept beside where they are and how far their exponent lies. What a kernel makes of the bits is the weight times a power
-of two, its line's, by which it divides the sums: nothing is rounded, nothing is lost. A line that training has left
-near zero has its own base, as any other; one of zeros is whatever, times zero.
+Sign and mantissa (7 bits) of a bfloat16 are practically random, but a matrix has few distinct exponents: in a trained
+or a random line (row of the weight) a window of sixteen consecutive exponents covers all but some 0.01% of the weights.
+So a weight is stored as its sign, its mantissa and four bits of exponent, relative to its line's ``base``. The
+exceptions (up to 47 below the base, up to 31 above, or zero) are listed separately: where they are and how far their
+exponent is off. A kernel decodes a weight times a power of two, its line's, and divides the sums by that: nothing is
+rounded. A line that training has left near zero has its own base like any other; one of zeros decodes to anything,
+times zero.
 
 A piece is eight lines by 128 of k (``packed_piece.cuh``): three planes of 16 bytes for each of 32 lanes, then the
-piece's exceptions, 16 bits each behind their number. Of a line four lanes have eight pairs of neighbours in 32 of k, as
-a thread has them where wgmma takes weights from its registers: of two pieces those of 16 lines. Of a plane's four words
-each is of other 32 of k; three words, a plane's each, have a pair of weights where it belongs, in 24 bits of 32, and in
-the other bits of all three a fourth pair.
+number of the piece's exceptions and 16 bits for each. Four lanes share a line; in each 32 of k a lane has four of its
+pairs of adjacent weights, in the layout of wgmma's A operand in registers (two pieces: 16 lines). A plane's four words
+are for four different 32 of k. Three words, one of each plane, hold one pair each, in place, in 24 of their 32 bits;
+their other bits hold a fourth pair.
 
 Kernels differ in which pieces they read together (``Order``): sixteen, a unit of 128 lines, or those of eight lines,
-whose k one warp after another takes.
+along whose k the warps take turns.
 
-The kernel that packs is CUDA C++ (``pack_weights.cu``). Bytes moved: a weight's, twice, and three quarters as many
-back.
+The packing kernel is CUDA C++ (``pack_weights.cu``). Bytes moved: it reads the weight twice and writes three quarters
+of it.
 
-Idea: DFloat11 (Zhang et al., 2025), whose exponents are Huffman-coded, which takes 11 bits and a kernel of its own to
-decode; fixed lengths decode where they are multiplied, 1.4 instructions a weight.
+Idea: DFloat11 (Zhang et al., 2025), whose Huffman-coded exponents take 11 bits and a separate decoding kernel; fixed
+lengths are decoded in the product, in 1.4 instructions per weight.
 """
 
 import ctypes
@@ -35,19 +36,19 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels.hopper import Kernel, load, loads
 
-LINES, STEP = 128, 128  # of a unit: lines of the weight, elements of k
+LINES, STEP = 128, 128  # of a unit: lines (rows of the weight), elements of k
 PIECE_LINES, _LANES, _PLANES = 8, 32, 3
-MOST_EXCEPTIONS = 15  # of a piece
+MOST_EXCEPTIONS = 15  # per piece
 _EXCEPTIONS_AT = _PLANES * _LANES * 16
 PIECE_BYTES = _EXCEPTIONS_AT + 2 * (1 + MOST_EXCEPTIONS)
 _UNIT_PIECES = LINES // PIECE_LINES
 UNIT_BYTES = _UNIT_PIECES * PIECE_BYTES
-_WINDOW = 16  # exponents
-_BELOW, _ABOVE = 47, 31  # how far from the first of them an exception's exponent may lie
-FIRST_EXPONENT = 0x70  # that a kernel gives the first of them
-_AT_ONCE = 1 << 25  # weights, whose bits are taken apart at the same time
+_WINDOW = 16  # exponents that four bits encode
+_BELOW, _ABOVE = 47, 31  # how far an exception's exponent may be from the window's first
+FIRST_EXPONENT = 0x70  # the decoded exponent of the window's first
+_AT_ONCE = 1 << 25  # weights that are packed at a time
 _THREADS = 256
-_COUNT_BYTES = _THREADS // 32 * 256 * 4  # of each warp, how many weights have each exponent
+_COUNT_BYTES = _THREADS // 32 * 256 * 4  # per warp, how many weights have each exponent
 PACK_KERNEL = Kernel(
     "pack_weights",
     (),
@@ -62,18 +63,18 @@ PACK_KERNEL = Kernel(
 
 
 class Order(Enum):
-    """How pieces lie in memory."""
+    """The order of pieces in memory."""
 
-    UNITS = "units"  # the sixteen of 128 lines one behind another, then those further along k
-    LINES = "lines"  # those of eight lines, along k
+    UNITS = "units"  # the sixteen pieces of 128 lines, then the next along k
+    LINES = "lines"  # the pieces of eight lines, along k
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Of ``weight`` (lines, k). data (lines / 128, k / 128, 16, PIECE_BYTES) uint8, of ``Order.LINES`` (lines / 128,
-    16, k / 128, PIECE_BYTES), contiguous; a weight is what its bits say times its line's scale, of ``scales`` (lines,)
-    float32, powers of two or zero, as data has the lines: as they are, or, if ``gated``, eight of the first half (gate)
-    and eight of the second (up) in turn."""
+    """A packed copy of ``weight`` (lines, k). data (lines / 128, k / 128, 16, PIECE_BYTES) uint8, or, in
+    ``Order.LINES``, (lines / 128, 16, k / 128, PIECE_BYTES), contiguous. A weight is its decoded value times its line's
+    scale: ``scales`` (lines,) float32, powers of two or zero, in data's order of lines: the weight's, or, if ``gated``,
+    eights of the first half (gate) and of the second (up) in turn."""
 
     weight: torch.Tensor
     data: torch.Tensor
@@ -83,7 +84,7 @@ class PackedWeight:
 
     @property
     def units(self) -> torch.Tensor:
-        """data as of ``Order.UNITS``."""
+        """data viewed in ``Order.UNITS``."""
         return self.data if self.order is Order.UNITS else self.data.transpose(1, 2)
 
 
@@ -96,25 +97,25 @@ def packed_bytes(lines: int, k: int) -> int:
 
 
 def pack(weight: torch.Tensor, gated: bool = False, order: Order = Order.UNITS) -> PackedWeight | None:
-    """Of weight (lines, k) bfloat16, contiguous. None: a piece has more than ``MOST_EXCEPTIONS``, or a weight lies too
-    far from the others of its line, or is a denormal or no number."""
+    """Pack weight (lines, k) bfloat16, contiguous. None if a piece has more than ``MOST_EXCEPTIONS``, or a weight is
+    too far from the others of its line, denormal, infinite or NaN."""
     return _packed([weight], [gated], [order], _write)[0]
 
 
 def pack_all(
     weights: Sequence[torch.Tensor], gated: Sequence[bool], orders: Sequence[Order]
 ) -> list[PackedWeight | None]:
-    """``pack`` of each, all on one device; on Hopper by a kernel, whose answers the host waits for once."""
+    """``pack`` each weight, all on one device; on Hopper by a kernel, with one synchronization for all results."""
     return _packed(weights, gated, orders, _writer(weights[0].device))
 
 
 def pack_again(packed: Sequence[PackedWeight]) -> list[bool]:
-    """What their weights are by now, written to where they are, as graphs know it. Of each, whether it could be; what
-    could not is nothing sensible."""
+    """Pack the weights' current values in place, so that captured graphs use them. Returns which succeeded; the data of
+    those that failed is invalid."""
     return _fill(packed, _writer(packed[0].data.device))
 
 
-# what is packed, whose data and scales are written; failed () int32, which becomes 1 if it cannot be packed
+# Packs ``weight`` into data and scales. failed, () int32, is set to 1 if that is impossible.
 _Writer = Callable[[PackedWeight, torch.Tensor], None]
 
 
@@ -132,7 +133,7 @@ def _packed(
 
 
 def _fill(packed: Sequence[PackedWeight], write: _Writer) -> list[bool]:
-    """Whether each could be packed."""
+    """Returns which of them could be packed."""
     failed = torch.zeros(len(packed), dtype=torch.int32, device=packed[0].data.device)
     for its, one in zip(packed, failed, strict=True):
         write(its, one)
@@ -181,8 +182,8 @@ def _scales(packed: PackedWeight) -> torch.Tensor:
 
 
 def _bases(bits: torch.Tensor) -> torch.Tensor:
-    """bits (..., k) int16 -> (...,) int64: of each line the first of the sixteen exponents that most of its weights
-    have; zeros, denormals, infinities and NaN have none. 0: no weight has any."""
+    """bits (..., k) int16 -> (...,) int64: for each line the first of the sixteen exponents that cover most of its
+    weights, not counting zeros, denormals, infinities and NaN. 0: none count."""
     exponents = ((bits.int() >> 7) & 0xFF).long()
     counts = exponents.new_zeros(*bits.shape[:-1], 256).scatter_add_(-1, exponents, torch.ones_like(exponents))
     sums = counts.cumsum(-1)
@@ -223,8 +224,8 @@ def _pack_eights(bits: torch.Tensor, scales: torch.Tensor, pieces: torch.Tensor,
 
 
 def _exceptions(bits: torch.Tensor, far: torch.Tensor, inside: torch.Tensor, failed: torch.Tensor) -> torch.Tensor:
-    """(pieces, 1 + MOST_EXCEPTIONS) int16: of each the number, then shift << 10 | element << 9 | word << 7 | pair << 5
-    | lane each, in the order of lanes, words and pairs, zeros behind. shift: which exponent, see ``_delta``."""
+    """(pieces, 1 + MOST_EXCEPTIONS) int16: the number of exceptions, then shift << 10 | element << 9 | word << 7 | pair
+    << 5 | lane for each, ordered by lane, word and pair, then zeros. shift: the exponent, see ``_delta``."""
     at = (~inside).nonzero(as_tuple=True)
     eight, step, line, quarter, word, sixteenth, half, element = at
     weight, its = bits[at], far[at]
@@ -245,13 +246,13 @@ def _exceptions(bits: torch.Tensor, far: torch.Tensor, inside: torch.Tensor, fai
 
 
 def _delta(shift: torch.Tensor) -> torch.Tensor:
-    """What an exception's exponent is more than FIRST_EXPONENT: -1 to -47, 16 to 31, and of zero all of it less."""
+    """An exception's exponent relative to FIRST_EXPONENT: -1 to -47 or 16 to 31; -FIRST_EXPONENT for zero."""
     far = torch.where(shift < _BELOW, -1 - shift, shift - _ABOVE)
     return torch.where(shift == 63, -FIRST_EXPONENT, far)
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
-    """The weight (lines, k) again, by the arithmetic of the kernels that read it."""
+    """The weight (lines, k), decoded as kernels decode it."""
     lines, k = packed.weight.shape
     pieces = packed.units.transpose(1, 2).reshape(-1, PIECE_BYTES)
     planes = pieces[:, :_EXCEPTIONS_AT].contiguous().view(torch.int32).view(-1, _PLANES, _LANES, 4).unbind(1)

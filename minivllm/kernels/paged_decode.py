@@ -1,17 +1,17 @@
-"""Paged decode attention: one query token a sequence, split over the keys (flash-decoding), in one launch a layer.
+"""Paged decode attention: one query token per sequence, split over the keys (flash-decoding), one launch per layer.
 
-Bytes moved: the context's keys and values, once: 2 * context * num_kv_heads * head_dim elements a sequence. 256
+Bytes moved: the context's keys and values, once: 2 * context * num_kv_heads * head_dim elements per sequence. 256
 sequences of 128 to 1024 tokens (576 on average) with 8 kv heads of 128 in bf16: 604 MB, 140 µs at 4.3 TB/s.
 
-Who does what is decided on the device, so that a CUDA graph fixes only the grid. Once a step ``schedule_decode`` cuts
-all contexts into items (row, first key, last key) of about equal length, at most ``rows + extra`` of them, whatever the
-lengths are; the grid is (kv heads, rows + extra) and programs without an item leave at once. Long items come first, so
-that short ones fill the end. One program takes the q heads of one kv head together (padded to 16 rows for the tensor
-cores). A row of one item writes its output directly; else each item writes a partial result, and the one that arrives
-last merges them: no second launch.
+Work is assigned on the device, so that a CUDA graph fixes only the grid. Once per step ``schedule_decode`` splits all
+contexts into items (row, first key, last key) of about equal length, at most ``rows + extra`` of them for any lengths;
+the grid is (kv heads, rows + extra), and programs without an item exit at once. Long items come first, so that short
+ones fill the tail. A program handles all q heads of one kv head (padded to 16 rows for the tensor cores). A row with
+one item writes its output directly; otherwise each item writes a partial result, and the last to finish merges them,
+without a second launch.
 
-With ``new`` it takes the packed projection instead of q: each program norms and rotates its q heads, and the one whose
-item ends a context also its new key, which it writes into the cache, with the value, and uses from registers.
+With ``new``, q is the packed projection: each program norms and rotates its q heads. The one whose item ends a context
+also prepares its new key, which it writes to the cache with the value, and uses from registers.
 """
 
 from bisect import bisect_left
@@ -26,13 +26,13 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import normed_rotated
 
-ITEM = 8  # int32 a work item: row (-1: none), first key, end, items of the row, the row's first item
-MAX_SPLITS = 64  # items a row at most: the last to arrive merges them alone
+ITEM = 8  # int32 per work item: row (-1: none), first key, end, items of the row, the row's first item
+MAX_SPLITS = 64  # items per row at most: the last to finish merges them alone
 
 
 @triton.jit
 def _keys(seq_lens, row, num_seqs, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first and the last key that rows read, tiles between; rows that are not there have none."""
+    """The first key that rows read, the end, and the tiles between; missing rows have none."""
     end = tl.load(seq_lens + row, mask=row < num_seqs, other=0).to(tl.int32)
     begin = tl.zeros_like(end)
     if WINDOW > 0:
@@ -42,7 +42,7 @@ def _keys(seq_lens, row, num_seqs, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _cut(tiles, live, share, min_tiles, MAX_SPLITS: tl.constexpr):
-    """Of rows of so many tiles, if an item has about ``share``: tiles an item, evened out over the row, and items."""
+    """Tiles per item, equal within a row, and items per row, for rows of ``tiles`` if an item has about ``share``."""
     count = tl.minimum((tiles + share - 1) // share, tl.minimum(tiles // min_tiles, MAX_SPLITS))
     count = tl.maximum(count, 1)
     even = tl.maximum((tiles + count - 1) // count, 1)
@@ -91,21 +91,21 @@ def _schedule_kernel(
 
 @triton.jit
 def _gather(
-    top,  # (MERGE_G,): the largest log-sum-exp so far
+    top,  # the largest log-sum-exp so far
     weight,  # (MERGE_G,), and (MERGE_G, BLOCK_D), relative to it
     merged,
     partial,  # (n, G, D) float32
     partial_lse,  # (n, G) float32, base 2
-    base,  # the first partial result; the others follow every ``step``
+    base,  # the first partial result; the others are ``step`` apart
     step,
     count,
     G: tl.constexpr,
     D: tl.constexpr,
     MERGE_G: tl.constexpr,  # G padded to a power of two
-    MERGE_S: tl.constexpr,  # partial results merged at a time
+    MERGE_S: tl.constexpr,  # partial results merged at once
     BLOCK_D: tl.constexpr,
 ):
-    """Add normalized partial outputs, whose log-sum-exps are their weights, all written before."""
+    """Add normalized partial outputs, weighted by their log-sum-exps; all must have been written before."""
     mg = tl.arange(0, MERGE_G)
     s = tl.arange(0, MERGE_S)
     d = tl.arange(0, BLOCK_D)
@@ -131,7 +131,7 @@ def _gather(
 
 @triton.jit
 def _tile(m, total, acc, query, key, value, seen, scale, PRECISION: tl.constexpr):
-    """One tile of keys: the new running maximum (BLOCK_G,), sums (BLOCK_G, BLOCK_N) and outputs (BLOCK_G, BLOCK_D)."""
+    """Process a tile of keys; returns the maximum (BLOCK_G,), sums (BLOCK_G, BLOCK_N), outputs (BLOCK_G, BLOCK_D)."""
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     score = tl.where(seen[None, :], score, float("-inf"))
     new_m = tl.maximum(m, tl.max(score, 1))
@@ -157,10 +157,10 @@ def _decode_kernel(
     partial_lse,  # (max_items, KV, G) float32, base 2
     arrived,  # (rows, KV) int32: zero, and left zero
     out,  # (rows, KV * G, D)
-    shared,  # (rows, 2) int32, or None: where each row's parts of ``shared_partial`` begin, and how many there are
+    shared,  # (rows, 2) int32, or None: first of each row's parts in ``shared_partial``, number of parts
     shared_partial,  # (parts, KV, G, D) float32
     shared_lse,  # (parts, KV, G) float32, base 2
-    q_weight,  # (D,) or None: from here to slot_mapping, read if FUSED
+    q_weight,  # (D,) or None; this and all up to slot_mapping are read if FUSED
     k_weight,
     cos_sin,  # (positions, ROT) float32
     positions,  # (rows,)
@@ -191,8 +191,8 @@ def _decode_kernel(
     PRECISION: tl.constexpr,
     FUSED: tl.constexpr,
     ROT: tl.constexpr,
-    EARLY: tl.constexpr,  # all but q, and the new token, is complete when this starts
-    PEEL: tl.constexpr,  # with EARLY and FUSED: the first tile is loaded before q is there
+    EARLY: tl.constexpr,  # all but q and the new token is complete when this starts
+    PEEL: tl.constexpr,  # with EARLY and FUSED: load the first tile before q is ready
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -217,11 +217,11 @@ def _decode_kernel(
     v_head = v_cache + head * v_stride_head
     n = tl.arange(0, BLOCK_N)
     if FUSED:
-        final = first_item + count - 1  # the item that ends the context: it takes the new key, from registers
+        final = first_item + count - 1  # the item that ends the context has the new key, in registers
         end -= tl.where(index == final, 1, 0)
     if PEEL:
         there = begin + n < tl.where(row >= 0, end, begin)
-        first = tl.where(row >= 0, begin, 0)  # without an item it is of an older step, perhaps past these tables
+        first = tl.where(row >= 0, begin, 0)  # without an item, begin is an older step's, perhaps past these tables
         page = page_ids(table, first, tl.maximum(end, first + 1), BLOCK_SIZE, BLOCK_N)
         slot = (begin + n) % BLOCK_SIZE
         mask = there[:, None] & (d < D)[None, :]
@@ -233,12 +233,12 @@ def _decode_kernel(
         if EARLY:
             tl.extra.cuda.gdc_wait()
         if not FUSED:
-            tl.extra.cuda.gdc_launch_dependents()  # late: what comes next may be this kernel, early
+            tl.extra.cuda.gdc_launch_dependents()  # late: the next kernel may be this one, early
     if row < 0:
         return
 
     m = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # summed over its columns at the end: no reduction a tile
+    total = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)  # columns are summed at the end: no reduction per tile
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     q_row = q + row.to(tl.int64) * q_stride
     if FUSED:
@@ -263,7 +263,7 @@ def _decode_kernel(
     if WINDOW > 0:
         oldest = tl.load(seq_lens + row) - WINDOW
 
-    if PEEL:  # noqa: SIM102 (what is known when compiling stands alone)
+    if PEEL:  # noqa: SIM102 (compile-time conditions stand alone)
         if begin < end:
             seen = begin + n < end
             if WINDOW > 0:
@@ -276,7 +276,7 @@ def _decode_kernel(
             slot = tl.minimum(start + n, end - 1) % BLOCK_SIZE
             k_rows = page.to(tl.int64) * k_stride_block + slot * k_stride_slot
             v_rows = page.to(tl.int64) * v_stride_block + slot * v_stride_slot
-            page = page_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)  # the next tile's, a tile ahead
+            page = page_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)  # prefetch for the next tile
             if BLOCK_D == D:
                 key = tl.load(k_head + k_rows[:, None] + d[None, :])
                 value = tl.load(v_head + v_rows[:, None] + d[None, :])
@@ -325,20 +325,20 @@ class DecodeConfig:
     block_n: int
     num_warps: int
     num_stages: int
-    programs: int  # about how many programs the contexts are cut into, beyond one a row and kv head
-    min_tiles: int = 2  # tiles of block_n keys an item of a row in pieces has at least: merging costs more than a few
-    peel: bool = False  # hold the first tile in registers, loaded while the kernel before still runs, where that may be
+    programs: int  # about how many programs the contexts are split into, beyond one per row and kv head
+    min_tiles: int = 2  # minimum of block_n tiles per item of a split row: merging costs more than a few
+    peel: bool = False  # if possible, load the first tile into registers while the previous kernel still runs
 
 
-_ROWS = 4, 16, 192  # up to so many rows the first configuration is taken, the second, the third; beyond, the last
+_ROWS = 4, 16, 192  # up to these numbers of rows the first, second, third configuration is used; beyond, the last
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 16) -> DecodeConfig:
-    """What measured best on an H200 (docs/performance-log.md): tiles of 32 KiB of keys and as much of values; of a
-    quarter of that for many rows, whose contexts may be short. Few rows are cut into little more than two a
-    multiprocessor: a long context's parts wait for room otherwise, and there are more to merge.
+    """What measured best on an H200 (docs/performance-log.md): tiles of 32 KiB of keys and as much of values; a quarter
+    of that for many rows, whose contexts may be short. Few rows are split into little more than two programs per SM:
+    otherwise parts of a long context wait for a free SM, and there are more to merge.
     """
-    padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes a key
+    padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes per key
     if rows > _ROWS[2]:
         return DecodeConfig(min(max((8 << 10) // padded, 16), 64), num_warps=4, num_stages=3, programs=4 * num_sms)
     block_n = min(max((32 << 10) // padded, 16), 128)
@@ -390,15 +390,15 @@ class DecodeWorkspace:
         return self._configs[bisect_left(_ROWS, rows)]
 
     def extra(self, rows: int) -> int:
-        """How many items there may be beyond one a row."""
+        """How many items there may be beyond one per row."""
         c = self.config(rows)
         tiles = MAX_SPLITS if self._max_len is None else self._max_len // (c.block_n * c.min_tiles)
-        splits = max(min(MAX_SPLITS, tiles), 2)  # items of a row at most
+        splits = max(min(MAX_SPLITS, tiles), 2)  # items per row at most
         return min(max(cdiv(c.programs, self._kv_heads), 1), rows * (splits - 1))
 
 
 def schedule_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor, rows: int) -> None:
-    """Cut the first ``rows`` contexts into items. Once a step (inside the graph): all layers share the result."""
+    """Split the first ``rows`` contexts into items. Once per step, in the graph: all layers share the result."""
     extra, config = workspace.extra(rows), workspace.config(rows)
     _schedule_kernel[(1,)](
         seq_lens,
@@ -420,7 +420,7 @@ def schedule_decode(workspace: DecodeWorkspace, seq_lens: torch.Tensor, rows: in
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """What makes q, k and v of a packed projection: as ``rotary.qk_norm_rope_store`` takes it."""
+    """How to make q, k and v from a packed projection, as for ``rotary.qk_norm_rope_store``."""
 
     q_weight: torch.Tensor | None
     k_weight: torch.Tensor | None
@@ -428,13 +428,13 @@ class NewTokens:
     cos_sin: torch.Tensor  # (positions, rot_dim) float32
     positions: torch.Tensor  # (rows,) int64
     slot_mapping: torch.Tensor  # (rows,) int64
-    scale: RowScale | None = None  # of the projection's rows, for ``stream_decode`` alone
+    scale: RowScale | None = None  # of the projection's rows; ``stream_decode`` only
 
 
 class SharedParts(NamedTuple):
-    """What rows have attended to already, together (``kernels/cascade.py``)."""
+    """Attention over shared keys that rows have computed together (``kernels/cascade.py``)."""
 
-    of_rows: torch.Tensor  # (rows, 2) int32: where each row's parts begin, and how many there are
+    of_rows: torch.Tensor  # (rows, 2) int32: first of each row's parts, number of parts
     partial: torch.Tensor  # (parts, heads, head_dim) float32, normalized
     lse: torch.Tensor  # (parts, heads) float32, log-sum-exps in base 2
 
@@ -452,11 +452,11 @@ def paged_decode_triton(
     early: bool = False,
     shared: SharedParts | None = None,
 ) -> None:
-    """After ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection. With ``shared``,
-    contexts go on where rows have these parts of theirs.
+    """Call after ``schedule_decode`` with the same seq_lens. With ``new``, q is the packed projection. With ``shared``,
+    contexts exclude the keys that these parts cover.
 
-    ``early``: the kernel before this one lets it start late (``pdl``), and has not written what this one reads but q
-    (without ``new``, the new tokens' keys and values): block tables, items and older keys are read while it runs.
+    ``early``: the previous kernel triggers this one late (``pdl``), and of what this one reads it writes only q
+    (without ``new``, also the new tokens' keys and values): block tables, items and older keys are read while it runs.
     """
     rows, heads, dim = out.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -533,7 +533,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """One call with a workspace of its own. The ``triton`` backend keeps the workspace and schedules once a step."""
+    """One call with its own workspace. The ``triton`` backend keeps the workspace and schedules once per step."""
     if not q.is_cuda:
         return paged_decode_reference(q, k_cache, v_cache, block_tables, seq_lens, scale, window)
     rows, heads, dim = q.shape

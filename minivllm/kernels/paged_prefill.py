@@ -1,9 +1,9 @@
-"""Paged prefill attention: prompt chunks of any length on a cached prefix, causal, in the flash-attention way.
+"""Paged prefill attention: prompt chunks of any length after a cached prefix, causal, as in flash attention.
 
-Work: 4 * head_dim * num_heads floating-point operations a (query, visible key) pair: 8 prompts of 1024 with 16 heads of
-128: 34 GFLOP, 57 µs at 600 TFLOP/s (keys and values come from L2 mostly). One program takes a tile of query tokens,
-all q heads of one kv head together (so that a key is loaded once for all of them), and walks the keys through the
-block table: first the tiles that every row sees, without a mask, then those at the diagonal.
+Work: 4 * head_dim * num_heads floating-point operations per (query, visible key) pair. 8 prompts of 1024 with 16 heads
+of 128: 34 GFLOP, 57 µs at 600 TFLOP/s (keys and values come mostly from L2). One program handles a tile of query tokens
+and all q heads of one kv head (so that a key is loaded once for all of them), and loops over the keys through the block
+table: first the tiles that every row sees, without a mask, then those at the diagonal.
 
 The mask is aligned to the bottom right: query token j of a row sees keys up to seq_len - query_len + j.
 """
@@ -19,7 +19,7 @@ from minivllm.kernels._triton import LOG2E, next_power_of_2, tl, triton
 
 @triton.jit
 def page_ids(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block ids of keys [start, start + BLOCK_N), keys past the end read as the last: one id, or one a key."""
+    """The block ids of keys [start, start + BLOCK_N): one id, or one per key. Keys past the end read as the last."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table + tl.minimum(start, end - 1) // BLOCK_SIZE)
     else:
@@ -59,7 +59,7 @@ def attend_keys(
         slot = tl.minimum(start + n, end - 1) % BLOCK_SIZE
         k_rows = page.to(tl.int64) * k_stride_block + slot * k_stride_slot
         v_rows = page.to(tl.int64) * v_stride_block + slot * v_stride_slot
-        page = page_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)  # the next tile's, a tile ahead
+        page = page_ids(table, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)  # prefetch for the next tile
         if BLOCK_D == D:
             key = tl.load(k_head + k_rows[:, None] + d[None, :])
             value = tl.load(v_head + v_rows[:, None] + d[None, :])
@@ -73,7 +73,7 @@ def attend_keys(
                 seen = seen & ((start + n)[None, :] > position[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
             new_m = tl.maximum(m, tl.max(score, 1) * scale)
-            floor = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row may see nothing yet
+            floor = tl.where(new_m == float("-inf"), 0.0, new_m)  # a row may see no key yet
         else:
             new_m = tl.maximum(m, tl.max(score, 1) * scale)
             floor = new_m
@@ -97,7 +97,7 @@ def _prefill_kernel(
     block_tables,  # (rows, table_stride) int32
     query_start,  # (rows + 1,) int32
     seq_lens,  # (rows,) int32
-    tiles,  # (grid, 2) int32: row, counted from first_row (-1: none), and first query token in it
+    tiles,  # (grid, 2) int32: row relative to first_row (-1: none), the tile's first query token
     out,  # as q
     first_row,
     scale,  # times log2(e)
@@ -114,15 +114,15 @@ def _prefill_kernel(
     D: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,  # query tokens a program
-    BLOCK_M: tl.constexpr,  # at least BLOCK_Q * G: the rows of a tile are (token, head of the group)
+    BLOCK_Q: tl.constexpr,  # query tokens per program
+    BLOCK_M: tl.constexpr,  # at least BLOCK_Q * G: a tile's rows are (token, head of the group)
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
     row = tl.load(tiles + tl.program_id(1) * 2)
-    if row < 0:  # of a captured step: fewer tiles than the grid has room for
+    if row < 0:  # a captured step's grid has room for more tiles
         return
     row += first_row
     first = tl.load(tiles + tl.program_id(1) * 2 + 1)
@@ -154,7 +154,7 @@ def _prefill_kernel(
         middle = begin
     else:
         begin = 0
-        middle = tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N  # every row sees the keys before
+        middle = tl.maximum(before + 1, 0) // BLOCK_N * BLOCK_N  # every row sees the keys before this
         acc, m, total = attend_keys(
             acc,
             m,
@@ -230,14 +230,14 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype) -> PrefillConf
 
 
 def query_tiles(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> np.ndarray:
-    """(m, 2) int32: (row, first query token) of each tile of ``block_q`` tokens, the longest work first."""
+    """(m, 2) int32: (row, first query token) of each tile of ``block_q`` tokens, the most work first."""
     tiles = longest_first(query_lens, seq_lens, block_q)
     return np.array([number for *_, row, first in tiles for number in (row, first)], dtype=np.int32).reshape(-1, 2)
 
 
 def longest_first(query_lens: np.ndarray, seq_lens: np.ndarray, block_q: int) -> list[tuple[int, int, int, int]]:
-    """What ``query_tiles`` are made of: (keys before the tile, those that its last token sees, row, first query token).
-    In plain Python: most steps have few tiles, for which many calls of numpy take longer."""
+    """The data of ``query_tiles``: (keys before the tile, keys that its last token sees, row, first query token). In
+    plain Python: most steps have few tiles, for which numpy calls take longer."""
     rows = query_lens.nonzero()[0]
     lens = zip(rows.tolist(), query_lens[rows].tolist(), seq_lens[rows].tolist(), strict=True)
     tiles = [
@@ -263,7 +263,7 @@ def paged_prefill_triton(
     window: int | None = None,
 ) -> None:
     """``tiles``: ``query_tiles(…, block_q)`` with ``block_q = config.block_m // (heads // kv heads)``, on the device.
-    Rows [0, first_row) of block_tables, query_start and seq_lens are decodes, whose tokens q and out leave out."""
+    Rows [0, first_row) of block_tables, query_start and seq_lens are decodes, whose tokens are not in q and out."""
     heads, dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     if not len(tiles):
@@ -309,8 +309,8 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """q (t, heads, head_dim), one sequence after another -> the same shape and dtype, computed in float32.
-    A query before the first key (a row of more query tokens than keys: padding) gives zeros."""
+    """q (t, heads, head_dim), sequences concatenated -> the same shape and dtype, computed in float32. A query before
+    the first key (padding: a row with more query tokens than keys) gives zeros."""
     out, block_size = torch.zeros_like(q), k_cache.shape[1]
     group = q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -344,8 +344,8 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """One call that plans for itself (and waits for the device to know the lengths). The ``triton`` backend plans
-    once a step from the host's copies."""
+    """One call that plans for itself (it synchronizes to read the lengths). The ``triton`` backend plans once per step
+    from the host's copies."""
     if not q.is_cuda:
         return paged_attention_reference(q, k_cache, v_cache, block_tables, query_start, seq_lens, scale, window)
     group = q.shape[1] // k_cache.shape[2]

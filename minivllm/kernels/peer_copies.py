@@ -1,7 +1,7 @@
-"""Copies between GPUs beside what a GPU computes, by its copy engines, to a peer one after another; on a CPU at once.
+"""Copies between GPUs by copy engines, overlapped with compute; in order for each peer. On a CPU they are synchronous.
 
-They go by address, past torch, whose copy takes the host 25 µs with the views that it is of: a layer of four ranks has
-thirty. Here each is one call of the driver. Captured, copies and waits are parts of the graph.
+They use addresses and bypass torch, whose copy, including views, costs the host 25 µs: a layer on four ranks has
+thirty. Here each is one driver call. Under capture, copies and waits become part of the graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minivllm.kernels.nvrtc import checked
 
 
 class PeerCopies:
-    """To ``peers``, from ``device``, which has its index. Addresses are as this device reaches them."""
+    """Copies to ``peers`` from ``device``, which must have an index. Addresses are as seen from this device."""
 
     def __init__(self, device: torch.device, peers: Iterable[int]) -> None:
         self._device, self._under_way = device, set[int]()
@@ -24,7 +24,7 @@ class PeerCopies:
         self._launched = torch.cuda.Event() if self._lanes else None
 
     def begin(self, peers: Iterable[int]) -> None:
-        """Copies to ``peers`` that follow are behind all that is launched so far, and beside what comes."""
+        """Make further copies to ``peers`` wait for all that is launched so far; they overlap with what comes later."""
         if self._launched is not None:
             self._launched.record(torch.cuda.current_stream(self._device))
             for peer in peers:
@@ -32,7 +32,7 @@ class PeerCopies:
                 self._under_way.add(peer)
 
     def copy(self, peer: int, to: int, what: int, nbytes: int) -> None:
-        """Behind the last one to ``peer``, of the same ``begin`` or an earlier one."""
+        """Copy after the last copy to ``peer``, of the same ``begin`` or an earlier one."""
         if not self._lanes:
             ctypes.memmove(to, what, nbytes)
         elif nbytes:
@@ -41,14 +41,14 @@ class PeerCopies:
             checked(driver.cuMemcpyAsync(to, what, nbytes, self._lanes[peer].cuda_stream))
 
     def settle(self) -> None:
-        """What is launched from now on is behind the copies so far. A capture waits for none from before it: what is
-        captured must begin settled."""
+        """Make what is launched from now on wait for the copies so far. A capture must begin settled: it cannot wait
+        for copies from before it."""
         for peer in self._under_way:
             torch.cuda.current_stream(self._device).wait_stream(self._lanes[peer])
         self._under_way.clear()
 
     def wait(self, address: int, number: int) -> None:
-        """What is launched from now on finds ``number``, an int32, at ``address``; on a CPU this waits for it."""
+        """Make what is launched from now on wait for ``number``, an int32, at ``address``; on a CPU, wait here."""
         if not self._lanes:
             while ctypes.c_int32.from_address(address).value != number:
                 time.sleep(0)

@@ -1,4 +1,4 @@
-"""Memory of each GPU of a group that the others' kernels reach (NVLink peer access, by torch's symmetric memory)."""
+"""Memory of each GPU of a group that the others' kernels can access (NVLink, torch's symmetric memory)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """One rank's, and where the others' is; whoever uses it keeps it."""
+    """One rank's memory, and the others' addresses; keep this object while the memory is in use."""
 
     rank: int
     mine: torch.Tensor  # (nbytes,) uint8
-    addresses: list[int]  # of each rank's, as this rank's device reaches it
+    addresses: list[int]  # each rank's, as seen from this rank's device
     handle: Any
 
     def of(self, rank: int) -> torch.Tensor:
-        """(nbytes,) uint8, that rank's."""
+        """(nbytes,) uint8: that rank's memory."""
         theirs: torch.Tensor = self.handle.get_buffer(rank, (len(self.mine),), torch.uint8)
         return theirs
 
@@ -27,7 +27,7 @@ class PeerMemory:
 def take_peer_memory(
     group: Any, nbytes: int, device: torch.device, clear: Callable[[torch.Tensor], Any] = torch.Tensor.zero_
 ) -> PeerMemory:
-    """``nbytes`` on each rank; every rank of the group calls this, and finds everybody's ``clear``.
+    """Allocate ``nbytes`` on each rank; all ranks of the group call this, and find everyone's prepared by ``clear``.
 
     Raises:
         RuntimeError: the GPUs cannot reach each other's memory.
@@ -39,6 +39,6 @@ def take_peer_memory(
     clear(mine)
     handle = _SymmetricMemory.rendezvous(mine, group.group_name)
     torch.cuda.synchronize(device)
-    dist.barrier(group, device_ids=[device.index])  # cleared everywhere before anybody's first word
-    offset = mine.data_ptr() - int(handle.buffer_ptrs[handle.rank])  # in its allocation, the same on all ranks
+    dist.barrier(group, device_ids=[device.index])  # all cleared before anyone's first word
+    offset = mine.data_ptr() - int(handle.buffer_ptrs[handle.rank])  # within its allocation, the same on all ranks
     return PeerMemory(handle.rank, mine, [int(base) + offset for base in handle.buffer_ptrs], handle)

@@ -1,17 +1,17 @@
-"""Where the ranks' kernels of all layers (``megakernel.py``) leave each other their parts of a sum, in each other's
-memory: words of a float32 and a flag, as within one GPU. A thread of a program sends what it has of one element of the
-stream to the thread of its number on every other rank, and waits for theirs: one way over NVLink, no barrier.
+"""Through which the ranks' megakernels (``megakernel.py``) all-reduce: words of a float32 and a flag in each other's
+memory, as within one GPU. Each thread sends its partial sum of one element of the stream to the same thread on every
+other rank, and waits for theirs: one trip over NVLink, no barrier.
 
-Memory, of the same layout on each rank, zeros at the start:
-# words, of kernels for 1, 2, 4 and 8 rows one behind the other: (2, ranks, rows, width) int64; what each rank has sent,
-# behind attention and behind the MLP
+Memory, with the same layout on each rank, initially zero:
+# words: (2, ranks, rows, width) int64 for each of the kernels for 1, 2, 4 and 8 rows, one after another; what each rank
+# has sent after attention and after the MLP
 On the rank alone:
-# layers (1,) int32: how many so far, in all launches. All ranks make the same ones, so a flag, the layer's number, is
-# of one layer alone
+# layers (1,) int32: layers so far, in all launches. All ranks launch the same ones, so a flag, the layer's number,
+# identifies a layer
 
-Why two buffers are enough. A thread sends behind attention what its peer reads there, after what it got from behind the
-MLP of the layer before: that, the peer had sent when it had read what stood there. The other way round it is the same,
-also from one launch to the next; kernels for other rows have other words.
+Why two buffers suffice. When a thread sends its sum after attention, it has received the peer's sum after the previous
+layer's MLP, and the peer sent that only after it had read the previous contents of the attention buffer. The same holds
+with the two exchanged, and from one launch to the next; kernels for other rows have other words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS = 2 * MOST_ROWS - 1  # of all kernels together
 
 
 class PeerWords:
-    """One rank's end. ``memory``: every rank's address of ``nbytes`` of zeros, as this rank's device reaches it."""
+    """One rank's end. ``memory``: each rank's address of ``nbytes`` of zeros, as seen from this rank's device."""
 
     def __init__(self, rank: int, memory: list[int], device: torch.device, keep: Any = None) -> None:
         self.rank, self.ranks = rank, len(memory)

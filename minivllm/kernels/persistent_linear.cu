@@ -1,35 +1,35 @@
-// y[r, f] = factors[r] * sum_k x[r, k] * weight[f, k], without factors if there are none, bfloat16, sums in float32,
-// for many rows, and what stands behind. GATED: out = silu(gate) * up, y's two halves. HEAD: y's features are heads of
-// so many, of queries, keys and values; queries and keys are normed and rotated, queries go to out, keys and values to
-// the cache. See persistent_linear.py.
+// y[r, f] = factors[r] * sum_k x[r, k] * weight[f, k] (without factors if null) for many rows, in bfloat16 with float32
+// sums, and an epilogue. GATED: out = silu(gate) * up, y's two halves. HEAD: y's features are heads of HEAD dimensions:
+// queries, keys and values; queries and keys are normed and rotated, queries go to out, keys and values to the cache.
+// See persistent_linear.py.
 //
-// Compiled for GATED or one HEAD, x whole or in PARTS, and one way to cut the product (GROUPS, LINES, CLUSTER, STAGES,
-// EVEN), at a time, behind hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). A program goes through tiles of 64 *
-// GROUPS rows by LINES of the weight. A cluster of two has different rows and the same lines, of which each loads half
-// and sends it to both. A program has GROUPS warpgroups that multiply 64 rows each and leave the sums in shared memory,
-// rounded to bfloat16, a warp that loads, and three that finish the sums while the next tile is multiplied.
+// Compiled for GATED or one HEAD, x whole or in PARTS, and one tiling (GROUPS, LINES, CLUSTER, STAGES, EVEN), after
+// hopper.cuh and `multiply` (wgmma.m64n{LINES}k16). Persistent: a program (thread block) loops over tiles of 64 *
+// GROUPS rows by LINES lines (weight rows). A cluster of two has different rows and the same lines; each loads half of
+// these and multicasts it to both. Warp-specialized: GROUPS warpgroups multiply 64 rows each and put the sums, rounded
+// to bfloat16, in shared memory; one warp loads; three run the epilogue while the next tile is multiplied.
 
 constexpr int ROWS = 64 * GROUPS;
 constexpr int X_BYTES = ROWS * LINE, HALF_BYTES = LINES / 2 * LINE, STAGE_BYTES = X_BYTES + 2 * HALF_BYTES;
 constexpr int PITCH = LINES * 2;  // bytes of a row of sums, in parts of 16
-constexpr int MIXED = LINES % 64 == 0 ? 8 : LINES % 32 == 0 ? 4 : 2;  // parts that change places: no bank conflicts
-constexpr int FINISHING = 96, ACROSS = LINES / 16;  // threads, and those of a row, of two parts each
-// From a part to the one that it is finished with: gate and up, or the halves of a head, which turn together.
+constexpr int MIXED = LINES % 64 == 0 ? 8 : LINES % 32 == 0 ? 4 : 2;  // parts that are swizzled to avoid bank conflicts
+constexpr int FINISHING = 96, ACROSS = LINES / 16;  // epilogue threads; threads per row, two parts each
+// Distance of the two parts that a thread handles: gate and up, or the halves of a head, which rotate together.
 constexpr int PART = GATED ? ACROSS : HEAD / 16;
-constexpr int TURN = FINISHING / ACROSS;  // rows that are finished side by side
-constexpr int AT_ONCE = EVEN ? 4 : 2;     // rows that a thread has in hand: one's loads beside another's sums
+constexpr int TURN = FINISHING / ACROSS;  // rows in the epilogue side by side
+constexpr int AT_ONCE = EVEN ? 4 : 2;     // rows per thread: one's loads overlap another's arithmetic
 
 #if EVEN
-// The rows are one tile, and a program is alone. Lines are in units of 16, for 8 outputs: every program has as many, or
-// one less than others, and goes through them in as many rounds, each of PART units or one less. The kernel starts by
-// asking for weights: for so few rows these are what it waits for.
+// The rows are one tile, and there are no clusters. Lines are counted in units of 16, for 8 outputs: all programs have
+// equally many units, or one less, and take them in equally many rounds of PART units or one less. With so few rows the
+// kernel is bound by weights, so it starts loading them first.
 struct Tiles {
   int start, units, first, stop, step;
   __device__ Tiles(int rows, int features, int rounds) : first(0), stop(rounds), step(1) {
     const int all = features / 8, programs = gridDim.x, program = blockIdx.x;
     start = all * program / programs, units = all * (program + 1) / programs - start;
   }
-  __device__ int at(int tile, int member, int& r0, int& f0) const {  // returns the tile's units
+  __device__ int at(int tile, int member, int& r0, int& f0) const {  // returns the number of units in the tile
     const int before = units * tile / stop;
     r0 = 0, f0 = (start + before) * 8;
     return units * (tile + 1) / stop - before;
@@ -37,10 +37,10 @@ struct Tiles {
 };
 #else
 constexpr int OUTPUTS = GATED ? LINES / 2 : LINES;
-constexpr int WIDE = 8;  // feature tiles that take turns before the next rows: what they read stays in L2
+constexpr int WIDE = 8;  // feature tiles that are computed before the next rows, so that their inputs stay in L2
 
-struct Tiles {  // pairs of them, in the order in which they are computed
-  int columns, block, first, stop, step;  // tiles of features; pairs of tiles in WIDE of those
+struct Tiles {  // pairs of tiles, in the order of computation
+  int columns, block, first, stop, step;  // tiles of features; pairs of tiles in WIDE of them
   __device__ Tiles(int rows, int features, int rounds)
       : columns((features + OUTPUTS - 1) / OUTPUTS), block((rows + 2 * ROWS - 1) / (2 * ROWS) * WIDE),
         first(blockIdx.x / 2), stop(block / WIDE * columns), step(gridDim.x / 2) {}
@@ -54,18 +54,18 @@ struct Tiles {  // pairs of them, in the order in which they are computed
 #endif
 
 #if PARTS
-// x and its factors in parts of ``each`` rows, a multiple of a pair's, the last one of what is left; a rank each. This
-// rank's own is there. Another rank's comes from a copy engine of its GPU, and is there when ``arrived`` of it is
-// ``number``: see exchange.py.
+// x and its factors arrive in parts of ``each`` rows (a multiple of a pair's), one per rank; the last may be shorter.
+// This rank's own is there. A copy engine of another rank's GPU delivers that rank's part; it is complete when its
+// ``arrived`` equals ``number``: see exchange.py.
 struct Arrival {
   const u32* arrived;
   u32 number;
   int rank, ranks, each;
 };
 
-struct PartedTiles : Tiles {  // part by part, from this rank's own on
+struct PartedTiles : Tiles {  // part by part, starting with this rank's own
   const Arrival& parts;
-  int rows, turn, row, before;  // parts gone before this one, its first row, and the tiles of those parts
+  int rows, turn, row, before;  // turn: parts before this one; its first row; before: the tiles of those parts
   __device__ PartedTiles(int all, int features, int rounds, const Arrival& parts)
       : Tiles(all, features, rounds), parts(parts), rows(all), turn(0), before(0) { take(); }
   __device__ void take() {
@@ -74,7 +74,7 @@ struct PartedTiles : Tiles {  // part by part, from this rank's own on
     const int left = rows - row < parts.each ? rows - row : parts.each;  // 0 or less: none
     block = left > 0 ? (left + 2 * ROWS - 1) / (2 * ROWS) * WIDE : 0;
   }
-  // Waits until the rows of ``tile``, which is none before the last one asked for, may be read, by TMA and without.
+  // Waits until the rows of ``tile`` may be read, by TMA or otherwise. Must be called with ascending tiles.
   __device__ void reach(int tile) {
     const int last = turn;
     for (int size; tile - before >= (size = block / WIDE * columns); take()) before += size, turn++;
@@ -95,7 +95,7 @@ struct PartedTiles : Tiles {  // part by part, from this rank's own on
 };
 #endif
 
-// Where part p of row r of the sums lies in that row.
+// Where part p of row r of the sums is in that row.
 __device__ __forceinline__ int mixed(int p, u32 r) { return p ^ (r / (8 / MIXED) & (MIXED - 1)); }
 __device__ __forceinline__ void store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
@@ -145,7 +145,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
   if (EVEN) asm volatile("griddepcontrol.launch_dependents;");
   const int lane = threadIdx.x % 32, member = blockIdx.x % CLUSTER;
   const u32 tiles = (shared_address(memory) + 1023) & ~1023u, sums_at = tiles + STAGES * STAGE_BYTES;
-  // Of a tile's rows: where their keys and values go in the cache, where their angles are, and their factors.
+  // For a tile's rows: where their keys and values go in the cache, where their angles are, and their factors.
   long long* places = (long long*)(memory + (sums_at - shared_address(memory)) + ROWS * PITCH);
   int* turns = (int*)(places + ROWS);
   float* scales = (float*)(turns + ROWS);
@@ -156,7 +156,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
 #else
   const Tiles order(rows, features, rounds);
 #endif
-  const int in_tile = EVEN ? tile_rows : ROWS;  // rows that are loaded
+  const int in_tile = EVEN ? tile_rows : ROWS;  // rows to load
 
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -184,8 +184,8 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
           load_tile(tiles + to * STAGE_BYTES + X_BYTES + half * HALF_BYTES, EVEN && units < PART ? &narrow : &weight,
                     i * 64, f0 + half * (GATED ? features : LINES / 2), full + 8 * to, CLUSTER, 3);
       };
-      int asked = 0;  // stages, of which the weights' part is
-      if (EVEN) {     // no kernel writes weights: they come while the one before still runs
+      int asked = 0;  // stages whose weights are loading
+      if (EVEN) {     // no kernel writes weights: load them while the previous kernel still runs
 #pragma unroll 1
         for (int tile = order.first; tile < order.stop; tile += order.step) {
           const int units = order.at(tile, member, r0, f0);
@@ -197,7 +197,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
         }
       }
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      // Late, as in cluster_linear.cu: attention reads what no kernel just before it wrote, ahead of its own wait.
+      // Late, as in cluster_linear.cu: attention reads before its own wait, but nothing that the previous kernel wrote.
       if (!EVEN) asm volatile("griddepcontrol.launch_dependents;");
 #pragma unroll 1
       for (int tile = order.first; tile < order.stop; tile += order.step) {
@@ -222,9 +222,9 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
     __syncwarp();
   } else if (threadIdx.x >= 128) {  // multiply
     const int group = threadIdx.x / 128 - 1, teller = threadIdx.x % 128;
-    const int row = group * 64 + teller / 32 * 16 + lane % 16;  // stmatrix: of which this lane gives a part's address
+    const int row = group * 64 + teller / 32 * 16 + lane % 16;  // whose part's address this lane gives to stmatrix
     const u32 to = sums_at + row * PITCH;
-    const auto let_go = [&](u32 bar) {  // for whoever loads there
+    const auto let_go = [&](u32 bar) {  // to whoever loads there
       if (CLUSTER == 1 && !teller) here_arrive(bar);
       if (CLUSTER > 1 && teller < CLUSTER) barrier_arrive(bar, teller);
     };
@@ -241,7 +241,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
         const u64 a = matrix(at + group * 64 * LINE), b = matrix(at + X_BYTES);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 16 of k: 32 bytes on
+        for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 16 of k: 32 bytes
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
         if (i) let_go(empty + 8 * (stage ? stage - 1 : STAGES - 1));
@@ -260,7 +260,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
       }
       here_arrive(summed + 8 * group);
     }
-  } else {  // finishes: each thread two parts of a row
+  } else {  // epilogue: each thread has two parts of a row
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int worker = threadIdx.x - 32, first = worker / ACROSS;
     const int part = worker % ACROSS / PART * (2 * PART) + worker % PART;
@@ -268,7 +268,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
 #pragma unroll 1
     for (int tile = order.first; tile < order.stop; tile += order.step, turn++) {
 #if PARTS
-      order.reach(tile);  // of this part's rows the factors are read, too
+      order.reach(tile);  // the factors of this part's rows are read, too
 #endif
       const int units = order.at(tile, member, r0, f0);
       const int f = f0 + part * 8, head = HEAD ? f / (HEAD + !HEAD) : 0, d = HEAD ? f % (HEAD + !HEAD) : 0;
@@ -278,7 +278,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
       const float* angles_at = heads.angles + d;
       uint4 norms[2];
       if (norm) norms[0] = __ldg((const uint4*)(norm + d)), norms[1] = __ldg((const uint4*)(norm + d + HEAD / 2));
-      // Row r of the tile goes to ``to`` + places[r], or r * pitch if that is not 0.
+      // Row r of the tile goes to ``to`` + places[r], or to ``to`` + r * pitch if pitch is not 0.
       int pitch = HEAD ? heads.queries * HEAD : features;
       u16 *to = out + (long long)r0 * pitch + (HEAD ? head * HEAD + d : f), *kept = nullptr;
       if (HEAD && key >= 0) {
@@ -366,7 +366,7 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
 #pragma unroll
       for (int g = 0; g < GROUPS; g++) barrier_wait(summed + 8 * g, turn & 1);
 #pragma unroll 1
-      for (int i = first; i < in_tile; i += 2 * AT_ONCE * TURN) {  // angles are read a pass ahead
+      for (int i = first; i < in_tile; i += 2 * AT_ONCE * TURN) {  // angles are read one pass ahead
         const int then = i + AT_ONCE * TURN;
         read_all_angles(next, then);
         finish(now, i);
@@ -379,5 +379,5 @@ persistent_linear(const __grid_constant__ TensorMap weight, const __grid_constan
     }
   }
   __syncwarp();
-  if (CLUSTER > 1) cluster_meet();  // nobody sends to, or signals, a program that is gone
+  if (CLUSTER > 1) cluster_meet();  // no program may exit while another sends to it or signals it
 }

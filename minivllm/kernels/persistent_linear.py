@@ -1,14 +1,14 @@
-"""Linear layers over a thousand rows and more, on Hopper, with what stands behind them: SiLU(gate) * up, or the norm of
-queries and keys, rotary embedding and cache write. The product's rows may be multiplied by a factor each first
-(``row_factors``: the norm in front, if its weight is folded into the product's). Rows and factors may be on their way
-here from other ranks, part by part (``exchange.Arrival``): tiles of rows that are there come first. And SiLU(gate) * up
-of 65 to 192 rows and large weights.
+"""Linear layers with an epilogue on Hopper, for about a thousand rows or more: SiLU(gate) * up, or the norm of queries
+and keys, rotary embedding and cache write. The product's rows may first be multiplied by a factor each
+(``row_factors``: the norm in front, if its weight is folded into the product's). Rows and factors may still be arriving
+from other ranks, part by part (``exchange.Arrival``): tiles whose rows are there come first. Also SiLU(gate) * up for
+65 to 192 rows and large weights.
 
-The kernel is CUDA C++ (``persistent_linear.cu``): a program a multiprocessor, alone or in clusters of two, goes through
-tiles of 128 or 192 rows by up to 256 lines of the weight; structure after CUTLASS's warp-specialized GEMMs (NVIDIA,
-2023). It saves a pass over the product, read and written: of 8,192 tokens and Qwen3-0.6B 151 MB behind gate and up, 134
-MB behind qkv, 35 and 31 µs at 4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s;
-of few rows the weight's bytes, Qwen3-14B's gate and up 356 MB, 85 µs at 4.2 TB/s.
+The kernel is CUDA C++ (``persistent_linear.cu``): one program per SM, alone or in clusters of two, loops over tiles of
+128 or 192 rows by up to 256 lines (rows of the weight); structured like CUTLASS's warp-specialized GEMMs (NVIDIA,
+2023). It saves writing the product and reading it again: for 8,192 tokens of Qwen3-0.6B 151 MB after gate and up, 134
+MB after qkv, 35 and 31 µs at 4.3 TB/s. Floor: 2 * t * n * k operations; gate and up 103 GFLOP, 129 µs at 800 TFLOP/s.
+For few rows the weight's bytes: Qwen3-14B's gate and up 356 MB, 85 µs at 4.2 TB/s.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.persistent_config import GRID, UNIT, Cut, cut_kernel, parts_cut, persistent_cut
 from minivllm.kernels.rotary import Heads
 
-HEAD_DIMS = (64, 128)  # of heads that it norms, rotates and stores
+HEAD_DIMS = (64, 128)  # of heads that it can norm, rotate and store
 
 
 def use_persistent(
@@ -38,8 +38,8 @@ def use_persistent(
     head_dim: int = 0,
     parts: bool = False,
 ) -> bool:
-    """Whether (rows, k) @ (n, k).T and what stands behind it are faster here than apart; the one place that knows.
-    ``parts``: of rows that are still to arrive."""
+    """Whether this is faster for (rows, k) @ (n, k).T and its epilogue than separate kernels; the only place that
+    decides. ``parts``: the rows are still to arrive."""
     if dtype != torch.bfloat16 or n % (head_dim or 16) or k % 8 or not nvrtc.available(device):
         return False
     sms = num_sms(device)
@@ -50,19 +50,19 @@ def use_persistent(
 
 
 def compile_for_parts(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Begin to compile what a model's products of rows that are still to arrive may take."""
+    """Start compiling the kernels that a model may need for rows that are still to arrive."""
     if dtype == torch.bfloat16 and nvrtc.available(device):
         for gated, dim in ((True, 0), *([(False, head_dim)] if head_dim in HEAD_DIMS else [])):
             compile_ahead(cut_kernel(GRID, gated, dim, parts=True))
 
 
 class ArrivalArgument(ctypes.Structure):
-    """``Arrival`` of the .cu."""
+    """``Arrival`` of persistent_linear.cu."""
 
     _fields_ = [("arrived", ctypes.c_void_p), *((name, ctypes.c_int) for name in ("number", "rank", "ranks", "each"))]
 
 
-@lru_cache(maxsize=1024)  # a step of prompts may have any number of rows
+@lru_cache(maxsize=1024)  # prompt steps may have any number of rows
 def _plan(
     rows: int, lines: int, n: int, k: int, gated: bool, head_dim: int, parts: bool, cut: Cut | None,
     device: torch.device,
@@ -73,8 +73,8 @@ def _plan(
     if cut.rounds:
         assert gated and rows <= cut.rows and lines <= cut.rounds * cut.lines * clusters
         clusters = min(clusters, lines // UNIT)
-        box_rows = 8 * cdiv(rows, 8)  # TMA writes them in eights
-        narrow = max(cut.lines - UNIT, UNIT) // 2  # of a round with a unit less
+        box_rows = 8 * cdiv(rows, 8)  # TMA writes rows in eights
+        narrow = max(cut.lines - UNIT, UNIT) // 2  # of a round with one unit less
     else:
         clusters = min(clusters, cdiv(rows, 2 * cut.rows) * cdiv(lines, cut.lines))
     shape = nvrtc.LaunchShape(
@@ -97,7 +97,7 @@ def _launch(
     cut: Cut | None = None,
     arrival: Arrival | None = None,
 ) -> None:
-    """x (t, k), weight (n or 2 * n, k), factors (t,) float32; ``kept`` as ``heads_argument`` has it."""
+    """x (t, k), weight (n or 2 * n, k), factors (t,) float32; ``kept`` as in ``heads_argument``."""
     if compiling():
         return
     assert out.is_contiguous()
@@ -120,7 +120,7 @@ def persistent_gate_up(
     *,
     arrival: Arrival | None = None,
 ) -> torch.Tensor:
-    """SiLU(gate) * up of ``persistent_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``arrival``
+    """SiLU(gate) * up by ``persistent_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``arrival``
     it waits for x and the factors, part by part; each part must have rows."""
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, out.shape[1], factors, gated=True, cut=cut, arrival=arrival)
@@ -136,8 +136,8 @@ def persistent_qkv(
     keep: bool = False,
     arrival: Arrival | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """``qk_norm_rope_store`` of ``persistent_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t,
-    heads, head_dim) and, with ``keep``, k and v (t, kv heads, head_dim) as they are in the cache. All of a head
+    """``qk_norm_rope_store`` by ``persistent_linear``: weight ((heads + 2 * kv heads) * head_dim, k). Returns q (t,
+    heads, head_dim) and, with ``keep``, k and v (t, kv heads, head_dim) as they are in the cache. The whole head
     rotates; its dimension is one of ``HEAD_DIMS``. ``arrival`` as above."""
     t, kv_heads = x.shape[0], heads.num_kv_heads
     q = torch.empty((t, heads.num_heads, heads.head_dim), dtype=x.dtype, device=x.device)

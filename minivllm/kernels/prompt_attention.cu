@@ -1,38 +1,38 @@
 // Causal attention of prompts, or chunks of them, over a paged cache; see prompt_attention.py.
 //
-// Compiled for one (D, KEYS, GROUPS, STAGES): a head's dimension, the keys of a tile, its rows, 64 a group, and how many
-// tiles of keys and of values are there at once; behind hopper.cuh, `multiply_first` and `multiply` of 64 x KEYS and
-// `multiply_held` of 64 x D. A program goes through items, the longest first: of so many query tokens the heads that share
-// a key head, a token's one after another. Of its warpgroups all but the last multiply, each for 64 of the rows; of that
-// one, a warp asks for queries and keys, another for values, page by page (TMA). Tiles of keys are taken from the last to
-// the first, so that the masked ones come first. While the tensor cores make a tile's output, the next tile's scores are
-// exponentiated (FlashAttention-3, Shah et al., 2024), be it this item's or the next one's: the queries of two items are
-// here at once. Where few queries see many keys, these are cut into parts, an item each (flash decoding, Dao et al.,
-// 2023): whoever is the last of them to end adds them up.
+// Compiled for one (D, KEYS, GROUPS, STAGES): head dimension, keys per tile, warpgroups of 64 rows, and stages of keys
+// and of values; after hopper.cuh, `multiply_first` and `multiply` of 64 x KEYS and `multiply_held` of 64 x D.
+// Persistent: a program (thread block) loops over items, longest first. An item's rows are a tile of query tokens times
+// the query heads that share a key head, a token's heads one after another. All warpgroups but the last compute, 64
+// rows each; in the last one warp loads queries and keys, another values, a page at a time (TMA). Key tiles are
+// processed from last to first, so that the masked ones come first. While the tensor cores compute one tile's output,
+// the next tile's scores are exponentiated (FlashAttention-3, Shah et al., 2024), also across items: so queries of two
+// items are in shared memory. Where few queries see many keys, the keys are split into parts, an item each (flash
+// decoding, Dao et al., 2023); the part that finishes last combines them.
 
-constexpr int ROWS = 64 * GROUPS, AT_ONCE = 2, KNOWN = 2 * AT_ONCE;  // items with their queries here, and known ones
+constexpr int ROWS = 64 * GROUPS, AT_ONCE = 2, KNOWN = 2 * AT_ONCE;  // items whose queries are loaded; items announced
 constexpr int HALVES = D / 64, PAGE = 16, PAGES = KEYS / PAGE;
 constexpr int HALF_QUERIES = ROWS * LINE, HALF_KEYS = KEYS * LINE;  // 64 dimensions of all rows
 constexpr int QUERY_BYTES = HALVES * HALF_QUERIES, TILE_BYTES = HALVES * HALF_KEYS;
 #define NONE __int_as_float(0xFF800000)  // minus infinity
 
 struct Step {  // of the batch; strides in elements
-  const int4* tiles;                     // of queries: a row of prompts (-1: no more), and the tile's first token of it;
-                                         // the part of its keys, and 65,536 times how many; where those are left
+  const int4* tiles;                     // of queries: row (-1: end), tile's first token in it; the part of its
+                                         // keys + 65,536 * the number of parts; where these are written
   const int *starts, *lengths, *tables;  // (rows + 1,); (rows,); (rows, stride): first tokens, keys, blocks
   long long table_stride, out_stride;
-  int count, first_row, heads, group;    // tiles; the first row of a prompt; key heads, and query heads of each
-  float4* left;                          // what parts leave, and how many of them have so far
+  int count, first_row, heads, group;    // tiles; first row with a prompt; key heads, query heads per key head
+  float4* left;                          // what parts write, and how many have done so
   u32* came;
-  int each;                              // tokens of a tile
+  int each;                              // tokens per tile
   float scale;                           // times log2(e)
 };
 
 struct Item {
-  // Head of the keys; first token of q and out; how many there are; keys before them, and in all; the first tile of keys.
+  // Key head; first token in q and out; number of tokens; keys before them, and in total; first key tile.
   int head, row, token, live, before, length, first, left, part, parts, tiles;
 
-  // The number-th; its row is -1 where there are no more.
+  // Takes item ``number``; row is -1 if there is none.
   __device__ __forceinline__ void take(const Step& step, int number) {
     const int tile = number / step.heads;
     row = -1, tiles = first = 0;
@@ -47,21 +47,21 @@ struct Item {
     part = its.z & 0xFFFF, parts = its.z >> 16, left = its.w;
     first = all * part / parts, tiles = all * (part + 1) / parts - first;
   }
-  // The block of a page of a tile; past the last key, of the last page.
+  // The block of a page of a tile; past the last key, the last page's.
   __device__ __forceinline__ int block(const Step& step, int tile, int page) const {
     if (tile < first) return 0;
     return step.tables[row * step.table_stride + min(tile * PAGES + page, (length - 1) / PAGE)];
   }
 };
 
-// Counts one; returns how many there were. Whoever counts the last one finds what all left before they counted.
+// Increments count and returns its previous value. Whoever increments last sees what all wrote before they did.
 __device__ __forceinline__ u32 one_more(u32* count) {
   u32 before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(1) : "memory");
   return before;
 }
 
-struct Turn {  // of a ring's stages
+struct Turn {  // position in a ring buffer of stages
   int stage = 0, round = 0;
   __device__ __forceinline__ void next() {
     if (++stage == STAGES) stage = 0, round ^= 1;
@@ -70,32 +70,33 @@ struct Turn {  // of a ring's stages
 
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// All but the last so many groups of them are done.
+// Waits until at most LEFT groups of products are in flight.
 template <int LEFT> __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 __device__ __forceinline__ void meet(int which, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(which), "r"(threads) : "memory");
 }
-template <int N> __device__ __forceinline__ void arrived(float (&x)[N]) {  // nothing that reads x goes before this
+template <int N> __device__ __forceinline__ void arrived(float (&x)[N]) {  // keeps reads of x after this point
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// This program's item of a round. Items get shorter: who has the longest of one round has the shortest of the next.
+// This program's item of a round. Items get shorter, so the program with the longest has the shortest in the next
+// round.
 __device__ __forceinline__ int number_of(int round) {
   return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-// 64 dimensions of a tile's queries, from the token and the head on.
+// Loads 64 dimensions of a tile's queries, starting at the token and the head.
 __device__ __forceinline__ void load_queries(u32 to, const TensorMap* map, int head, int token, int half, u32 bar) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
       "r"(to), "l"(map), "r"(bar), "r"(0), "r"(head), "r"(token), "r"(half) : "memory");
 }
 
-// All keys, or all values, of this program's items; with the keys the items themselves, which whoever multiplies finds in
-// ``given``, and their queries. Lanes ask for 64 dimensions of a page each.
+// Loads all keys, or all values, of this program's items. With the keys, also queries, and publishes the items in
+// ``given`` for the warps that compute. Each lane loads 64 dimensions of a page.
 template <bool QUERIES>
 __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap& queries, const Step& step, u32 tiles,
                                            u32 full, u32 empty, u32 query_tile, u32 query_full, u32 query_empty,
@@ -104,7 +105,7 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
   Turn turn;
   Item item;
   int round = 0;
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // nothing is read, and nobody multiplies, before
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // before this nothing may be read, and nobody computes
   item.take(step, number_of(round));
   int block = item.block(step, item.first + item.tiles - 1, page);
 #pragma unroll 1
@@ -113,7 +114,7 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
       const int place = items % AT_ONCE;
       const u32 bar = query_full + 8 * place;
       barrier_wait(query_empty + 8 * place, items / AT_ONCE & 1 ^ 1);
-      given[items % KNOWN] = item;  // one of which all, when the queries in this place were left, had stored what came out
+      given[items % KNOWN] = item;  // free: all stored its last item's output before they released these queries
       if (!item.tiles) here_arrive(bar);
       else {
         barrier_expect(bar, HALVES * step.each * step.group * LINE);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void load_pages(const TensorMap& map, const TensorMap
 struct Softmax {  // of this thread's two rows, 8 apart
   float tops[2] = {NONE, NONE}, sums[2] = {0.f, 0.f}, fades[2];
 
-  // Scores become weights; what was summed before is to be multiplied by fades.
+  // Turns scores into weights; earlier sums have to be multiplied by fades.
   __device__ __forceinline__ void take(float (&s)[KEYS / 2], float scale) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -159,7 +160,7 @@ struct Softmax {  // of this thread's two rows, 8 apart
       for (int j = 0; j < KEYS / 8; j++) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float floor = top == NONE ? 0.f : top * scale;  // a row may see nothing yet
+      const float floor = top == NONE ? 0.f : top * scale;  // a row may see no key yet
       fades[h] = exp2_of(tops[h] * scale - floor);
       tops[h] = top;
       float sum = 0.f;
@@ -176,7 +177,7 @@ struct Softmax {  // of this thread's two rows, 8 apart
   }
 };
 
-// Of keys that begin at ``first`` this thread's rows see those up to their positions.
+// Causal mask for keys from ``first`` on: this thread's rows see keys up to their positions.
 __device__ __forceinline__ void hide(float (&s)[KEYS / 2], int first, const int (&positions)[2]) {
   const int column = first + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -186,7 +187,7 @@ __device__ __forceinline__ void hide(float (&s)[KEYS / 2], int first, const int 
       if (column + j * 8 + e % 2 > positions[e / 2]) s[4 * j + e] = NONE;
 }
 
-// As the tensor cores take them: of each 16 keys, this thread's of both rows.
+// Packs weights as wgmma's A operand: of each 16 keys, this thread's of both rows.
 __device__ __forceinline__ void hold(u32 (&p)[KEYS / 4], const float (&s)[KEYS / 2]) {
 #pragma unroll
   for (int i = 0; i < KEYS / 4; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
@@ -195,7 +196,7 @@ __device__ __forceinline__ void hold(u32 (&p)[KEYS / 4], const float (&s)[KEYS /
 __device__ __forceinline__ void score(float (&s)[KEYS / 2], u32 queries, u32 keys) {
   const u64 a = matrix(queries), b = matrix(keys);
 #pragma unroll
-  for (int k = 0; k < D / 16; k++) {  // 16 dimensions: 32 bytes on, or the other half
+  for (int k = 0; k < D / 16; k++) {  // 16 dimensions: 32 bytes, or the other half
     const u64 in_a = a + k / 4 * (HALF_QUERIES >> 4) + k % 4 * 2, in_b = b + k / 4 * (HALF_KEYS >> 4) + k % 4 * 2;
     if (k == 0)
       multiply_first(s, in_a, in_b);
@@ -212,7 +213,7 @@ __device__ __forceinline__ void weigh(float (&o)[D / 2], const u32 (&p)[KEYS / 4
   commit_products();
 }
 
-// Of four lanes, each with a word of each of four others' lines: the line of this lane's number.
+// Transposes among four lanes, each with a word of each of four lines: returns the line with this lane's number.
 __device__ __forceinline__ uint4 gathered(u32 (&x)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
@@ -230,7 +231,7 @@ __device__ __forceinline__ uint4 gathered(u32 (&x)[4]) {
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// Products of one warpgroup, then of the next: exponentials of one stand beside products of the others.
+// Warpgroups take turns at products, so that exponentials of one overlap products of the others.
 __device__ __forceinline__ void my_turn(int group) { meet(1 + GROUPS + group, 256); }
 __device__ __forceinline__ void next_turn(int group) {
   asm volatile("bar.arrive %0, %1;" ::"r"(1 + GROUPS + (group + 1) % GROUPS), "r"(256) : "memory");
@@ -268,22 +269,22 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : 160));
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same in all lanes, as the compiler is to know: it keeps
-  const int of_group = threadIdx.x % 128;                    // descriptors for all of them then, which products wait for
-  const int line = group * 64 + of_group / 32 * 16 + of_group % 32 / 4;  // this thread's first row, of an item's
-  const int tokens[2] = {line / step.group, (line + 8) / step.group};    // its tokens, and where their heads lie
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform in the warp, and the compiler must know: else
+  const int of_group = threadIdx.x % 128;                    // it computes descriptors per lane, which delays products
+  const int line = group * 64 + of_group / 32 * 16 + of_group % 32 / 4;  // this thread's first row in an item
+  const int tokens[2] = {line / step.group, (line + 8) / step.group};    // its tokens, in the tile
   const int first_token = group * 64 / step.group;                       // of this group's rows
   const auto leave = [&](u32 bar) {
     if (of_group == 0) here_arrive(bar);
   };
-  int items = 0;  // how many are done
+  int items = 0;  // done
   const auto item = [&](int items) -> const Item& { return given[items % KNOWN]; };
   const auto wait_for_item = [&] { barrier_wait(query_full + 8 * (items % AT_ONCE), items / AT_ONCE & 1); };
   const auto leave_queries = [&] { leave(query_empty + 8 * (items % AT_ONCE)); };
   Turn of_keys, of_values;
   float o[D / 2], s[KEYS / 2];
   u32 p[KEYS / 4];
-  // Begins to score the next tile of keys.
+  // Starts scoring the next key tile.
   const auto score_next = [&] {
     barrier_wait(keys_full + 8 * of_keys.stage, of_keys.round);
     my_turn(group);
@@ -312,12 +313,12 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     }
     softmax.take(s, step.scale);
   };
-  const auto begin_item = [&](const Item& item) {  // behind the weights of its first tile, the last of its keys
+  const auto begin_item = [&](const Item& item) {  // after the weights of its first tile, the last of its keys
 #pragma unroll
     for (int i = 0; i < D / 2; i++) o[i] = 0.f;
     const int held = item.length - (item.first + item.tiles - 1) * KEYS;
     if (held >= KEYS) return;
-    const u32 at = value_tiles + of_values.stage * TILE_BYTES;  // what no context holds may be no number
+    const u32 at = value_tiles + of_values.stage * TILE_BYTES;  // values beyond the context may be NaN
     barrier_wait(values_full + 8 * of_values.stage, of_values.round);
 #pragma unroll
     for (int h = 0; h < HALVES; h++)
@@ -326,9 +327,9 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     meet(1 + group, 128);
   };
-  // Leaves this part of an item; returns whether it was the last one, and then o, tops and sums are those of all.
+  // Writes this part of an item. Returns whether it was the last; if so, o, tops and sums are those of all parts.
   const auto joined = [&](const Item& item, float (&tops)[2], float (&sums)[2]) {
-    constexpr int WORDS = D / 8;  // fours of o, before one of tops and sums
+    constexpr int WORDS = D / 8;  // fours of o, then one of tops and sums
     const auto of_part = [&](int part) {
       return step.left + (((item.left + part) * step.heads + item.head) * GROUPS + group) * (WORDS + 1) * 128 + of_group;
     };
@@ -387,7 +388,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
       const int head = item.head * step.group + line + 8 * h - tokens[h] * step.group;
       u16* to = out + (item.token + tokens[h]) * step.out_stride + head * D + of_group % 4 * 8;
 #pragma unroll
-      for (int i = 0; i < D / 32; i++) {  // of four lanes' pairs of four eights each lane gets one eight
+      for (int i = 0; i < D / 32; i++) {  // four lanes have pairs of four eights; each lane gets one eight
         u32 pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -449,7 +450,7 @@ prompt_attention(const __grid_constant__ TensorMap queries, const __grid_constan
     } else {
 #pragma unroll
       for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-      meet(1 + group, 128);  // all have looked at the item
+      meet(1 + group, 128);  // all have read the item
       leave_queries();
       items++;
       wait_for_item();

@@ -1,12 +1,12 @@
 """Causal attention of prompts over a paged cache on Hopper, in CUDA C++ (``prompt_attention.cu``).
 
-Work as in ``paged_prefill``: 4 * head_dim floating-point operations a head and (query, visible key) pair. A program
-takes 128 rows (192 of small heads), query tokens of all heads that share a key head, and walks through tiles of 128
-keys: scores and outputs by wgmma, queries, keys and values by TMA, a page of the cache at a time. Exponentials of one
-tile go beside the product of the one before, and those of one warpgroup beside the products of the others:
-FlashAttention-3 (Shah et al., 2024, https://arxiv.org/abs/2407.08608). One program a multiprocessor goes through its
-share of the query tiles, the longest first, and begins each beside the end of the one before. Of few queries behind
-many keys the keys are cut into parts (``key_parts``), as in flash decoding.
+Work as in ``paged_prefill``: 4 * head_dim floating-point operations per head and (query, visible key) pair. A program
+processes 128 rows (192 for small heads): query tokens of all heads that share a key head. It loops over tiles of 128
+keys: scores and outputs by wgmma; queries, keys and values by TMA, a page of the cache at a time. Exponentials of one
+tile overlap the product of the previous one, and those of one warpgroup the products of the others: FlashAttention-3
+(Shah et al., 2024, https://arxiv.org/abs/2407.08608). One program per SM works through its share of the query tiles,
+longest first, and begins each while the previous one ends. If few queries see many keys, the keys are split into parts
+(``key_parts``), as in flash decoding.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ from minivllm.kernels.paged_prefill import longest_first
 from minivllm.kernels.pdl import use_pdl
 
 HEAD_DIMS, PAGE = (64, 128), 16
-_KEYS, _GROUPS = 128, {64: 3, 128: 2}  # of a tile; warpgroups of 64 rows, by head dimension: registers
-_QUERIES, _STAGES = 2, 2  # tiles of queries, and of keys and values, that are there at once
-_EVEN, _LEAST = 1.25, 8  # a part's tiles of keys: so many times a program's share of all, and so many
+_KEYS, _GROUPS = 128, {64: 3, 128: 2}  # keys per tile; warpgroups of 64 rows, by head dimension: limited by registers
+_QUERIES, _STAGES = 2, 2  # tiles of queries, and of keys and values, in shared memory
+_EVEN, _LEAST = 1.25, 8  # a part's most key tiles: a program's share of all times this, and at least this
 
 
 @cache
@@ -56,27 +56,27 @@ def _shape(head_dim: int, programs: int, pdl: bool) -> nvrtc.LaunchShape:
 
 
 def loads_prompt_attention(head_dim: int, device: torch.device) -> bool:
-    """Whether the kernel compiles here; if not, a warning has said why."""
+    """Whether the kernel compiles here; if not, a warning has given the reason."""
     return loads(_kernel(head_dim), device)
 
 
 class PromptWorkspace:
-    """Where parts of keys leave what is theirs; of any number of steps, one after another."""
+    """Where parts of keys write their results; for any number of steps, one after another."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
         self.programs, self.kv_heads = num_sms(device), kv_heads
-        self.tile_tokens = 64 * _GROUPS[head_dim] * kv_heads // heads  # of queries
-        self.parts = 2 * self.programs // kv_heads + 1  # more than ``key_parts`` makes
+        self.tile_tokens = 64 * _GROUPS[head_dim] * kv_heads // heads  # query tokens per tile
+        self.parts = 2 * self.programs // kv_heads + 1  # more than ``key_parts`` creates
         shape = self.parts, kv_heads, _GROUPS[head_dim]
         self.left = torch.empty((*shape, head_dim // 8 + 1, 128, 4), dtype=torch.float32, device=device)
         self.came = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def key_parts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """(m, 4) int32, the longest first: ``query_tiles`` with the part of the keys, plus 65,536 times how many parts,
-        and where they are left. More parts than one have those whose keys take longer than a program's share of the
-        step: there are at most ``programs / kv_heads`` more of them than there are tiles."""
+        """(m, 4) int32, longest first: ``query_tiles`` with the part of the keys + 65,536 * the number of parts, and
+        where the parts are written. A tile is split if its keys take longer than a program's share of the step; that
+        adds at most ``programs / kv_heads`` items."""
         tiles = longest_first(query_lens, seq_lens, self.tile_tokens)
-        keys = [-(-seen // _KEYS) if seen > 0 else 1 for _, seen, _, _ in tiles]  # of padding none is seen
+        keys = [-(-seen // _KEYS) if seen > 0 else 1 for _, seen, _, _ in tiles]  # padding sees none
         most = max(_EVEN * sum(keys) * self.kv_heads / self.programs, _LEAST)
         if max(keys, default=0) <= most:
             return np.array([n for *_, row, first in tiles for n in (row, first, 1 << 16, 0)], np.int32).reshape(-1, 4)
@@ -89,7 +89,7 @@ class PromptWorkspace:
         return np.array([tile[1:] for tile in cut], dtype=np.int32)
 
     def most_tiles(self, tokens: int, rows: int) -> int:
-        """What ``key_parts`` may return of so many tokens of so many rows."""
+        """The most items that ``key_parts`` may return for so many tokens of so many rows."""
         return tokens // self.tile_tokens + rows + cdiv(self.programs, self.kv_heads)
 
 
@@ -106,8 +106,8 @@ def prompt_attention(
     workspace: PromptWorkspace,
     first_row: int = 0,
 ) -> None:
-    """As ``paged_prefill_triton``, of bfloat16; ``tiles`` are ``key_parts`` of the workspace, and those behind a row of
-    -1 are not read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous."""
+    """As ``paged_prefill_triton``, for bfloat16. ``tiles``: the workspace's ``key_parts``; rows after one of -1 are not
+    read. Caches (blocks, 16, kv heads, head_dim of ``HEAD_DIMS``), contiguous."""
     if compiling():
         compile_ahead(_kernel(q.shape[2]))
         return

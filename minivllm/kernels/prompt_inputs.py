@@ -1,16 +1,16 @@
-"""The first kernel of a step with prompts: where each token stands in its sequence and in the cache, and each row's
-blocks, from the lengths and slots of the rows.
+"""The first kernel of a step with prompts: each token's position and place in the cache, and each row's blocks, from
+the rows' lengths and slots.
 
-A program takes 128 tokens, or a row's blocks. Bytes: 16 a token written, 8 a block of context: launch-bound, 2-4 µs,
-but for hundreds of long contexts. Nothing begins beside it, as kernels do that are launched programmatically: those
-behind read what it has found before they wait for those in front of them.
+A program handles 128 tokens, or a row's blocks. Bytes: 16 per token written, 8 per block of context: launch-bound, 2-4
+µs, except for hundreds of long contexts. It does not let the next kernel start early (PDL): kernels after it read its
+results before they wait for the ones before them.
 """
 
 import torch
 
 from minivllm.kernels._triton import cdiv, tl, triton
 
-_TOKENS = 128  # of a program
+_TOKENS = 128  # per program
 
 
 @triton.jit(do_not_specialize=["table_stride", "out_stride", "rows", "tokens"])
@@ -35,7 +35,7 @@ def _prompt_inputs_kernel(
     else:
         of = (program - rows) * TOKENS + tl.arange(0, TOKENS)
         token = tl.load(query_start) + of
-        row = tl.zeros((TOKENS,), tl.int32)  # as many as end before the token
+        row = tl.zeros((TOKENS,), tl.int32)  # the number of rows that end before the token
         for start in range(0, rows, ROWS):
             some = start + tl.arange(0, ROWS)
             behind = tl.load(query_start + 1 + some, mask=some < rows, other=2147483647)
@@ -83,13 +83,13 @@ def prompt_inputs(
     positions: torch.Tensor, slot_mapping: torch.Tensor, block_tables: torch.Tensor, block_size: int,
     ends: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill what a step of n rows and t tokens reads; a row's tokens are the last of its ``seq_lens``.
+    """Fill what a step of n rows and t tokens reads; a row's tokens are the last ones of its ``seq_lens``.
 
-    query_start (n + 1,) int32, from any number on: t tokens lie between its ends; seq_lens (n,) int32; slots (n,) int32
-    or int64; block_table (S, max_blocks) int32. Written: positions and slot_mapping (t,) int64; block_tables (n, width)
-    int32, of which only a context's blocks are defined; ends (4, n) int64, if given: of each row its slot, its length,
-    and where its last token stands in the sequence and in the step. A row that has more tokens than its length is
-    padding's: those in front stand at its first position.
+    query_start (n + 1,) int32, starting at any number: its first and last differ by t; seq_lens (n,) int32; slots (n,)
+    int32 or int64; block_table (S, max_blocks) int32. Written: positions and slot_mapping (t,) int64; block_tables (n,
+    width) int32, of which only a context's blocks are defined; ends (4, n) int64, if given: each row's slot, length,
+    and its last token's position in the sequence and index in the step. A row with more tokens than its length is
+    padding: the excess tokens at its start get its first position.
     """
     run = prompt_inputs_triton if slots.is_cuda else prompt_inputs_reference
     run(query_start, seq_lens, slots, block_table, positions, slot_mapping, block_tables, block_size, ends)

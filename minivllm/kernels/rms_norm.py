@@ -1,8 +1,8 @@
-"""RMSNorm. The residual addition before it rides in the product that makes the addend (``skinny_linear.linear_add``).
+"""RMSNorm. The residual addition before it is part of the product that makes the addend (``skinny_linear.linear_add``).
 
-Bytes moved a row of n: 2n elements, read and written; the weight stays in L2. 8192 rows of 1024 in bf16: 34 MB, 8 µs at
-4.3 TB/s. A sum over ranks that leaves its rows' factors (``add_rows_factors``) reads a row and its addends and writes
-the sum: 4096 rows of 5120, each with one addend, 126 MB, 29 µs.
+Bytes moved per row of n: 2n elements, read and written; the weight stays in L2. 8192 rows of 1024 in bf16: 34 MB, 8 µs
+at 4.3 TB/s. A sum over ranks that also computes its rows' factors (``add_rows_factors``) reads a row and its addends
+and writes the sum: 4096 rows of 5120, each with one addend, 126 MB, 29 µs.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from minivllm.kernels.pdl import use_pdl
 
 @triton.jit
 def inverse_rms(h, eps, N: tl.constexpr, AXIS: tl.constexpr = 0):
-    """1 / rms of a row ``h``, or of several whose elements lie along AXIS: float32, zeros behind their N elements."""
+    """1 / rms of a row ``h``, or of several along AXIS: float32, N elements padded with zeros."""
     return 1.0 / tl.sqrt(tl.sum(h * h, AXIS) / N + eps)
 
 
@@ -70,8 +70,8 @@ def _add_rows_factors_kernel(
 
 
 class RowScale(NamedTuple):
-    """A factor a row, 1 / rms(x): what the product of an x that no norm has seen is still to be multiplied by, before
-    its bias, if it has one, is added."""
+    """A factor per row, 1 / rms(x), still to be applied to the product of an x that was not normed; then its bias, if
+    it has one, is added."""
 
     x: torch.Tensor  # (t, n)
     eps: float
@@ -136,7 +136,7 @@ def row_factors(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rows_factors_triton(x: torch.Tensor, addends: torch.Tensor, factors: torch.Tensor, eps: float) -> None:
-    """No part of ``pdl``: it starts when all before it is complete."""
+    """Does not use ``pdl``: it starts when all before it is complete."""
     (rows, n), block = x.shape, next_power_of_2(x.shape[1])
     assert x.stride(1) == 1 and addends.stride()[1:] == (n, 1)
     at_once = max(4096 // block, 1)
@@ -154,7 +154,7 @@ def add_rows_factors_reference(x: torch.Tensor, addends: torch.Tensor, factors: 
 
 
 def add_rows_factors(x: torch.Tensor, addends: torch.Tensor, factors: torch.Tensor, eps: float) -> None:
-    """x (t, n) += each of ``addends`` (m, t or more, n), one after the other and rounded each time; of what it is then
-    the ``row_factors`` go to ``factors`` (t,) float32."""
+    """x (t, n) += each of ``addends`` (m, t or more, n), one after another, rounded each time; then write the result's
+    ``row_factors`` to ``factors`` (t,) float32."""
     run = add_rows_factors_triton if x.is_cuda else add_rows_factors_reference
     run(x, addends, factors, eps)

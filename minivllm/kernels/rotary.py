@@ -1,9 +1,9 @@
-"""Between the packed QKV projection and attention, in one pass: split, per-head RMSNorm of q and k (Qwen3), rotary
-embedding (neox: first half with second half), keys and values into the paged cache.
+"""All between the packed QKV projection and attention, in one pass: split, per-head RMSNorm of q and k (Qwen3), rotary
+embedding (neox: first half with second half), and writing keys and values to the paged cache.
 
-Bytes moved: 2 * t * (heads + 2 * kv heads) * head_dim elements. 8192 tokens of 16 + 2 * 8 heads of 128 in bf16:
-134 MB, 31 µs at 4.3 TB/s. One program takes one token and a group of q heads, or of k and v heads. With a ``RowScale``
-it reads the token's whole row of x, too, and multiplies q, k and v, and adds their bias, before anything else.
+Bytes moved: 2 * t * (heads + 2 * kv heads) * head_dim elements. 8192 tokens of 16 + 2 * 8 heads of 128 in bf16: 134 MB,
+31 µs at 4.3 TB/s. One program handles a token and a group of q heads, or of k and v heads. With a ``RowScale`` it also
+reads the token's whole row of x; it scales q, k and v and adds their bias before anything else.
 """
 
 from typing import NamedTuple
@@ -17,15 +17,15 @@ from minivllm.kernels.rms_norm import RowScale, inverse_rms, rms_norm_reference
 
 
 class Heads(NamedTuple):
-    """What ``qk_norm_rope_store`` takes but for the projection."""
+    """The arguments of ``qk_norm_rope_store`` other than the projection."""
 
-    q_weight: torch.Tensor | None  # (head_dim,), of the norm of queries
+    q_weight: torch.Tensor | None  # (head_dim,), of the query norm
     k_weight: torch.Tensor | None
     eps: float
     cos_sin: torch.Tensor  # (positions, head_dim) float32
     positions: torch.Tensor  # (t,) int64
     k_cache: torch.Tensor  # (blocks, block_size, kv heads, head_dim)
-    v_cache: torch.Tensor  # of the same strides
+    v_cache: torch.Tensor  # with the same strides
     slot_mapping: torch.Tensor  # (t,) int64
     num_heads: int
     num_kv_heads: int
@@ -34,8 +34,8 @@ class Heads(NamedTuple):
 
 @triton.jit
 def normed_rotated(heads, live, weight, angles, eps, D: tl.constexpr, ROT: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A head a row, (rows, BLOCK_D), read at the pointers ``heads`` (rows, 1) where ``live``, else zeros: normed if
-    there is a weight, and rotated. Each column is read with the one that it turns with."""
+    """Load heads from the pointers ``heads`` (rows, 1), where ``live``, else zeros; norm them if there is a weight, and
+    rotate them. Returns (rows, BLOCK_D). Each column is loaded along with the one that it is rotated with."""
     d = tl.arange(0, BLOCK_D)[None, :]
     half = ROT // 2
     other = tl.where(d < half, d + half, d - half)
@@ -56,7 +56,7 @@ def normed_rotated(heads, live, weight, angles, eps, D: tl.constexpr, ROT: tl.co
 def _qk_norm_rope_kernel(
     qkv,  # (t, (H + 2 KV) * D)
     x,  # (t, K), read if K
-    bias,  # ((H + 2 KV) * D,), added behind the scale; or None
+    bias,  # ((H + 2 KV) * D,), added after scaling; or None
     q_weight,  # (D,), read if Q_NORM
     k_weight,
     cos_sin,  # (positions, ROT) float32
@@ -85,10 +85,10 @@ def _qk_norm_rope_kernel(
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
     STORE: tl.constexpr,
-    KEEP: tl.constexpr,  # k, and v if scaled, take their places in qkv, too
-    HB: tl.constexpr,  # heads a program, a power of two
+    KEEP: tl.constexpr,  # also write k, and v if scaled, back to qkv
+    HB: tl.constexpr,  # heads per program, a power of two
     BLOCK_R: tl.constexpr,  # ROT // 2 padded to a power of two
-    BLOCK_P: tl.constexpr,  # D - ROT padded to a power of two, 0 if all of the head rotates
+    BLOCK_P: tl.constexpr,  # D - ROT padded to a power of two, 0 if the whole head rotates
     BLOCK_D: tl.constexpr,  # D padded to a power of two
     BLOCK_K: tl.constexpr,  # K padded to a power of two
     Q_GROUPS: tl.constexpr,
@@ -186,7 +186,7 @@ def _qk_norm_rope_kernel(
             to = v_cache + block * v_stride_block + offset * v_stride_slot + heads[:, None] * v_stride_head
             tl.store(to + d, value, mask=value_mask)
         if KEEP:
-            tl.debug_barrier()  # a warp that holds the same elements as another may be still to read them
+            tl.debug_barrier()  # other warps with the same elements may still have to read them
             tl.store(source + first, y1, mask=mask)
             tl.store(source + ROT // 2 + first, y2, mask=mask)
             if BLOCK_P > 0:
@@ -211,7 +211,7 @@ def qk_norm_rope_store_triton(
     scale: RowScale | None = None,
     keep: bool = False,
 ) -> torch.Tensor:
-    """Without a slot_mapping, k (and v if scaled) go to "caches" of one slot a token, (t, 1, kv heads, head_dim)."""
+    """Without slot_mapping, k (and v if scaled) go to "caches" of one slot per token, (t, 1, kv heads, head_dim)."""
     t, rot = qkv.shape[0], cos_sin.shape[1]
     q = torch.empty((t, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not t:
@@ -289,7 +289,7 @@ def qk_norm_rope_triton(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (t, heads, head_dim), cos and sin (t, 1, rot_dim / 2) float32: the first rot_dim of each head turn."""
+    """x (t, heads, head_dim), cos and sin (t, 1, rot_dim / 2) float32: rotates the first rot_dim of each head."""
     half = cos.shape[-1]
     x1, x2 = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
@@ -362,9 +362,9 @@ def qk_norm_rope_store(
     keep: bool = False,
 ) -> torch.Tensor:
     """qkv (t, (heads + 2 kv heads) * head_dim) -> q (t, heads, head_dim), normed if weights are given, and rotated;
-    k (likewise) and v go into the caches (num_blocks, block_size, kv heads, head_dim) at slot_mapping (t,) int64.
+    writes k (likewise) and v to the caches (num_blocks, block_size, kv heads, head_dim) at slot_mapping (t,) int64.
     cos_sin: (max_position, rot_dim) float32, cosines first; rot_dim <= head_dim; positions: (t,) int64. ``scale``, if
-    given, is applied to qkv first. With ``keep``, k and v stand in qkv afterwards as they do in the cache."""
+    given, is applied to qkv first. With ``keep``, k and v in qkv are also replaced by what is in the cache."""
     run = qk_norm_rope_store_triton if qkv.is_cuda else qk_norm_rope_store_reference
     return run(
         qkv,

@@ -1,15 +1,15 @@
 """Greedy and temperature sampling in two steps: a group of 1024 tokens, then a token of that group.
 
-A group is drawn with the probability that its tokens have together, a token with its share of the group: a draw from
-the softmax. Both are Gumbel-max: the maximum of log-weights plus Gumbel noise is a draw from their softmax (Gumbel
-1954; Maddison et al. 2014). A row with filters is drawn in one step, see filters.py. The noise is an integer hash of
-seed, position and token, or vocab + group, so a row's draw depends on nothing else in the batch. A group's weights are
-summed as whole numbers, the largest of them 2**21: the same sum in any order, whatever the batch, the block and the
-logits' type. It is off by at most 2**-12 of itself, mostly less than 2**-16.
+A group is drawn with its tokens' total probability, then a token with its share of the group: together a draw from the
+softmax. Both use Gumbel-max: the argmax of log-weights plus Gumbel noise is a draw from their softmax (Gumbel 1954;
+Maddison et al. 2014). A row with filters is drawn in one step, see filters.py. The noise is an integer hash of seed,
+position and token (or vocab + group), so a row's draw does not depend on the rest of the batch. A group's weights are
+summed as integers, scaled so that the largest is 2**21: the sum is the same in any order, whatever the batch, the block
+and the logits' dtype. Its relative error is at most 2**-12, mostly below 2**-16.
 
-Bytes moved: every logit once, 2 * vocab a row in bf16: 78 MB for 256 rows of Qwen3's 151,936, 18 µs at 4.3 TB/s. A
+Bytes moved: every logit once, 2 * vocab per row in bf16: 78 MB for 256 rows of Qwen3's 151,936, 18 µs at 4.3 TB/s. A
 logit of a sampled row takes 9 instructions, 12 µs there, one of them an exponential; of a greedy row 4. Noise is hashed
-for the groups and for the tokens of one group.
+only for the groups and for the tokens of one group.
 """
 
 from typing import NamedTuple
@@ -23,16 +23,16 @@ from minivllm.kernels.draws import GROUP, gumbel, keys_kernel, log2_kernel, nois
 from minivllm.kernels.filters import Filters, draw_filtered, filter_bounds_reference
 from minivllm.kernels.pdl import use_pdl
 
-_BITS = 21  # of a group's largest weight: 1024 of them fit into 32
+_BITS = 21  # of a group's largest weight: the sum of 1024 fits into 32
 _G, _L1 = tl.constexpr(GROUP), tl.constexpr(LOG2E)
 _CB, _CW, _CR = tl.constexpr(float(_BITS)), tl.constexpr(2.0**-_BITS), tl.constexpr(2.0**23)
 
 
 class Shard(NamedTuple):
-    """Which of the vocabulary's logits this rank holds. A row's draw is the same as from all of them in one place."""
+    """The part of the vocabulary whose logits this rank holds. Draws are the same as from all logits in one place."""
 
     first: int  # the token of the first column: a multiple of GROUP
-    vocab: int  # tokens in all; columns behind the last count for nothing
+    vocab: int  # tokens in total; later columns are ignored
     tp: TensorParallel
 
 
@@ -41,8 +41,8 @@ def _weigh_groups_kernel(
     logits, temperature, slots, totals, maxima, stride, VOCAB: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
     FILTERED: tl.constexpr, APPROX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """log2 of a group's weight, the sum of e ** (logit / temperature), up to a constant; greedy: its largest logit.
-    The largest once more for filters."""
+    """log2 of a group's weight, the sum of e ** (logit / temperature), up to a constant; for greedy rows its largest
+    logit. For filters, also the largest logit."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -59,9 +59,9 @@ def _weigh_groups_kernel(
             scale = _L1 / heat
             base = tl.where(tl.abs(total) == float("inf"), 0.0, total)
             weight = tl.exp2(tl.fma(score - base, scale, _CB))  # one instruction
-            # 2 ** 23 + weight has the rounded weight as its low bits; the high ones of 1024 add up to 0 modulo 2 ** 32
+            # the low bits of 2 ** 23 + weight are the rounded weight; the high ones of 1024 add up to 0 modulo 2 ** 32
             whole = tl.sum((weight + _CR).to(tl.uint32, bitcast=True), 0).to(tl.uint32).to(tl.float32)
-            total = tl.fma(total, scale, log2_kernel(tl.maximum(whole * _CW, 1.0), APPROX))  # 1: without weight
+            total = tl.fma(total, scale, log2_kernel(tl.maximum(whole * _CW, 1.0), APPROX))  # 1: no weight
         tl.store(totals + row * GROUPS + group, total, mask=group < GROUPS)
 
 
@@ -102,8 +102,8 @@ def sample_tokens_triton(
     n, columns = logits.shape
     first, vocab = (0, columns) if shard is None else shard[:2]
     here, groups, pdl = max(min(columns, vocab - first), 0), cdiv(columns, GROUP), use_pdl(logits.device)
-    each, warps = (1, 4) if n < 16 else (4, 1)  # few rows: more threads, each sooner done; many: nothing between warps
-    approx = logits.is_cuda and torch.version.cuda is not None  # whether there is PTX
+    each, warps = (1, 4) if n < 16 else (4, 1)  # few rows: more threads per group; many: no reduction across warps
+    approx = logits.is_cuda and torch.version.cuda is not None  # whether PTX is available
     assert shard is None or filters is None, "filters are of whole rows"
     filtered = filters is not None
     totals = torch.empty((n, groups), dtype=torch.float32, device=logits.device)
@@ -171,12 +171,12 @@ def sample_tokens(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, slots: torch.Tensor,
     positions: torch.Tensor, shard: Shard | None = None, filters: Filters | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Draw one token a row.
+    """Draw one token per row.
 
     logits (n, vocab) any float; temperature (slots,) float32, 0 is greedy; seeds (slots,) int64; slots (n,) int64: each
     row's index into both; positions (n,) int64. Returns (n,) int64. Ties go to the lowest token id. With a ``shard``,
-    logits are this rank's columns of them, as many on every rank, and all ranks draw together. ``filters`` are of whole
-    rows; a greedy row has none.
+    logits are this rank's columns, equally many on every rank, and all ranks draw together. ``filters`` need whole
+    rows; greedy rows have none.
     """
     run = sample_tokens_triton if logits.is_cuda else sample_tokens_reference
     return run(logits, temperature, seeds, slots, positions, shard, filters)

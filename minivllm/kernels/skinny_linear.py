@@ -1,16 +1,16 @@
-"""Linear layers over few rows (1 to 8, or 16): the weight streams through once, with the norm in front and the residual
-addition or SiLU * up behind it in the same kernel. 9 to 256 rows, and fewer of long and large weights, take
-``cluster_linear``'s products where there are such, gate and up of 1,024 and more, or of large weights,
-``persistent_linear``'s, where those are faster; the rest, and other devices, the library's.
+"""Linear layers over few rows (1 to 8, or 16): the weight is read once, with the norm before, and the residual addition
+or SiLU * up after, in the same kernel. Otherwise, where faster: ``cluster_linear`` for 9 to 256 rows, and for fewer
+with long or large weights; ``persistent_linear`` for gate and up of 1,024 rows and more, or with large weights. All
+else, and other devices, use the library.
 
-Bytes moved: the weight, n * k elements. Qwen3-0.6B's four products a layer in bf16: 8.4 + 4.2 + 12.6 + 6.3 MB, so
-7.3 µs at 4.3 TB/s; the LM head's 311 MB 72 µs. A kernel takes longer than its stream only by what stands after
+Bytes moved: the weight, n * k elements. Qwen3-0.6B's four products per layer in bf16: 8.4 + 4.2 + 12.6 + 6.3 MB, so 7.3
+µs at 4.3 TB/s; the LM head's 311 MB 72 µs. A kernel exceeds the time of its stream only by what comes after
 ``gdc_wait``: a program's first weights, mostly all of them, are in flight before the kernel that makes its input ends.
 
-Two kernels. ``_vector_kernel``: a warp owns ``per_warp`` output features and multiplies and adds in float32, with
-nothing shared between warps. ``_matrix_kernel``, for more rows: a program owns 16 features, its warps each a slice of
-k, and the tensor cores multiply. Both leave the norm's scale out of the product, rms_norm(x) @ w.T =
-((x * norm_weight) @ w.T) / rms(x), so that statistics and product are one pass over x.
+Two kernels. ``_vector_kernel``: a warp owns ``per_warp`` output features and multiplies and adds in float32; warps
+share nothing. ``_matrix_kernel``, for more rows: a program owns 16 features, each warp a slice of k, on the tensor
+cores. Both apply the norm's scale after the product, rms_norm(x) @ w.T = ((x * norm_weight) @ w.T) / rms(x), so that
+statistics and product take one pass over x.
 """
 
 # In a Triton kernel, tuples grow by + only.
@@ -40,19 +40,19 @@ from minivllm.kernels.rms_norm import RowScale, rms_norm, row_factors
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
-# A row's rms may be left to what reads the product, which reads the row of x as well; some read it several times. With
-# more rows, or larger ones, that costs more than the norm's kernel does.
+# Dividing by a row's rms may be left to whoever reads the product, which must then read the row of x as well, sometimes
+# several times. With more rows, or longer ones, that costs more than the norm's kernel.
 MAX_UNSCALED_ROWS, MAX_UNSCALED_SIZE = 1024, 2048
 _LANES = 32
-_FEATURES = tl.constexpr(16)  # of a program of the matrix kernel: the tensor cores' M
+_FEATURES = tl.constexpr(16)  # per program of the matrix kernel: MMA's M
 
 
-# --------------------------------------------------------------------------- pieces that both kernels share
+# --------------------------------------------------------------------------- shared by both kernels
 
 
 @triton.jit
 def _piece(base, k, K: tl.constexpr, WHOLE: tl.constexpr):
-    """One load of ``base + k``; WHOLE: none of k is past K."""
+    """One load of ``base + k``; WHOLE: no k exceeds K."""
     if WHOLE:
         return tl.load(base + k)
     else:
@@ -61,7 +61,7 @@ def _piece(base, k, K: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _pieces(bases, k, K: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr):
-    """DEPTH steps of each base, all in flight at once."""
+    """DEPTH steps of each base, all in flight together."""
     out = ()
     for s in tl.static_range(DEPTH):
         for b in tl.static_range(len(bases)):
@@ -74,7 +74,7 @@ def _finish(
     y, up, square, bias, residual, out, row, n, live, N, eps,
     K: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """From sums over k to stored outputs; all arguments but the scalars have one shape."""
+    """Epilogue: from sums over k to stored outputs. All arguments but the scalars have one shape."""
     if NORM:
         scale = 1.0 / tl.sqrt(square / K + eps)
         y = y * scale
@@ -96,7 +96,7 @@ def _finish(
 
 @triton.jit
 def _floats(piece, PACKED: tl.constexpr):
-    """A piece as float32: two tensors if it is of int32, each holding two bfloat16 (one instruction each, not two)."""
+    """A piece as float32; two tensors if it is int32, each with two bfloat16 (one instruction each, not two)."""
     if PACKED:
         return (piece << 16).to(tl.float32, bitcast=True), (piece & -65536).to(tl.float32, bitcast=True)
     else:
@@ -109,7 +109,7 @@ def _multiply(
     K: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr,
     NORM: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """DEPTH steps: sums[row * W + b] += x[row] * w[b], squares[row] += x[row]²; every tensor is (warps, STEP)."""
+    """DEPTH steps of sums[row * W + b] += x[row] * w[b], squares[row] += x[row]²; every tensor is (warps, STEP)."""
     W: tl.constexpr = len(sums) // ROWS
     for s in tl.static_range(DEPTH):
         if NORM:
@@ -158,10 +158,10 @@ def _vector_kernel(
     ROWS: tl.constexpr,  # at least ``rows``
     PER_WARP: tl.constexpr,  # features; ROWS * PER_WARP is at most 32
     WARPS: tl.constexpr,
-    STEP: tl.constexpr,  # loaded elements of a row that a warp takes at once: 16 bytes a lane
+    STEP: tl.constexpr,  # loaded elements per warp and row: 16 bytes per lane
     DEPTH: tl.constexpr,  # steps in flight
     PACKED: tl.constexpr,  # bfloat16 loaded in pairs
-    LATE: tl.constexpr,  # the next kernel starts only when all before this one is complete
+    LATE: tl.constexpr,  # the next kernel starts only when all before this one are complete
     PDL: tl.constexpr,
 ):
     if PDL and not LATE:
@@ -177,8 +177,8 @@ def _vector_kernel(
         norms = norm_weight.to(tl.pointer_type(tl.int32))
         xs_stride = x_stride // 2
 
-    # Tiles are (WARPS, STEP), a warp a row. x and the norm's weight are addressed so too, each warp its own copy, so
-    # that they land in the weight's layout and nothing crosses warps.
+    # Tiles are (WARPS, STEP), a warp per row. x and the norm's weight are addressed alike, a copy per warp, so that
+    # they have the weight's layout and no data crosses warps.
     first = (tl.program_id(0) * WARPS + tl.arange(0, WARPS)[:, None]) * PER_WARP
     k = tl.arange(0, STEP)[None, :]
     k_x = k + tl.zeros((WARPS, 1), tl.int32)
@@ -213,7 +213,7 @@ def _vector_kernel(
         L, STEP, DEPTH, ROWS, NORM, PACKED, WHOLE,
     )  # fmt: skip
 
-    # One lane an output: lane i * PER_WARP + f of a warp takes row i, feature f.
+    # One lane per output: lane i * PER_WARP + f of a warp has row i, feature f.
     lane = tl.arange(0, 32)[None, :]
     row, n = lane // PER_WARP, first + lane % PER_WARP
     y = tl.zeros((WARPS, 32), tl.float32)
@@ -242,7 +242,7 @@ def _tensor_cores(
     K: tl.constexpr, STEP: tl.constexpr, DEPTH: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """DEPTH steps: y (and up) += w @ x.T, a product a warp; square (warps, rows) += x²."""
+    """DEPTH steps of y (and up) += w @ x.T, a product per warp; square (warps, rows) += x²."""
     for s in tl.static_range(DEPTH):
         h = _piece(x_rows, k + s * STEP, K, WHOLE)
         if NORM:
@@ -278,11 +278,11 @@ def _matrix_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,  # 8 or 16
     WARPS: tl.constexpr,
-    SLICE: tl.constexpr,  # of k: what a warp takes in a step
+    SLICE: tl.constexpr,  # of k, per warp and step
     DEPTH: tl.constexpr,  # steps loaded into registers before gdc_wait, at most all
     STAGES: tl.constexpr,  # later steps in flight
     PRECISION: tl.constexpr,
-    LATE: tl.constexpr,  # the next kernel starts only when all before this one is complete
+    LATE: tl.constexpr,  # the next kernel starts only when all before this one are complete
     PDL: tl.constexpr,
 ):
     if PDL and not LATE:
@@ -291,7 +291,7 @@ def _matrix_kernel(
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
     WHOLE: tl.constexpr = K % STEP == 0
 
-    # Tiles are (WARPS, features or rows, SLICE): a batch of products, one a warp, added up at the end.
+    # Tiles are (WARPS, features or rows, SLICE): a batch of products, one per warp, summed at the end.
     n = tl.program_id(0) * _FEATURES + tl.arange(0, _FEATURES)
     feature = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
     k = tl.arange(0, WARPS)[:, None, None] * SLICE + tl.arange(0, SLICE)[None, None, :]
@@ -309,7 +309,7 @@ def _matrix_kernel(
     y = tl.zeros((WARPS, _FEATURES, ROWS), tl.float32)
     up = tl.zeros((WARPS, _FEATURES, ROWS), tl.float32)
     square = tl.zeros((WARPS, ROWS), tl.float32)
-    if STEPS > DEPTH:  # the later steps first: their loads start at once, while the first ones wait in registers
+    if STEPS > DEPTH:  # later steps first: their loads start at once, while the first wait in registers
         for c in tl.range(DEPTH, STEPS, num_stages=STAGES):
             at = k + c * STEP
             y, up, square = _tensor_cores(
@@ -326,12 +326,13 @@ def _matrix_kernel(
     )  # fmt: skip
 
 
-# --------------------------------------------------------------------------- which kernel, in which shape
+# --------------------------------------------------------------------------- choosing a kernel and its shape
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """A launch's shape. Of a step of k, a warp of the vector kernel takes 16 bytes a lane, of the other ``slice``."""
+    """A launch's shape. Per step of k a warp takes ``slice`` in the matrix kernel, 16 bytes per lane in the vector
+    one."""
 
     per_warp: int  # features; 0: the matrix kernel
     warps: int
@@ -341,7 +342,7 @@ class SkinnyConfig:
 
 
 def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether (rows, k) @ (n, k).T is faster here than in the library; the one place that knows."""
+    """Whether this is faster for (rows, k) @ (n, k).T than the library; the only place that decides."""
     if rows > MAX_ROWS or device.type != "cuda" or not rows or k % 8:
         return False
     if rows <= 2:
@@ -355,23 +356,23 @@ def use_skinny(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
 def skinny_config(rows: int, n: int, k: int, dtype: torch.dtype, gated: bool, num_sms: int) -> SkinnyConfig:
     """n: features of the output, so half the weight's rows if gated."""
     width = 2 if gated else 1
-    tensor_cores = dtype != torch.float16  # where x * norm_weight may not fit
+    tensor_cores = dtype != torch.float16  # with it, x * norm_weight may overflow
     if tensor_cores and rows > (2 if dtype == torch.bfloat16 else 4):
         slice_ = 64 if gated else 128
         return SkinnyConfig(0, 4, min(cdiv(k, 4 * slice_), 4), slice=slice_)
-    steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load a lane each
-    if not gated and (steps > 16 or n * k > 12 << 20):  # two features a warp, a few loads of each at a time
+    steps = cdiv(k * dtype.itemsize, 16 * _LANES)  # one load per lane each
+    if not gated and (steps > 16 or n * k > 12 << 20):  # two features per warp, a few loads of each at a time
         return SkinnyConfig(2, 4, 5 if steps % 5 == 0 and 16 < steps < 32 else 4)
     per_warp = 1
     while (
         per_warp < 4
-        and 2 * per_warp * width * steps <= 16  # loads in flight a lane: 64 registers
-        and 2 * per_warp * width * next_power_of_2(rows) <= 16  # sums a lane
+        and 2 * per_warp * width * steps <= 16  # loads in flight per lane: 64 registers
+        and 2 * per_warp * width * next_power_of_2(rows) <= 16  # sums per lane
         and cdiv(n, 4 * 2 * per_warp) >= 2 * num_sms
     ):
         per_warp *= 2
     most = 20 // (per_warp * width)
-    if steps > most:  # in chunks, two of them held at a time
+    if steps > most:  # in chunks, two of which are held at a time
         most = next(d for d in range(max(most // 2, 1), 0, -1) if steps % d == 0)
     return SkinnyConfig(per_warp, 4, min(steps, most))
 
@@ -447,7 +448,8 @@ def norm_linear_triton(
     bias: torch.Tensor | None = None,
     config: SkinnyConfig | None = None,
 ) -> torch.Tensor:
-    """Late, for the attention that follows: it reads what no direct predecessor wrote before its own wait."""
+    """Triggers late, for the attention that follows: before its own wait it reads all but what its predecessor
+    wrote."""
     out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     return _launch(x, weight, out, norm_weight=norm_weight, eps=eps, bias=bias, config=config, late=True)
 
@@ -475,7 +477,7 @@ def linear_add_triton(
     return _launch(x, weight, residual, bias=bias, residual=residual, config=config)
 
 
-# --------------------------------------------------------------------------- references, and the path of many rows
+# --------------------------------------------------------------------------- references, and many rows
 
 
 def norm_linear_reference(
@@ -493,7 +495,7 @@ def norm_gate_up_reference(
 def linear_add_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
-    """The addition rides in the product's epilogue: accumulated in float32, rounded once, no copy."""
+    """The addition happens in the product's epilogue: accumulated in float32, rounded once, no copy."""
     if bias is None:
         return residual.addmm_(x, weight.t())
     return residual.add_(F.linear(x, weight, bias))
@@ -514,7 +516,7 @@ def _some_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bo
 
 
 def _many_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The product by itself, of rows too many for the kernels here."""
+    """The product alone, for more rows than the kernels here support."""
     if bias is None and _some_rows(x, weight):
         return cluster_linear(x, weight)
     return F.linear(x, weight, bias)
@@ -528,7 +530,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """``linear`` of very many rows, written to ``out`` (t, n)."""
+    """``linear`` for very many rows, written to ``out`` (t, n)."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -547,9 +549,9 @@ def norm_linear(
 def norm_linear_unscaled(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, RowScale | None]:
-    """``norm_linear`` where norm_weight is folded into weight, and ones; and what its rows are still to be multiplied
-    by, and to be added to. Many rows need no kernel for the norm; very many keep it, whose time is small beside the
-    product's."""
+    """``norm_linear`` if norm_weight is folded into weight, and is ones; also returns the scale and bias that are still
+    to be applied to the rows, if any. Many rows then need no norm kernel; very many keep it, since it takes little
+    beside the product."""
     some = MIN_CLUSTER_ROWS <= x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
     if some and not _few_rows(x, weight, bias):
         return _many_rows(x, weight), RowScale(x, eps, bias)
@@ -565,7 +567,7 @@ def norm_gate_up(
     folded: bool = False,
 ) -> torch.Tensor:
     """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i). ``folded``: as above,
-    and there is no bias."""
+    without bias."""
     if _few_rows(x, weight, bias, gated=True):
         return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
     if bias is None and _some_rows(x, weight, gated=True):
@@ -584,7 +586,7 @@ def norm_gate_up(
 def linear_add(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
-    """Adds ``linear(x, weight, bias)`` to ``residual`` (t, n) in place, and returns it."""
+    """Add ``linear(x, weight, bias)`` to ``residual`` (t, n) in place; returns it."""
     if _few_rows(x, weight, bias):
         return linear_add_triton(x, weight, bias, residual)
     if bias is None and _some_rows(x, weight):

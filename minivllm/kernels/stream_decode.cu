@@ -1,31 +1,30 @@
-// Attention of one new token a sequence over a paged cache, its pages of 16 keys as one stream; see stream_decode.py.
+// Attention of one new token per sequence over a paged cache of 16-key pages, read as one stream; see stream_decode.py.
 //
-// Compiled for one (KV, G, D, QKV, SHARED), behind hopper.cuh: key heads, query heads of each, their dimension, whether
-// q is the packed projection, which is normed and rotated here, and whether rows come with parts of what they attended
-// to together. The pages of all sequences, one after another, are cut into shares, one a program: equal ones, or nearly,
-// of one sequence each. Of its warps
-// - one asks for pages, keys and values of all heads by TMA, as far ahead as there is room, from one sequence to the
-//   next;
-// - HELPERS make queries in shared memory, a sequence ahead of its pages, and the new key and value, which go to the
-//   cache as well if the sequence ends in this share;
-// - WARPS take the pages, so many / KV a head, each all its scores and some of its output's dimensions. Scores are made
-//   transposed, keys by query heads: S' = K q' and out' = V' P', so that eight columns of a tensor-core tile hold the
-//   query heads of a key head. The new key and value are put into a sequence's last page first.
-// A sequence in several shares: each leaves its part, and the last of them puts them together, for each warp by itself.
-// It waits for the parts' words themselves, which need no fence and no count. A program goes through its sequences from
-// the last one to the first, so that what it leaves is there when others want it, and what it waits for comes last.
-// Programs before it run by then, as they start in order.
+// Compiled for one (KV, G, D, QKV, SHARED), after hopper.cuh: key heads, query heads per key head, their dimension,
+// whether q is the packed projection, which is normed and rotated here, and whether rows come with parts of attention
+// over shared keys. The pages of all sequences, one after another, are split into shares, one per program (thread
+// block): equal ones, or nearly equal ones of one sequence each. In a program
+// - one warp loads pages, keys and values of all heads, by TMA, as far ahead as there is room, across sequences;
+// - HELPERS warps prepare queries in shared memory, a sequence ahead of its pages, and the new key and value, which
+//   they also write to the cache if the sequence ends in this share;
+// - WARPS warps process the pages, WARPS / KV per head: each computes all scores of its head and some dimensions of
+//   the output. Scores are transposed, keys by query heads (S' = K q', out' = V' P'): the eight columns of an MMA tile
+//   are the query heads of a key head. Before a sequence's last page, its new key and value are inserted.
+// If a sequence spans several shares, each program writes its part, and the last one combines them, each warp on its
+// own. It polls the parts' words themselves, so no fence and no counter is needed. A program processes its sequences
+// from last to first: it writes a part early, before another program needs it, and waits for parts last. Programs
+// before it are running by then, because they start in order.
 
 constexpr int PAGE = 16;                        // keys
 constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
 constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
 constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
-constexpr int HEADS = KV * (QKV ? G + 2 : G);   // of a row of q: queries, new keys, new values
-constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // lanes make eight dimensions each
-constexpr int PIECE = (TILES + 1) * 32;         // float4s that a warp leaves of a sequence: outputs; maxima and sums
-constexpr u32 HEAD_START = 4000;                // cycles that pages wait for queries to be asked for, at most
+constexpr int HEADS = KV * (QKV ? G + 2 : G);   // in a row of q: queries, new keys, new values
+constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // a lane prepares eight dimensions of a head
+constexpr int PIECE = (TILES + 1) * 32;         // float4s per warp and sequence: outputs; maxima and sums
+constexpr u32 HEAD_START = 4000;                // cycles that loading pages waits for loading queries, at most
 
-#if SHARED  // the kernel that makes the parts runs beside this one
+#if SHARED  // runs beside the kernel that makes the parts
 #define BOUNDS __maxnreg__(120)
 #else
 #define BOUNDS __launch_bounds__(32 * (WARPS + 1 + HELPERS), 1)
@@ -58,7 +57,7 @@ __device__ __forceinline__ u32 clock_now() {
   asm volatile("mov.u32 %0, %%clock;" : "=r"(c)::"memory");
   return c;
 }
-__device__ __forceinline__ u32 transposed(u32 pair) {  // of an 8 x 8 matrix, a pair a lane
+__device__ __forceinline__ u32 transposed(u32 pair) {  // transposes an 8 x 8 matrix, a pair per lane
   u32 d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
   return d;
@@ -74,9 +73,9 @@ __device__ __forceinline__ float column_sum(float x) {
   return x;
 }
 
-struct New {  // what makes q, k and v of a packed projection; strides in elements
-  const u16* x;                        // (rows, size): its rms divides the projection; null: nothing does
-  const u16 *query_norm, *key_norm;    // (D,), or null: not normed
+struct New {  // how to make q, k and v from a packed projection; strides in elements
+  const u16* x;                        // (rows, size): its rms divides the projection; null: not divided
+  const u16 *query_norm, *key_norm;    // (D,), or null: no norm
   const float* angles;                 // (positions, D) cosines of half a head's dimensions, then sines
   const long long *positions, *slots;  // (rows,)
   u16 *keys, *values;                  // (blocks, PAGE, KV, D)
@@ -85,8 +84,8 @@ struct New {  // what makes q, k and v of a packed projection; strides in elemen
   float eps, x_eps;
 };
 
-struct Shared {              // what rows have attended to already
-  const int* of_rows;        // (rows, 2): their first part, and how many there are
+struct Shared {              // attention that rows have computed together
+  const int* of_rows;        // (rows, 2): first part, number of parts
   const float *outs, *tops;  // (parts, KV * G, D) divided by their sums; (parts, KV * G) log-sum-exps in base 2
 };
 
@@ -101,12 +100,12 @@ __device__ __forceinline__ float row_factor(const New& its, int row, int lane) {
   return rsqrtf(warp_sum(square) / its.size + its.x_eps);
 }
 
-// Where dimension d of a head stands in shared memory once it is made: eight heads' are in different banks.
+// Where dimension d of a prepared head is in shared memory: swizzled, so that eight heads are in different banks.
 __device__ __forceinline__ u32 element(u32 made_at, int head, int d) {
   return made_at + head * HEAD_BYTES + (d / 8 ^ (QKV ? head & 7 : 0)) * 16 + d % 8 * 2;
 }
 
-// A lane of a helper: eight dimensions of every so manieth head of a row.
+// A helper warp's lane: eight dimensions of every AT_ONCE-th head of a row.
 struct Maker {
   const New& its;
   const int helper, lane, chunk;
@@ -120,7 +119,7 @@ struct Maker {
     if (QKV && its.query_norm) query_norm = *((const uint4*)its.query_norm + chunk);
     if (QKV && its.key_norm) key_norm = *((const uint4*)its.key_norm + chunk);
   }
-  // What is the row's in every layer.
+  // Reads what is the same for a row in every layer.
   __device__ __forceinline__ void read(const int* lengths, const int* starts, int row) {
     length = lengths[row], end = starts[row + 1];
     if (!QKV) return;
@@ -130,7 +129,7 @@ struct Maker {
     for (int i = 0; i < 2; i++)
       cosines[i] = __ldg((const float4*)angles + i), sines[i] = __ldg((const float4*)(angles + D / 2) + i);
   }
-  // Asks for the row of q, and for that of x to be near when it is read.
+  // Loads the row of q, and prefetches that of x.
   __device__ __forceinline__ void fetch(const u16* q, int row, u32 to, u32 bar) const {
     if (helper == 0 && lane == 0) {
       barrier_expect(bar, HEADS * HEAD_BYTES);
@@ -143,10 +142,10 @@ struct Maker {
         asm volatile("ld.global.u32 %0, [%1];" : "=r"(unread) : "l"(its.x + row * its.x_stride + i) : "memory");
       }
   }
-  // Norms and turns heads where they stand, multiplied by factor first; new ones go to the cache as well if keeps.
+  // Applies factor, norm and rotary embedding to the heads in place; keeps: new ones also go to the cache.
   __device__ __forceinline__ void make(u32 made_at, float factor, bool keeps) const {
     constexpr int AT_ONCE = 32 / LANES * HELPERS, TIMES = (HEADS + AT_ONCE - 1) / AT_ONCE;
-    constexpr int BATCH = TIMES < 7 ? TIMES : 5;  // heads beside each other hide what each waits for
+    constexpr int BATCH = TIMES < 7 ? TIMES : 5;  // independent heads in flight hide each other's latency
     const float c[8] = {cosines[0].x, cosines[0].y, cosines[0].z, cosines[0].w,
                         cosines[1].x, cosines[1].y, cosines[1].z, cosines[1].w};
     const float s[8] = {sines[0].x, sines[0].y, sines[0].z, sines[0].w, sines[1].x, sines[1].y, sines[1].z, sines[1].w};
@@ -170,7 +169,7 @@ struct Maker {
         const int key = head_of(b) - KV * G;  // or a value
         const bool is_value = key >= KV, norms = !is_value && (key < 0 ? its.query_norm : its.key_norm);
         const float to_norm = factor * rsqrtf(squares[b] * factor * factor / D + its.eps);
-        const float left = norms ? 1.f : factor;  // to be multiplied by yet
+        const float left = norms ? 1.f : factor;  // still to be applied
         const float back = chunk < LANES / 2 ? -left : left;
         const uint4 norm = key < 0 ? query_norm : key_norm;
         auto made = [&](u32 pair, u32 weight, int i) {
@@ -195,8 +194,8 @@ struct Maker {
   }
 };
 
-struct State {  // of a warp and a sequence; each lane has two columns, query heads 2 * (lane % 4) and the next
-  float out[TILES][4], top[2], sum[2];  // not divided by the sum yet; maxima in base 2
+struct State {  // of a warp and a sequence; each lane has two columns: query heads 2 * (lane % 4) and the next
+  float out[TILES][4], top[2], sum[2];  // not yet divided by the sum; maxima in base 2
 
   __device__ void clear() {
 #pragma unroll
@@ -208,7 +207,7 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     for (int t = 0; t < TILES; t++) out[t][0] *= first, out[t][1] *= second, out[t][2] *= first, out[t][3] *= second;
     sum[0] *= first, sum[1] *= second;
   }
-  // Makes the maxima at least these.
+  // Raises the maxima to at least these.
   __device__ void raise(float first, float second) {
     first = fmaxf(first, top[0]), second = fmaxf(second, top[1]);
     scale(exp2_of(top[0] - first), exp2_of(top[1] - second));
@@ -224,7 +223,7 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
     sum[0] += other.sum[0], sum[1] += other.sum[1];
   }
 
-  // Adds parts [begin, end) that a kernel before has left; ``first`` is the lane's first dimension.
+  // Adds parts [begin, end) that an earlier kernel has written; ``first`` is the lane's first dimension.
   __device__ __forceinline__ void add(const Shared& its, int begin, int end, int head, int pair, int first) {
     const int query[2] = {head * G + min(pair, G - 1), head * G + min(pair + 1, G - 1)};
     float highest[2] = {top[0], top[1]};
@@ -247,7 +246,7 @@ struct State {  // of a warp and a sequence; each lane has two columns, query he
       }
   }
 
-  // A lane's part of a sequence in memory, whose words tell by themselves that they are there.
+  // Exchange of a lane's part through memory; each word tells by itself whether it is there.
   __device__ void leave(float4* to) const {
 #pragma unroll
     for (int t = 0; t < TILES; t++) leave_four(to + t * 32, out[t][0], out[t][1], out[t][2], out[t][3]);
@@ -298,11 +297,11 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   const int first = its_share[0], last = its_share[1], first_row = its_share[2], last_row = its_share[3];
   const int sequences = first < last ? last_row - first_row + 1 : 0;
 
-  if (warp > WARPS) {  // makes queries
+  if (warp > WARPS) {  // prepares queries
     Maker maker(its_new, warp - WARPS - 1, lane);
     if (sequences) maker.read(lengths, starts_of, last_row);
-    // With parts, queries are there when this starts: the kernel that makes the parts, and starts this one, has waited
-    // for them. What comes next may read ahead of its wait, so it is started late.
+    // SHARED: queries are complete when this starts, because the kernel that makes the parts has waited for them before
+    // it triggered this one. Trigger the next kernel late: it may read before its own wait.
     auto wait_and_start_next = [] {
       asm volatile("griddepcontrol.wait;" ::: "memory");
       asm volatile("griddepcontrol.launch_dependents;");
@@ -316,7 +315,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       barrier_wait(fetched, n & 1);
       if (QKV) maker.make(made_at, factor, maker.end <= last);
       if (maker.helper == 0) its_length = maker.length;
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA brings the next row
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA writes the next row
       __syncwarp();
       if (lane == 0) here_arrive(made);
       if (n + 1 == sequences) break;
@@ -329,9 +328,9 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   }
   int stage = 0, round = 0;
 
-  if (warp == WARPS) {  // asks for pages
-    // The share names the first ones. All but one of these are asked for behind the queries, whose way is long once all
-    // programs' pages are on theirs, but not later than HEAD_START, should the kernel before go on.
+  if (warp == WARPS) {  // loads pages
+    // The share lists the blocks of the first pages. All but one are loaded after the queries, which would take long
+    // behind all programs' pages, but HEAD_START cycles later at most, in case the previous kernel is still running.
     const int block = its_share[SHARE + lane], named = min(its_share[4] - (QKV || SHARED || !early ? 0 : its_share[5]), stages);
     int asked = 0;
     auto ask = [&](int most) {
@@ -350,7 +349,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       for (const u32 begun = clock_now(); !has_passed(asked_for, 0) && clock_now() - begun < HEAD_START;);
     __syncwarp();
     ask(named);
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");  // starts are there
+    asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");  // starts are complete
     stage = asked % stages, round = asked / stages;
     bool waited = SHARED || !early;
     for (int n = 0; n < sequences; n++) {
@@ -362,7 +361,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         const int block = lane < some ? tables[row * table_stride + page - begin + lane] : 0;
         for (int i = 0; i < some; i++, page++) {
           const int its = __shfl_sync(~0u, block, i);
-          if (!QKV && !waited && page == end - 1) {  // it holds the new token, which the kernel before writes
+          if (!QKV && !waited && page == end - 1) {  // it holds the new token, written by the previous kernel
             asm volatile("griddepcontrol.wait;" ::: "memory");
             waited = true;
           }
@@ -384,10 +383,10 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");
   const int head = warp / PER_HEAD, part = warp % PER_HEAD, group = lane / 4, pair = lane % 4 * 2;
   const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
-  const int front = lane * 2, back = front + D / 2;  // of the new key and value, this lane's dimensions, and the next
+  const int front = lane * 2, back = front + D / 2;  // this lane's dimensions of the new key and value, and the next
   const bool has_new = front < D / 2;
-  // An arrival does not wait for loads before it, and lets TMA fill what they read: so it goes to an address that what
-  // was loaded has a part in. The part is zero, which the compiler does not know.
+  // An arrival lets TMA refill a stage, but does not wait for earlier loads. So its address includes a value that
+  // depends on them: zero, which the compiler does not know.
   const u32 nothing = early >> 1;
   for (int n = 0; n < sequences; n++) {
     const int row = last_row - n;
@@ -397,7 +396,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     const int length = its_length;
     u32 query[STEPS][2], new_key[2] = {0, 0}, new_value[2] = {0, 0};
 #pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {  // columns of no query head repeat the last one
+    for (int s = 0; s < STEPS; s += 2) {  // columns beyond the query heads repeat the last one
       u32 four[4];
       load_matrices(four, element(made_at, head * G + min(lane % 8, G - 1), 16 * s + lane / 8 * 8));
       query[s][0] = four[0], query[s][1] = four[1], query[s + 1][0] = four[2], query[s + 1][1] = four[3];
@@ -415,7 +414,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       barrier_wait(full + 8 * stage, round & 1);
       const u32 at = pages_at + stage * STAGE_BYTES;
       const bool ends = page == end - 1;
-      const int left = length - (page - begin) * PAGE;  // keys of this page
+      const int left = length - (page - begin) * PAGE;  // keys in this page
       if (QKV && ends && left > 0) {
         const int line = left - 1;
         const u32 to = at + line * LINE + lane * 4 % 16;
@@ -425,7 +424,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
           const u32 there = to + (head * (D / 64) + d / 64) * PAGE * LINE + (d % 64 / 8 ^ (line & 7)) * 16;
           if (has_new) write1(there, new_key[i]), write1(there + PART_BYTES, new_value[i]);
         }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA fills the stage again
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA refills the stage
         __syncwarp();
       }
       float scores[2][4] = {};
@@ -447,7 +446,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
 #pragma unroll
       for (int i = 0; i < 4; i++) p[i] = exp2_of(p[i] - state.top[i % 2]), state.sum[i % 2] += p[i];
       const u32 b0 = transposed(pack(p[0], p[1])), b1 = transposed(pack(p[2], p[3]));
-      // A key that does not exist has no weight, but what lies there may not be a number.
+      // A key that does not exist has weight 0, but its value may be NaN.
       u32 seen = b0 | b1;
       const u32 there[2] = {(pair < left ? 0xFFFFu : 0) | (pair + 1 < left ? 0xFFFF0000u : 0),
                             (pair + 8 < left ? 0xFFFFu : 0) | (pair + 9 < left ? 0xFFFF0000u : 0)};
@@ -477,10 +476,10 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
         if (holds) state.leave(mine);
         continue;
       }
-      State coming;  // the next part is on its way while one is added
+      State coming;  // prefetches the next part while one is added
       coming.clear();
-      const int from = its_share[6];  // the program that has its first pages; all up to this one have some
-      for (int p = from; p < program; p++) {  // in this order: when they came makes no difference
+      const int from = its_share[6];  // the program with its first pages; all from there to this one have some
+      for (int p = from; p < program; p++) {  // in a fixed order, whenever they arrive: reproducible
         float4* its_part = mine - (long long)(program - p) * WARPS * PIECE;
         if (p == from && holds) coming.look(its_part);
         for (u32 looks = 0; !__all_sync(~0u, !holds || coming.is_whole());) {
@@ -494,7 +493,7 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       }
     }
     if (SHARED) {
-      asm volatile("griddepcontrol.wait;" ::: "memory");  // for the parts: first come the pages
+      asm volatile("griddepcontrol.wait;" ::: "memory");  // for the parts; pages come first
       const int its_first = its_shared.of_rows[2 * row], count = its_shared.of_rows[2 * row + 1];
       state.add(its_shared, its_first, its_first + count, head, pair, part * DIMS + group);
     }

@@ -1,15 +1,14 @@
-"""Paged decode attention on Hopper with the pages of all sequences as one stream: equal shares, no gaps between them.
+"""Paged decode attention on Hopper that reads the pages of all sequences as one stream, in equal shares without gaps.
 
-Bytes moved: the context's keys and values, once, as in ``paged_decode``. There each program reads a part of a sequence
-and one head of it, and a multiprocessor that has room for few programs reads nothing while one ends and the next
-begins. Here one program a multiprocessor goes through whole pages, all heads, and its loads (TMA, 64 KiB a page of 8
-heads of 128) run ahead from one sequence to the next, also ahead of the kernel before (``early``, see pdl.py). It also
-takes the packed projection instead of q, and norms, rotates and stores, in warps of their own beside its loads.
+Bytes moved: the context's keys and values, once, as in ``paged_decode``. There each program reads one head of a part of
+a sequence, and an SM with room for few programs reads nothing while one ends and the next begins. Here one program per
+SM reads whole pages, all heads; its TMA loads (64 KiB for a page of 8 heads of 128) run ahead across sequences and may
+begin before the previous kernel ends (``early``, see pdl.py). It also accepts the packed projection instead of q, and
+norms, rotates and stores it in separate warps beside the loads.
 
-Once a step ``schedule_stream`` adds up where each sequence's pages start, and tells each program its share, with the
-blocks of its first pages, so that these are asked for when one line has been read. The kernel is CUDA C++
-(``stream_decode.cu``). Shares after Stream-K (Osama et al., 2023), parts put together as in flash-decoding (Dao et al.,
-2023).
+Once per step ``schedule_stream`` computes where each sequence's pages start and each program's share, including the
+blocks of its first pages, so that one read suffices to start loading. The kernel is CUDA C++ (``stream_decode.cu``).
+Shares follow Stream-K (Osama et al., 2023), combining parts follows flash-decoding (Dao et al., 2023).
 """
 
 import ctypes
@@ -25,12 +24,12 @@ from minivllm.kernels.paged_decode import NewTokens, SharedParts
 from minivllm.kernels.pdl import use_pdl
 
 _PAGE, _MAX_STAGES = 16, 24
-_WARPS, _HELPERS = 8, 3  # that take pages; that make queries. One more asks for pages
-_LEAST = 2  # pages that a program has of sequences one after another
-_PART = 0.6  # what it costs to add a part of a sequence, in pages
-_SHARE, _NAMED = 8, 32  # numbers of a program's share; blocks of its first pages
-_MAX_GROUP = 8  # query heads of a key head: columns of a tensor-core tile
-_BESIDE = 68 << 10  # bytes of a multiprocessor's memory that are left to the kernel that makes shared parts
+_WARPS, _HELPERS = 8, 3  # process pages; prepare queries. One more warp loads pages
+_LEAST = 2  # pages of a program whose share spans several sequences
+_PART = 0.6  # cost of adding a part of a sequence, in pages
+_SHARE, _NAMED = 8, 32  # fields of a program's share; blocks of its first pages
+_MAX_GROUP = 8  # query heads per key head: columns of an MMA tile
+_BESIDE = 68 << 10  # bytes of an SM's shared memory left to the kernel that makes shared parts
 MAX_ROWS = 1024
 
 
@@ -50,8 +49,9 @@ def _shares_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program writes one of the stream's. All of them count the pages; the first writes where they start. Shares are
-    of one sequence each if they are hardly longer so: queries of a second one take as long as three pages."""
+    """Each program writes one program's share of the stream. All count the pages; the first writes where sequences
+    start. Shares are of one sequence each unless that makes them much longer: queries of a second one cost three
+    pages."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -63,7 +63,7 @@ def _shares_kernel(
     if program == 0:
         tl.store(starts + 1 + row, ends, mask=live)
         tl.store(starts + row, tl.zeros([BLOCK], tl.int32), mask=row == 0)
-    # Of the longest, pages that cost as much as its parts; not more where so few programs would not keep memory busy.
+    # At least so many pages that the longest sequence's parts cost no more than its pages; fewer if memory would idle.
     fewest = tl.ceil(tl.sqrt(tl.max(pages).to(tl.float32) * PART)).to(tl.int32)
     fewest = tl.minimum(fewest, tl.maximum(tl.cdiv(4 * all_pages, 3 * grid), 4))
     each = tl.maximum(tl.cdiv(all_pages, grid), fewest)
@@ -96,9 +96,9 @@ def _shares_kernel(
     tl.store(to + 1, last)
     tl.store(to + 2, first_row)
     tl.store(to + 3, last_row)
-    tl.store(to + 4, some)  # of its first sequence's pages, whose blocks follow
-    tl.store(to + 5, (page + some == end).to(tl.int32))  # whether the last of them has the new token
-    tl.store(to + 6, begins)  # the program that has its first row's first pages
+    tl.store(to + 4, some)  # its first sequence's pages, whose blocks follow
+    tl.store(to + 5, (page + some == end).to(tl.int32))  # whether the last of them holds the new token
+    tl.store(to + 6, begins)  # the program with its first row's first pages
     name = tl.arange(0, NAMED)
     blocks = tl.load(tables + last_row * table_stride + page - begin + name, mask=name < some, other=0)
     tl.store(to + SHARE + name, blocks)
@@ -114,7 +114,7 @@ def fits_stream(
     window: int | None,
     max_rows: int,
 ) -> bool:
-    """Whether the kernel is for such attention, if it loads."""
+    """Whether the kernel supports such attention, if it loads."""
     pages = num_kv_heads in (2, 4, 8) and head_dim in (64, 128) and block_size == _PAGE
     rows = max_rows <= MAX_ROWS and num_heads // num_kv_heads <= _MAX_GROUP
     return pages and rows and dtype == torch.bfloat16 and window is None and nvrtc.available(device)
@@ -164,15 +164,15 @@ class _SharedArgument(ctypes.Structure):
 
 
 def _in_eights(x: torch.Tensor) -> bool:
-    """Whether the kernel, which reads 16 bytes at once, reads its rows."""
+    """Whether the kernel, which reads 16 bytes at a time, can read its rows."""
     return x.stride(1) == 1 and x.shape[1] % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
 
 
 class StreamWorkspace:
     """The static buffers of ``stream_decode`` for at most ``max_rows`` rows: allocated once, shared by all layers.
 
-    starts (max_rows + 1,) int32, pages before each sequence's; shares, see ``_shares_kernel``; parts: of sequences that
-    programs share, float32 whose bits are all set where there is none: between launches, everywhere.
+    starts (max_rows + 1,) int32: pages before each sequence's; shares: see ``_shares_kernel``; parts: of sequences
+    split between programs, float32; all bits set means absent, as everything is between launches.
     """
 
     def __init__(
@@ -203,20 +203,20 @@ class StreamWorkspace:
         self.stages_shared, self.shape_shared = stages(SHARED_BYTES - _BESIDE)
 
     def takes_heads(self) -> bool:
-        """Whether it loads for queries apart from keys and values."""
+        """Whether the kernel for separate queries, keys and values loads."""
         return loads(self.kernel, self.device)
 
     def takes_qkv(self) -> bool:
-        """Whether it loads for the packed projection."""
+        """Whether the kernel for the packed projection loads."""
         return loads(self.kernel_qkv, self.device)
 
     def takes_shared(self) -> bool:
-        """Whether it loads for rows that have attended to something together."""
+        """Whether the kernel for rows with shared parts loads."""
         return loads(self.kernel_shared, self.device)
 
 
 def schedule_stream(workspace: StreamWorkspace, block_tables: torch.Tensor, seq_lens: torch.Tensor, rows: int) -> None:
-    """Who has which pages of the first ``rows`` contexts. Once a step (inside the graph): all layers share it."""
+    """Assign the pages of the first ``rows`` contexts to programs. Once per step, in the graph: all layers share it."""
     _shares_kernel[(workspace.programs,)](
         seq_lens, block_tables, block_tables.stride(0), workspace.starts, workspace.shares, rows, PAGE=_PAGE,
         LEAST=_LEAST, PART=_PART, SHARE=_SHARE, NAMED=_NAMED, BLOCK=workspace.block, PDL=workspace.pdl,
@@ -237,10 +237,10 @@ def stream_decode(
     early: bool = False,
     shared: SharedParts | None = None,
 ) -> None:
-    """After ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks, 16,
-    kv heads, head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in
-    ``paged_decode``. With ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), which need
-    not start this late."""
+    """Call after ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks,
+    16, kv heads, head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in
+    ``paged_decode``. With ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), whose rows
+    need not start this late."""
     if compiling():
         return
     if new is not None and new.scale is not None and (new.scale.bias is not None or not _in_eights(new.scale.x)):

@@ -1,6 +1,6 @@
-"""Logits of tokens that may not come become minus infinity: one bit a token, those of each row's slot.
+"""Sets logits of tokens that are not allowed to minus infinity, by one bit per token in each row's slot.
 
-Bytes moved: of a row 8 a token, scores in and out, and an eighth for its bits.
+Bytes moved per row: 8 per token for scores in and out, and an eighth for bits.
 """
 
 import torch
@@ -34,7 +34,7 @@ def mask_tokens_reference(scores: torch.Tensor, bits: torch.Tensor, slots: torch
 
 
 def mask_tokens(scores: torch.Tensor, bits: torch.Tensor, slots: torch.Tensor) -> None:
-    """scores (n, vocab) float32, contiguous, changed in place; bits (slots, words) int32, of which bit t % 32 of word
-    t // 32 is 1 where token t may come; slots (n,) int64: each row's in ``bits``."""
+    """scores (n, vocab) float32, contiguous, changed in place; bits (slots, words) int32: bit t % 32 of word t // 32 is
+    1 if token t is allowed; slots (n,) int64: each row's index into ``bits``."""
     run = mask_tokens_triton if scores.is_cuda else mask_tokens_reference
     run(scores, bits, slots)

@@ -1,13 +1,14 @@
-"""The all-reduce's second kernel (``kernels/all_reduce.py``): a rank adds up its share and sends the others the sum.
+"""The all-reduce's second kernel (``kernels/all_reduce.py``): each rank sums its share and sends the result to the
+others.
 
-A reduce-scatter and an all-gather of words that are their own flag (``kernels/lamport.py``), two ways over NVLink one
-behind the other; bytes that a rank sends 2 * (ranks - 1) / ranks * n. A program takes chunks of ``BLOCK`` words of each
-rank's share: it sends all others theirs, adds up its own as they come, sending sums on, and reads the others' sums.
+A reduce-scatter and an all-gather of words that are their own flag (``kernels/lamport.py``), so two consecutive trips
+over NVLink; a rank sends 2 * (ranks - 1) / ranks * n bytes. A program handles chunks of ``BLOCK`` words of each rank's
+share: it sends all others theirs, sums its own as they arrive and sends the sums, then reads the others' sums.
 
-In every call each rank waits for all others: for a sum, whose rank had waited for everybody's part, if not for parts.
+In every call each rank waits for all others, if not for their parts, then for a sum, whose rank waited for all parts.
 
-Memory, of the same layout on each rank: inbox (2, 3, ranks, share) words, all EMPTY at the start and again after use:
-parts, then sums; calls take turns; from whom. A share is a rank's part of the largest x.
+Memory, with the same layout on each rank: inbox (2, 3, ranks, share) words, all EMPTY initially and again after use:
+parts, then sums; thirds that calls use in turn; by sender. A share is a rank's part of the largest x.
 """
 
 # In a Triton kernel, tuples grow by + only.
@@ -33,12 +34,12 @@ WARPS = 4
 
 
 def share(nbytes: int, ranks: int) -> int:
-    """Words of one rank's share of so many bytes."""
+    """Words in one rank's share of ``nbytes``."""
     return cdiv(nbytes, 4 * BLOCK * ranks) * BLOCK
 
 
 def programs(nbytes: int, ranks: int) -> int:
-    """So few that most have as many chunks as the one with most."""
+    """The fewest programs with as many chunks each as the busiest of ``PROGRAMS`` would have."""
     chunks = cdiv(nbytes, 4 * BLOCK * ranks)
     return cdiv(chunks, cdiv(chunks, PROGRAMS))
 
@@ -49,26 +50,26 @@ def two_shots_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD; a rank adds
-    # its share of it. Programs take every so many chunks, of RANKS blocks.
-    if PDL:  # what comes next may load its weights while we wait for the others
+    # inboxes: (RANKS,) int64, the ranks' addresses. x: (n,), read; out: (n,), written, or added to if ADD (by each
+    # rank, in its share). Programs take chunks of RANKS blocks in turn.
+    if PDL:  # the next kernel may load its weights while we wait for the others
         tl.extra.cuda.gdc_launch_dependents()
     TYPE: tl.constexpr = x.dtype.element_ty
     theirs = memory_of_all(inboxes, RANKS)
     inbox = theirs[RANK]
     if PDL:
         tl.extra.cuda.gdc_wait()
-    # Sizes in words come divided by 4, so that the compiler sees that 16 bytes can be moved at once.
+    # Sizes in words are passed divided by 4, so that the compiler knows that 16 bytes can be moved at once.
     pid, programs = tl.program_id(0), tl.num_programs(0)
     n, share = n4 * 4, share4 * 4
     x, out = x.to(tl.pointer_type(tl.int32)), out.to(tl.pointer_type(tl.int32))
     lanes = tl.arange(0, BLOCK)
     call, last = tl.load(calls + 2 * pid), tl.load(calls + 2 * pid + 1) * 4
-    now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds of parts, in shares
-    sums: tl.constexpr = 3 * RANKS  # those of sums stand so many shares behind
+    now, before = call % 3 * RANKS, (call + 2) % 3 * RANKS  # the thirds for parts, in shares
+    sums: tl.constexpr = 3 * RANKS  # those for sums come so many shares later
     CHUNK: tl.constexpr = RANKS * BLOCK
     for chunk in range(pid, tl.cdiv(n, CHUNK), programs):
-        for i in tl.static_range(RANK + 1, RANK + RANKS):  # each rank begins with another one
+        for i in tl.static_range(RANK + 1, RANK + RANKS):  # each rank starts with a different one
             at = chunk * CHUNK + i % RANKS * BLOCK + lanes
             words = to_send(tl.load(x + at, mask=at < n, other=0))
             tl.store(theirs[i % RANKS] + (now + RANK) * share + chunk * BLOCK + lanes, words, mask=at < n)

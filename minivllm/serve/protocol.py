@@ -36,17 +36,17 @@ _PASSED_OVER = frozenset(
         "guided_decoding_backend",
     }
 )
-# Known but unsupported fields, each with the values that ask for what happens anyway.
+# Known but unsupported fields, each with the values that request the default behavior.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),  # of a message
-    "add_special_tokens": (False,),  # of a conversation: the template writes them
+    "add_special_tokens": (False,),  # for conversations: the template adds them
     "audio": (),
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),  # of a conversation
+    "echo": (False,),  # for conversations
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_obfuscation": (False, True),  # padding against who counts bytes
+    "include_obfuscation": (False, True),  # padding against traffic analysis
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "moderation": (),
@@ -60,7 +60,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
-_ID = r"^[\x21-\x7e]{1,200}$"  # by which a request may call itself
+_ID = r"^[\x21-\x7e]{1,200}$"  # a client's own request id
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _OF_FUNCTION = re.compile(r"structural_tag: the schema behind '.*?\"name\": \"([\w-]+)\".*?': ")
@@ -69,16 +69,16 @@ _OF_MAX_TOKENS = re.compile(r"^max_tokens\b")
 _OF_EXTRA_ARGS = re.compile(r"^(prompt \d+: )?extra_args\b")
 
 TokenIds = list[int]
-MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # of a request, as OpenAI has them: others wait while they are taken in
-MAX_SEQUENCES = 8192  # completions of all its prompts: 0.2 s
-MAX_SCORES = 1 << 20  # log-probabilities of prompts that one answer tells: some 50 MB, and half a second of all others
-MAX_STOPS = 128  # strings that each token's text is searched for, while others wait
-MAX_TOOLS = 128  # as OpenAI has them
-MAX_BAD_WORDS = 4096  # that others wait for while they are tokenized, 0.1 s
-MAX_MESSAGES = 1 << 14  # of a chat: each is looked at while all others wait, 5 µs
-MAX_IDS = 1 << 20  # that /detokenize reads
-MAX_TEXT = 1 << 22  # characters that /tokenize reads, while other texts wait: a few seconds
-MAX_GRAMMAR = 1 << 18  # characters, as JSON, of what an answer has to fit, that others wait for: up to 0.3 s
+MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # per request, as in OpenAI's API; other requests wait while these are read
+MAX_SEQUENCES = 8192  # completions of all prompts of a request: 0.2 s
+MAX_SCORES = 1 << 20  # prompt log-probabilities in one answer: some 50 MB, while all others wait half a second
+MAX_STOPS = 128  # strings that each token's text is searched for while other requests wait
+MAX_TOOLS = 128  # as in OpenAI's API
+MAX_BAD_WORDS = 4096  # tokenized while other requests wait, 0.1 s
+MAX_MESSAGES = 1 << 14  # per chat; each is checked while other requests wait, 5 µs
+MAX_IDS = 1 << 20  # per /detokenize request
+MAX_TEXT = 1 << 22  # characters per /tokenize request, during which other texts wait: a few seconds
+MAX_GRAMMAR = 1 << 18  # characters, as JSON, of an answer's constraint; others wait while it is compiled, up to 0.3 s
 
 
 def _unicode(text: str) -> str:
@@ -129,9 +129,9 @@ class Body(BaseModel):
                 kind = name.removeprefix("guided_")
                 asked = data.get("structured_outputs")
                 if kind != name and isinstance(asked, dict) and asked.get(kind) == value:
-                    continue  # guidance's client asks in both ways
+                    continue  # guidance's client sends both
                 if "structured_outputs" in cls.model_fields and kind != name and kind in _STRUCTURES:
-                    hint = f' It is "structured_outputs": {{"{kind}": …}} now.'  # vLLM's, too
+                    hint = f' It is "structured_outputs": {{"{kind}": …}} now.'  # in vLLM, too
                 raise cls._wrong(f"there is no field {shown(name)}.{hint}", name)
         return known
 
@@ -163,7 +163,7 @@ class StreamOptions(Body):
 class GenerationBody(Body):
     """Fields of both endpoints. Those of ``SamplingParams`` are passed on unchanged, with its defaults and limits."""
 
-    prompt_is: ClassVar[str]  # the field
+    prompt_is: ClassVar[str]  # the name of the prompt's field
 
     model: str | None = None
     n: Whole | None = None
@@ -234,7 +234,7 @@ class GenerationBody(Body):
         message = _OF_EXTRA_ARGS.sub(r"\1vllm_xargs", message)
         return message.replace(f" ({NO_LIMIT})", self._no_limit)
 
-    _no_limit: ClassVar[str] = ""  # what null does as ``max_tokens``
+    _no_limit: ClassVar[str] = ""  # what ``max_tokens=null`` does
 
     @property
     def _asks_by(self) -> str:
@@ -279,7 +279,7 @@ class CompletionBody(GenerationBody):
         return SamplingParams(**given)
 
     def prompts(self, max_model_len: int) -> list[str | TokenIds]:
-        """One or more. Raises ContextLengthError for too many token ids, before each of them is looked at."""
+        """One or more prompts. Raises ContextLengthError for too many token ids before it checks each of them."""
         given = self.prompt
         many = given if isinstance(given, list) and not (given and type(given[0]) is int) else [given]
         for i, ids in enumerate(many):
@@ -345,7 +345,7 @@ class Message(Body):
     def _calls(cls, calls: list[Any] | None) -> list[Any] | None:
         try:
             check_tool_calls(calls or [])
-        except RequestError as error:  # the place says of what
+        except RequestError as error:  # the error's location says so already
             raise ValueError(str(error).removeprefix("messages: ")) from None
         return calls or None
 
@@ -444,7 +444,7 @@ class ChatBody(GenerationBody, Conversation):
             return "auto" if self.tools else "none"
         if isinstance(self.tool_choice, dict):
             return (self.tool_choice["function"]["name"],)
-        return self.tool_choice  # one of the three: it was validated
+        return self.tool_choice  # validated: one of the three
 
     @property
     def uses_tools(self) -> bool:
@@ -522,7 +522,7 @@ class ChatBody(GenerationBody, Conversation):
         return self
 
     def sampling_params(self) -> SamplingParams:
-        """Without a limit, an answer may be as long as fits, as with OpenAI."""
+        """Without a limit, an answer may be as long as the context allows, as with OpenAI."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return SamplingParams(**(self._given() | {"max_tokens": limit, "logprobs": logprobs}))
@@ -562,7 +562,7 @@ class Detokenize(Body):
 
 
 def check_grammar(params: SamplingParams) -> None:
-    """Raise RequestError for what takes too long to be made a grammar of."""
+    """Raise RequestError for a constraint that takes too long to compile."""
     text = None if params.structured_outputs is None else text_of(params.structured_outputs)
     if text is not None and len(text) > MAX_GRAMMAR:
         raise RequestError(f"structured_outputs: {len(text)} characters are more than {MAX_GRAMMAR}; simplify it")
@@ -591,7 +591,7 @@ def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
     named = {name: value for name, value in named.items() if value is not None}
     if more := named.keys() - {"name", "description", "schema", "strict"}:
         raise ClientError(f"{field}: json_schema has no {', '.join(sorted(more))}", param=field)
-    return {"json": schema}  # always followed: strict says no more
+    return {"json": schema}  # always enforced, so strict changes nothing
 
 
 def known_id(given: str) -> str | None:
@@ -600,7 +600,7 @@ def known_id(given: str) -> str | None:
 
 
 def _at_most(most: int, name: str, values: Any) -> Any:
-    """``values``; checks their number before looking at each."""
+    """Returns ``values``; checks their number before each is validated."""
     if isinstance(values, list) and len(values) > most:
         raise ClientError(f"{name}: {len(values)} are more than {most}; send several requests", param=name)
     return values
