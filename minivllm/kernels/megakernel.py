@@ -48,9 +48,8 @@ _LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer s
 _MOST_PIECES = 4  # each is waited for
 _COPIES = 4  # of what all programs read, so that fewer poll one word
 # (weights of a layer, at least; rows for which packed weights are then faster than any other way). In smaller layers
-# latency between products dominates, and inputs of more rows leave too little room for weights. Order.UNITS is also
-# read
-# by packed_chain.
+# latency between products dominates, and inputs of more rows leave too little room for weights. packed_chain reads
+# Order.UNITS, too.
 _PACKED_ROWS = {
     Order.UNITS: ((1 << 28, range(1, 3)), (150_000_000, range(1, 5)), (100_000_000, range(1, 3))),
     Order.LINES: ((1 << 28, range(1, 3)), (45_000_000, range(1, 9))),

@@ -52,7 +52,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
         "tools",
     ),
     (COMPLETIONS, {"bad_words": [" "]}, "more than white space", "bad_words"),
-    (CHAT, {"reasoning_effort": "high"}, "reasoning_effort=high: the model's chat template has neither", "reasoning_effort"),
+    (CHAT, {"reasoning_effort": "high"}, "the model's chat template has neither", "reasoning_effort"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "modalities"),
     (CHAT, {"logit_bias": {"a": 1.0}}, "logit_bias: token id='a' is not a whole number", "logit_bias"),
     (CHAT, {"logit_bias": {"9999999": 1.0}}, "logit_bias: 9999999 is outside the vocabulary", "logit_bias"),

@@ -133,7 +133,8 @@ def test_a_server_whose_model_thinks() -> None:
         with serving(llm, "demo", reasoning_parser="deepseek_r1") as thinking:
             said = thinking.post(CHAT, **ASK).json()["choices"][0]["message"]
             assert said == {"role": "assistant", "reasoning": text, "content": None}
-            told(thinking.post(CHAT, **ASK, reasoning_effort="huge"), 400, "reasoning_effort: Input should be", "reasoning_effort")
+            refused = thinking.post(CHAT, **ASK, reasoning_effort="huge")
+            told(refused, 400, "reasoning_effort: Input should be", "reasoning_effort")
             begun = [*ASK["messages"], {"role": "assistant", "content": "<think>Paris</think>"}]
             asked = ASK | {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
             said = thinking.post(CHAT, **asked).json()["choices"][0]["message"]
