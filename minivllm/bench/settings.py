@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any
 
 from minivllm.config.modes import MODES
-from minivllm.config.overrides import Override, groups_of
+from minivllm.config.overrides import Override, groups_of, typed_keys
 from minivllm.config.schema import keys_of
+from minivllm.errors import ConfigError
 from minivllm.plugins import default_registry
 
-_SCHEMA = MODES["bench"].schema
-_KEYS, _GROUPS = keys_of(_SCHEMA), groups_of(_SCHEMA)[:-1]
+_KEYS, _GROUPS = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema)[:-1]
 # How something was measured or written down, not what: rows meet in spite of these.
 _ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode", "url")
 
@@ -41,8 +41,6 @@ def _name(override: Override) -> str:
 
 def _value(override: Override) -> Any:
     """As the config has it, or as it was typed, if this version would refuse it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -52,16 +50,16 @@ def _value(override: Override) -> Any:
     if key is not None and override.is_text_of(key):
         return override.raw
     try:
-        parsed = OverridesParser.create().parse_override(f"{override.key}={text}")
+        parsed = override.read("")
         if parsed.is_sweep_override():
             return text
         value = parsed.value()
         if key is None or key.mapping or "${" in text:
             return value
-        OmegaConf.update(_typed(), key.name, value, merge=False)
-        found = OmegaConf.select(_typed(), key.name)
+        OmegaConf.update(typed_keys("bench"), key.name, value, merge=False)
+        found = OmegaConf.select(typed_keys("bench"), key.name)
         return list(found) if OmegaConf.is_list(found) else found
-    except (HydraException, OmegaConfBaseException):
+    except (ConfigError, OmegaConfBaseException):
         return text
 
 
@@ -92,14 +90,6 @@ def _option(group: str, name: str) -> Any:
     if isinstance(node, Mapping) or is_dataclass(node):
         return OmegaConf.create(node)  # type: ignore[call-overload]
     return OmegaConf.load(node)
-
-
-@cache
-def _typed() -> Any:
-    """Every key with its type, which makes a number of a word; what it is given stays in it."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(_SCHEMA)
 
 
 def _spelled(value: Any) -> str:
