@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
 
 from minivllm.config.modes import MODES
-from minivllm.config.overrides import Override, groups_of, typed_keys
+from minivllm.config.overrides import Override, groups_of, option_node, typed_keys
 from minivllm.config.schema import keys_of
 from minivllm.errors import ConfigError
 from minivllm.plugins import default_registry
@@ -84,12 +83,7 @@ def _option(group: str, name: str) -> Any:
     from omegaconf import OmegaConf
 
     entry = default_registry().config_options(group).get(name)
-    if entry is None:
-        return OmegaConf.create()
-    node = entry.option.node
-    if isinstance(node, Mapping) or is_dataclass(node):
-        return OmegaConf.create(node)  # type: ignore[call-overload]
-    return OmegaConf.load(node)
+    return OmegaConf.create() if entry is None else option_node(entry.option)
 
 
 def _spelled(value: Any) -> str:

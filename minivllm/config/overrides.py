@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
-from minivllm.plugins.types import CONFIG_GROUPS
+from minivllm.plugins.types import CONFIG_GROUPS, ConfigOption
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -229,17 +230,19 @@ def model_keys(model: str, registry: Registry) -> dict[str, Any]:
 
 def option_repos(registry: Registry) -> dict[str, str]:
     """Model option -> repository, for the options that name one."""
-    import yaml
-
     found = {}
     for name, entry in registry.config_options("model").items():
-        node = entry.option.node
-        if isinstance(node, Path):
-            node = yaml.safe_load(node.read_text(encoding="utf-8")) or {}
-        repo = node.get("repo") if isinstance(node, Mapping) else getattr(node, "repo", None)
-        if isinstance(repo, str):
-            found[name] = repo
+        with suppress(Exception):  # what is wrong with a plugin's option is told when it is chosen
+            if isinstance(repo := option_node(entry.option).get("repo"), str):
+                found[name] = repo
     return found
+
+
+def option_node(option: ConfigOption) -> Any:
+    """What the option sets, as a config of OmegaConf's."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
 
 
 def sorted_listing(names: Iterable[str]) -> str:
