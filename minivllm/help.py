@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from enum import Enum
 
 from minivllm.config.modes import MODES, Mode
-from minivllm.config.schema import EngineSchema, Key, keys_of
+from minivllm.config.schema import EngineSchema, Key, keys_of, spelled
 from minivllm.plugins.registry import KINDS, Registry
 
 _EXAMPLES = """\
@@ -83,10 +82,7 @@ def _mode(item: tuple[str, Mode]) -> tuple[str, str]:
 
 
 def _line(key: Key) -> tuple[str, str]:
-    default = key.default.name if isinstance(key.default, Enum) else key.default
-    if isinstance(default, bool) or default is None:
-        default = {True: "true", False: "false", None: "null"}[default]
-    shown = f"{key.name}.KEY=VALUE" if key.mapping else f"{key.name}={default}"
+    shown = f"{key.name}.KEY=VALUE" if key.mapping else f"{key.name}={spelled(key.default)}"
     one_of = f" ({key.type.removeprefix('one of ')})" if key.type.startswith("one of") else ""
     return shown, key.help + one_of
 

@@ -7,6 +7,7 @@ Hydra needs mutable dataclasses; ``compose.py`` turns them into the frozen ones 
 
 from __future__ import annotations
 
+import json
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from types import UnionType
@@ -363,6 +364,15 @@ def type_in_words(hint: Any) -> str:
     if origin is dict:
         return "a mapping"
     return _WORDS[hint]
+
+
+def spelled(value: Any) -> str:
+    """A value as a user types it."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return f"[{','.join(map(spelled, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 _WORDS: dict[Any, str] = {
