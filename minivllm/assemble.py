@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.config.settle import check_options
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
-from minivllm.core.model_config import FrozenDict, ModelConfig
+from minivllm.core.model_config import ModelConfig
 from minivllm.errors import ConfigError, PluginError, calling, named, shown, told
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
-from minivllm.naming import did_you_mean, listing
+from minivllm.naming import listing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Executor
     from minivllm.executors.processes import Child
-    from minivllm.plugins.registry import Entry, Registry
+    from minivllm.plugins.registry import Entry
 
 _DESCRIBED = ("device", "attention", "dtype")  # the required keys of ``Executor.describe``
 
@@ -40,7 +41,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
     registry = default_registry()
     path, model_config = find_model(config)
-    model_config = replace(model_config, options=model_options(config, model_config, registry))
+    check_options("model", config.model.options, [registry.model_for_architecture(model_config.architecture)])
+    model_config = replace(model_config, options=config.model.options)
     max_model_len = model_length(config, model_config)
     executor_name = config.executor.name
     if executor_name == "auto":
@@ -139,18 +141,6 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
         return None, ModelConfig.from_hf(read(options.hf_config), where="model.hf_config")
     path = fetch(options)
     return path, read_model_config(path, read)
-
-
-def model_options(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> FrozenDict:
-    """``model.options``. Raises ConfigError for an option that the model does not declare."""
-    component = registry.model_for_architecture(model_config.architecture)
-    for option in config.model.options:
-        if option not in component.options:
-            raise ConfigError(
-                f"model.options.{option}: {component.name} has no such option."
-                f"{did_you_mean(option, component.options)} Allowed: {listing(component.options)}"
-            )
-    return config.model.options
 
 
 def model_length(config: EngineConfig, model_config: ModelConfig) -> int:

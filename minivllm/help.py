@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from enum import Enum
 
-from minivllm.config.modes import MODES, Mode
-from minivllm.config.schema import EngineSchema, Key, keys_of
+from minivllm.config.modes import MODES
+from minivllm.config.schema import EngineSchema, Key, keys_of, spelled
 from minivllm.plugins.registry import KINDS, Registry
 
 _EXAMPLES = """\
@@ -64,10 +63,11 @@ def help_text(word: str | None, registry: Registry) -> str:
     shared = [k for name, k in engine.items() if name != "mode" and not name.endswith(".name")]
     groups = [g for g in MODES[mode].schema.__dataclass_fields__ if registry.config_options(g)]
     others = " (other modes have others: minivllm serve --help)" if mode == "generate" else ""
+    modes = [*((m, MODES[m].help) for m in MODES), ("plugins", "list plugins; `plugins new` writes a skeleton")]
     parts = [
         "usage: minivllm [generate|chat|serve|bench|plugins] [key=value ...] [--cfg] [--help] [--version]",
         "A small, pluggable inference engine for large language models.",
-        _block("Modes", map(_mode, MODES.items()), [("plugins", "list plugins; `plugins new` writes a skeleton")]),
+        _block("Modes", modes),
         _block("Groups (group=option)", ((g, ", ".join(group_options(g, registry))) for g in groups)),
         _block(f"Keys of {mode}{others}", map(_line, extra)) if extra else "",
         _block("Keys of every mode", map(_line, shared)),
@@ -77,23 +77,15 @@ def help_text(word: str | None, registry: Registry) -> str:
     return "\n\n".join(part for part in parts if part).rstrip()
 
 
-def _mode(item: tuple[str, Mode]) -> tuple[str, str]:
-    name, mode = item
-    return name, mode.help
-
-
 def _line(key: Key) -> tuple[str, str]:
-    default = key.default.name if isinstance(key.default, Enum) else key.default
-    if isinstance(default, bool) or default is None:
-        default = {True: "true", False: "false", None: "null"}[default]
-    shown = f"{key.name}.KEY=VALUE" if key.mapping else f"{key.name}={default}"
+    shown = f"{key.name}.KEY=VALUE" if key.mapping else f"{key.name}={spelled(key.default)}"
     one_of = f" ({key.type.removeprefix('one of ')})" if key.type.startswith("one of") else ""
     return shown, key.help + one_of
 
 
-def _block(title: str, *rows: Iterable[tuple[str, str]]) -> str:
+def _block(title: str, rows: Iterable[tuple[str, str]]) -> str:
     lines = [title]
-    for name, text in (row for part in rows for row in part):
+    for name, text in rows:
         wrapped = textwrap.wrap(text, 72) or [""]
         head = f"  {name:<41} "
         lines.append((head if len(head) <= 44 else f"  {name}\n{' ' * 44}") + wrapped[0])

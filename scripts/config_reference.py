@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 from minivllm.config.conf_dir import conf_dir
 from minivllm.config.modes import MODES
 from minivllm.config.overrides import group_options
-from minivllm.config.schema import EngineSchema, Key, keys_of, type_in_words
+from minivllm.config.schema import EngineSchema, Key, keys_of, spelled, type_in_words
 from minivllm.config.vllm_names import VLLM_NAMES
 from minivllm.plugins import load_plugins
 from minivllm.plugins.registry import KINDS, Registry
@@ -92,7 +91,7 @@ def _groups(registry: Registry) -> str:
 
 
 def _keys(keys: Iterable[Key]) -> str:
-    rows = ((_code(key.name), _type(key), _code(_plain(key.default)), _bounds(key), key.help) for key in keys)
+    rows = ((_code(key.name), _type(key), _code(spelled(key.default)), _bounds(key), key.help) for key in keys)
     return _table(("key", "type", "default", "bounds", "what it is"), rows)
 
 
@@ -117,7 +116,7 @@ def _models() -> str:
 def _workloads() -> str:
     rows = []
     for name, node, comment in _files("workload"):
-        values = ", ".join(_code(f"{key}={_plain(value)}") for key, value in node.items() if key != "name")
+        values = ", ".join(_code(f"{key}={spelled(value)}") for key, value in node.items() if key != "name")
         rows.append((_code(name), comment, values))
     return _table(("option", "what it is", "what it sets"), rows)
 
@@ -138,17 +137,6 @@ def _type(key: Key) -> str:
 def _bounds(key: Key) -> str:
     signs = (("≥", key.ge), (">", key.gt), ("≤", key.le))
     return ", ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
-
-
-def _plain(value: Any) -> str:
-    """As it is typed."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return f"[{','.join(map(_plain, value))}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
 
 
 def _code(text: str) -> str:

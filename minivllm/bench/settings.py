@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
 
 from minivllm.config.modes import MODES
-from minivllm.config.overrides import Override, groups_of
+from minivllm.config.overrides import Override, groups_of, option_node, typed_keys
 from minivllm.config.schema import keys_of
+from minivllm.errors import ConfigError
 from minivllm.plugins import default_registry
 
-_SCHEMA = MODES["bench"].schema
-_KEYS, _GROUPS = keys_of(_SCHEMA), groups_of(_SCHEMA)[:-1]
+_KEYS, _GROUPS = keys_of(MODES["bench"].schema), groups_of(MODES["bench"].schema)[:-1]
 # These say how something was measured or recorded, not what: rows may differ in them and still be compared.
 _ASIDE = ("repeat", "output", "profile", "profile_steps", "trace", "timeline", "check", "mode", "url")
 
@@ -41,8 +40,6 @@ def _name(override: Override) -> str:
 
 def _value(override: Override) -> Any:
     """The value as the config holds it; as typed, if this version would reject it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -52,16 +49,16 @@ def _value(override: Override) -> Any:
     if key is not None and override.is_text_of(key):
         return override.raw
     try:
-        parsed = OverridesParser.create().parse_override(f"{override.key}={text}")
+        parsed = override.read("")
         if parsed.is_sweep_override():
             return text
         value = parsed.value()
         if key is None or key.mapping or "${" in text:
             return value
-        OmegaConf.update(_typed(), key.name, value, merge=False)
-        found = OmegaConf.select(_typed(), key.name)
+        OmegaConf.update(typed_keys("bench"), key.name, value, merge=False)
+        found = OmegaConf.select(typed_keys("bench"), key.name)
         return list(found) if OmegaConf.is_list(found) else found
-    except (HydraException, OmegaConfBaseException):
+    except (ConfigError, OmegaConfBaseException):
         return text
 
 
@@ -86,20 +83,7 @@ def _option(group: str, name: str) -> Any:
     from omegaconf import OmegaConf
 
     entry = default_registry().config_options(group).get(name)
-    if entry is None:
-        return OmegaConf.create()
-    node = entry.option.node
-    if isinstance(node, Mapping) or is_dataclass(node):
-        return OmegaConf.create(node)  # type: ignore[call-overload]
-    return OmegaConf.load(node)
-
-
-@cache
-def _typed() -> Any:
-    """Every key with its type, to convert typed text, such as numbers; it keeps the values that it is given."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.structured(_SCHEMA)
+    return OmegaConf.create() if entry is None else option_node(entry.option)
 
 
 def _spelled(value: Any) -> str:

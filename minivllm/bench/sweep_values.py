@@ -61,20 +61,19 @@ def _check(override: Override, registry: Registry) -> None:
 
 def _values(override: Override, registry: Registry) -> list[str] | None:
     """The values of a key that has several, else None."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import IntervalSweep
     from hydra.errors import HydraException
 
+    is_text = override.key in _KEYS and _KEYS[override.key].text
     try:
-        parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
-    except HydraException as e:
-        if override.key in _KEYS and _KEYS[override.key].text:
+        parsed = override.read(
+            f"several values are typed {override.key}=a,b or choice(a,b), numbers range(1,5), options of a group "
+            "glob(*)"
+        )
+    except ConfigError:
+        if is_text:
             return None  # a file's name, or other text outside Hydra's grammar
-        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's token names do not help
-        raise ConfigError(
-            f"{override.text}: cannot be read ({reason}); several values are typed {override.key}=a,b or choice(a,b), "
-            "numbers range(1,5), options of a group glob(*)"
-        ) from e
+        raise
     if not parsed.is_sweep_override():
         return None
     value: Any = parsed.value()
@@ -85,9 +84,8 @@ def _values(override: Override, registry: Registry) -> list[str] | None:
             raise ConfigError(f"{override.text}: glob chooses among a group's options: {', '.join(_GROUPS[:-1])}")
         found = value.filter(sorted(group_options(override.key, registry)))
     else:
-        plain = override.key in _KEYS and _KEYS[override.key].text
         try:
-            found = [_text(v, plain=plain) for v in parsed.sweep_iterator()]
+            found = [_text(v, plain=is_text) for v in parsed.sweep_iterator()]
         except (HydraException, ValueError) as e:  # a range of step 0
             raise ConfigError(f"{override.text}: this names no value ({e})") from e
     if not found:

@@ -19,7 +19,7 @@ from minivllm.config.overrides import (
     quote,
     sorted_listing,
 )
-from minivllm.config.schema import EngineSchema, keys_of
+from minivllm.config.schema import EngineSchema, keys_of, spelled
 from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
 from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.errors import ConfigError, shown
@@ -188,8 +188,7 @@ def _unknown_keyword(name: str, value: Any) -> str:
     leaves = {k.rpartition(".")[2]: k for k in keys}
     typed = name if name in CONFIG_GROUPS else leaves.get(name)
     if typed is not None:
-        literal = _literal(value, typed) if isinstance(value, bool) else value
-        return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{f'{typed}={literal}'!r}]"
+        return f"LLM({name}={value!r}): there is no such keyword; type overrides=[{f'{typed}={spelled(value)}'!r}]"
     return (
         f"LLM({name}={shown(value)}): there is no such keyword.{did_you_mean(name, known)} overrides=['KEY=VALUE'] "
         "sets any key; `minivllm --help` lists them"
@@ -197,8 +196,6 @@ def _unknown_keyword(name: str, value: Any) -> str:
 
 
 def _literal(value: Any, key: str) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, int | float) or key in CONFIG_GROUPS:
-        return str(value)
-    return quote(str(value)) if str(value) else ""
+    if value is None or isinstance(value, int | float):
+        return spelled(value)
+    return str(value) if key in CONFIG_GROUPS or not str(value) else quote(str(value))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from minivllm.config.conf_dir import conf_dir
-from minivllm.config.overrides import group_options, groups_of
+from minivllm.config.overrides import group_options, groups_of, option_node
 from minivllm.config.schema import EngineSchema
 from minivllm.errors import ConfigError, PluginError
 from minivllm.naming import did_you_mean
@@ -66,8 +65,7 @@ def _node(entry: OptionEntry, schema: type[EngineSchema]) -> Any:
 
     option = entry.option
     try:
-        node = OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
-        shown = {"name": option.name, **OmegaConf.to_container(node, enum_to_str=True)}  # type: ignore[dict-item]
+        shown = {"name": option.name, **OmegaConf.to_container(option_node(option), enum_to_str=True)}  # type: ignore[dict-item]
         OmegaConf.merge(getattr(OmegaConf.structured(schema), option.group), shown)
     except Exception as e:
         raise PluginError(f"{_named(entry)} does not fit the schema: {_first_sentence(e)}") from e

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean, either, listing, nearest
 from minivllm.plugins.registry import KINDS, Registry
-from minivllm.plugins.types import CONFIG_GROUPS
+from minivllm.plugins.types import CONFIG_GROUPS, ConfigOption
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -55,6 +56,17 @@ class Override:
         if not match[4]:
             raise ConfigError(f"{text}: the value is missing; `minivllm --help` says what {match[2]} takes")
         return cls(text, match[1] is not None, match[2], match[4])
+
+    def read(self, hint: str) -> Any:
+        """As Hydra's grammar has it. Raises ConfigError, which ends with ``hint``."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+        from hydra.errors import HydraException
+
+        try:
+            return OverridesParser.create().parse_override(f"{self.key}={self.value}")
+        except HydraException as e:
+            reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's token names tell users nothing
+            raise ConfigError(f"{self.text}: cannot be read ({reason}); {hint}") from e
 
 
 def check_group(override: Override, registry: Registry) -> str:
@@ -140,16 +152,7 @@ def _is_json(text: str) -> bool:
 
 
 def _parse_value(override: Override) -> Any:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_override(f"{override.key}={override.value}")
-    except HydraException as e:
-        reason = str(e).splitlines()[0].partition(" expecting {")[0]  # the parser's token names tell users nothing
-        raise ConfigError(
-            f"{override.text}: cannot be read ({reason}); quote the value: {override.key}='\"...\"'"
-        ) from e
+    parsed = override.read(f"quote the value: {override.key}='\"...\"'")
     if parsed.is_sweep_override():
         if override.key.startswith("sweep."):  # applies to the whole sweep
             raise ConfigError(f"{override.text}: {override.key} takes one value, for the whole sweep")
@@ -163,20 +166,19 @@ def _check_type(override: Override, key: Key, value: Any) -> None:
 
     if isinstance(value, str) and "${" in value:
         return  # an interpolation: its type is known when Hydra has composed
-    group, _, leaf = key.name.rpartition(".")
-    node = _typed(next(mode for mode, its in MODES.items() if key.name in keys_of(its.schema)))
+    node = typed_keys(next(mode for mode, its in MODES.items() if key.name in keys_of(its.schema)))
     try:
         if isinstance(value, bool) and key.type.startswith(("a number", "a whole number")):
             raise OmegaConfBaseException  # OmegaConf reads true as 1
         if type(value) in (int, float) and value not in (0, 1) and key.type.startswith("true or false"):
             raise OmegaConfBaseException  # … and 2 as true
-        OmegaConf.update(node, f"{group}.{leaf}" if group else leaf, value, merge=False)
+        OmegaConf.update(node, key.name, value, merge=False)
     except OmegaConfBaseException as e:
         raise ConfigError(f"{override.text}: {key.name} is {key.type}, not {override.value}") from e
 
 
 @cache
-def _typed(mode: str) -> DictConfig:
+def typed_keys(mode: str) -> DictConfig:
     """A mode's keys, which refuse values of other types. Cached, as building it takes 8 ms; values set in it remain."""
     from omegaconf import OmegaConf
 
@@ -228,17 +230,19 @@ def model_keys(model: str, registry: Registry) -> dict[str, Any]:
 
 def option_repos(registry: Registry) -> dict[str, str]:
     """Model option -> repository, for the options that name one."""
-    import yaml
-
     found = {}
     for name, entry in registry.config_options("model").items():
-        node = entry.option.node
-        if isinstance(node, Path):
-            node = yaml.safe_load(node.read_text(encoding="utf-8")) or {}
-        repo = node.get("repo") if isinstance(node, Mapping) else getattr(node, "repo", None)
-        if isinstance(repo, str):
-            found[name] = repo
+        with suppress(Exception):  # what is wrong with a plugin's option is told when it is chosen
+            if isinstance(repo := option_node(entry.option).get("repo"), str):
+                found[name] = repo
     return found
+
+
+def option_node(option: ConfigOption) -> Any:
+    """What the option sets, as a config of OmegaConf's."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
 
 
 def sorted_listing(names: Iterable[str]) -> str:

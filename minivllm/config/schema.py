@@ -7,7 +7,8 @@ Hydra needs mutable dataclasses; ``compose.py`` turns them into the frozen ones 
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+import json
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import Enum
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -65,12 +66,6 @@ def key(default: Any, help: str, **meta: Any) -> Any:
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def default_of(f: Field[Any]) -> Any:
-    if f.default_factory is not MISSING:
-        return f.default_factory()
-    return f.default
 
 
 # --------------------------------------------------------------------------- groups
@@ -358,8 +353,8 @@ def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
         if is_dataclass(hint):
             found |= keys_of(hint, name + ".")  # type: ignore[arg-type]
         else:
-            mapping = get_origin(hint) is dict
-            found[name] = Key(name, type_in_words(hint), default_of(f), **meta, mapping=mapping)
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            found[name] = Key(name, type_in_words(hint), default, **meta, mapping=get_origin(hint) is dict)
     return found
 
 
@@ -375,6 +370,15 @@ def type_in_words(hint: Any) -> str:
     if origin is dict:
         return "a mapping"
     return _WORDS[hint]
+
+
+def spelled(value: Any) -> str:
+    """A value as a user types it."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return f"[{','.join(map(spelled, value))}]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 _WORDS: dict[Any, str] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_type_hints
@@ -98,16 +98,21 @@ def settle_components(tree: Any, registry: Registry) -> None:
             if component is not None:
                 setattr(node, field, component.name)
                 used.append(component)
-        known = [option for component in used for option in component.options]
-        for option in node.options:
-            if option not in known:
-                if not used:
-                    raise ConfigError(f"{kind}.options.{option}: {kind}=auto takes no options; type {kind}=NAME, too")
-                who = " and ".join(c.name for c in used)
-                raise ConfigError(
-                    f"{kind}.options.{option}: {who} has no such option.{did_you_mean(option, known)} "
-                    f"Allowed: {listing(known)}"
-                )
+        check_options(kind, node.options, used)
+
+
+def check_options(kind: str, options: Iterable[str], components: Sequence[Component]) -> None:
+    """Raises ConfigError for one that none of the components, which are those named, declares."""
+    known = [option for component in components for option in component.options]
+    for option in options:
+        if option not in known:
+            if not components:
+                raise ConfigError(f"{kind}.options.{option}: {kind}=auto takes no options; type {kind}=NAME, too")
+            who = " and ".join(c.name for c in components)
+            raise ConfigError(
+                f"{kind}.options.{option}: {who} has no such option.{did_you_mean(option, known)} "
+                f"Allowed: {listing(known)}"
+            )
 
 
 def settle_mode(tree: Any) -> Any:
@@ -164,18 +169,12 @@ def _prompt(prompt: Any, index: int) -> str | tuple[int, ...]:
     )
 
 
-def freeze(node: Any, target: type) -> Any:
-    """Copy the fields that ``target`` has, recursively."""
-    hints = get_type_hints(target)
-    return target(**{f.name: _freeze_value(getattr(node, f.name), hints[f.name]) for f in fields(target)})
-
-
-def _freeze_value(value: Any, target: Any) -> Any:
+def freeze(value: Any, target: Any) -> Any:
+    """A copy: of a dataclass the fields that ``target``, another, has."""
     if is_dataclass(value):
-        return freeze(value, target)
-    if isinstance(value, Enum):
-        return value.value
-    return frozen(value)
+        hints = get_type_hints(target)
+        return target(**{f.name: freeze(getattr(value, f.name), hints[f.name]) for f in fields(target)})
+    return value.value if isinstance(value, Enum) else frozen(value)
 
 
 def plain(value: Any) -> Any:

@@ -160,3 +160,16 @@ class AttentionBatch:
             return self.graph_whole
         d = self.num_decodes
         return d < self.num_seqs and np.array_equal(self.host_query_lens[d:], self.host_seq_lens[d:])
+
+
+def captured_batch(
+    num_decodes: int, query_start: torch.Tensor, seq_lens: torch.Tensor, block_tables: torch.Tensor,
+    slot_mapping: torch.Tensor, **more: Any,
+) -> AttentionBatch:  # fmt: skip
+    """That of a graph, which reads these tensors. Each step sets the host arrays that its plan needs."""
+    query_lens, lens = np.ones((2, len(seq_lens)), dtype=np.int32)
+    tables = np.zeros((len(seq_lens), 1), dtype=np.int32)
+    return AttentionBatch(
+        num_decodes, query_start, seq_lens, block_tables, slot_mapping, query_lens, lens, tables,
+        graph_size=len(slot_mapping), **more,
+    )  # fmt: skip

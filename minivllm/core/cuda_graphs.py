@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch, Cascade
+from minivllm.core.batch import AttentionBatch, Batch, Cascade, captured_batch
 from minivllm.core.cascade import ITEM
 from minivllm.core.landing import Landing, Packed
 from minivllm.errors import MinivllmError
@@ -160,18 +160,11 @@ class DecodeGraphs:
         self._graphs[key], self._kept[key] = capture_graph(partial(self._step, key[0]), self.pool)
 
     def _plan(self, size: int, beside: bool | None) -> AttentionBatch:
-        return AttentionBatch(
-            num_decodes=size,
-            query_start=self.query_start[: size + 1],
-            seq_lens=self.seq_lens[:size],
-            block_tables=self.block_tables[:size],
-            slot_mapping=self.slot_mapping[:size],
-            host_query_lens=np.ones(size, dtype=np.int32),
-            host_seq_lens=np.ones(size, dtype=np.int32),
-            host_block_tables=np.zeros((size, 1), dtype=np.int32),
-            graph_size=size,
+        return captured_batch(
+            size, self.query_start[: size + 1], self.seq_lens[:size], self.block_tables[:size],
+            self.slot_mapping[:size],
             cascade=None if beside is None else Cascade.of(self._numbers(size), size, beside),
-        )
+        )  # fmt: skip
 
     def _numbers(self, size: int) -> torch.Tensor:
         """The part of ``_cascade`` that steps of ``size`` rows use."""

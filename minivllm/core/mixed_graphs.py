@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.batch import AttentionBatch, Batch, captured_batch
 from minivllm.core.cuda_graphs import Kept, capture_graph
 from minivllm.core.landing import Packed
 from minivllm.core.prompt_graphs import FULL_FLOP
@@ -182,20 +182,12 @@ class MixedGraphs:
     def _plan(self, key: _Key) -> AttentionBatch:
         if key not in self._plans:
             (rows, size, whole), seqs, place = key, key[0] + _PROMPTS, self._place(key)
-            self._plans[key] = AttentionBatch(
-                num_decodes=rows,
-                query_start=place.query_start,
-                seq_lens=place.seq_lens,
-                block_tables=self.block_tables[:seqs],
-                slot_mapping=self.slot_mapping[: rows + size],
-                host_query_lens=np.ones(seqs, dtype=np.int32),
-                host_seq_lens=np.ones(seqs, dtype=np.int32),
-                host_block_tables=np.zeros((seqs, 1), dtype=np.int32),
-                graph_size=rows + size,
+            self._plans[key] = captured_batch(
+                rows, place.query_start, place.seq_lens, self.block_tables[:seqs], self.slot_mapping[: rows + size],
                 graph_whole=whole,
                 last_tokens=place.rows[4] if size >= rows else None,
                 prompt_words=place.prompt_words,
-            )
+            )  # fmt: skip
         return self._plans[key]
 
     def _step(self, key: _Key) -> Kept:

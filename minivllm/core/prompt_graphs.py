@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from minivllm.core.batch import AttentionBatch, Batch
+from minivllm.core.batch import AttentionBatch, Batch, captured_batch
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
 from minivllm.core.staging import Packing, Staging
 from minivllm.kernels.capture import rehearsal
@@ -139,20 +139,12 @@ class PromptGraphs:
         (size, kind), place = key, self._places[key]
         rows = len(place.slots)
         picks = size > _PICKED_FROM and size >= 2 * (rows - 1)
-        return AttentionBatch(
-            num_decodes=0,
-            query_start=place.query_start,
-            seq_lens=place.seq_lens,
-            block_tables=self.block_tables[:rows],
-            slot_mapping=self.slot_mapping[:size],
-            host_query_lens=np.zeros(rows, dtype=np.int32),
-            host_seq_lens=np.zeros(rows, dtype=np.int32),
-            host_block_tables=np.zeros((rows, 1), dtype=np.int32),
-            graph_size=size,
+        return captured_batch(
+            0, place.query_start, place.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
             graph_whole=kind == _WHOLE,
             last_tokens=self._ends(key)[3, : rows - 1] if picks else None,  # not padding's
             prompt_words=place.prompt_words,
-        )
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ capture
 

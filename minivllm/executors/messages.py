@@ -6,7 +6,6 @@ A closed socket tells either side that the other is gone.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, by_name, place_of
 from minivllm.frames import Frames, frame
 from minivllm.plugins.ranks import ParentView
 
-_MOST_FDS = 253  # Linux's limit per message: enough for 125 ranks
+_MOST_FDS = 253  # Linux's limit per message
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -35,28 +34,10 @@ class Hello(msgspec.Struct, tag=True):
     config: EngineConfig
     model_config: ModelConfig
     max_model_len: int
-    steps_fd: int
-    results_fd: int
     step_bytes: int  # per slot
     result_bytes: int
     plugins: ParentView
-    bell_fds: tuple[int, int]  # the rank's own bell
-    results_bell_fds: tuple[int, int]  # the parent's
-    fds: list[int] = []  # all of these, in the order handed over
-    parent_pid: int = 0
-    die_with_parent: bool = False
-
-    def rename_fds(self, taken: Sequence[int]) -> None:
-        """Replace the descriptors by their numbers in this process, ``taken`` in the order of ``fds``; closes those of
-        other ranks."""
-        here = dict(zip(self.fds, taken, strict=True))
-        self.steps_fd, self.results_fd = here[self.steps_fd], here[self.results_fd]
-        self.bell_fds = here[self.bell_fds[0]], here[self.bell_fds[1]]
-        self.results_bell_fds = here[self.results_bell_fds[0]], here[self.results_bell_fds[1]]
-        kept = {self.steps_fd, self.results_fd, *self.bell_fds, *self.results_bell_fds}
-        for fd in set(taken) - kept:
-            os.close(fd)
-        self.fds = list(kept)
+    dies_with: int = 0  # the process that the kernel is to end it with, if any
 
 
 class Build(msgspec.Struct, tag=True):

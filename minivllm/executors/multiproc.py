@@ -88,25 +88,22 @@ class MultiprocExecutor(Executor):
                 model_config=self.model_config,
                 max_model_len=self.max_model_len,
                 plugins=view_of(self._registry),
-                steps_fd=steps.fd,
-                results_fd=results.fd,
                 step_bytes=step_bytes,
                 result_bytes=result_bytes,
-                bell_fds=(bells[rank].read_fd, bells[rank].write_fd),
-                results_bell_fds=(bells[size].read_fd, bells[size].write_fd),
             )
             for rank in range(size)
         ]
-        fds = [steps.fd, results.fd, *(fd for bell in bells for fd in (bell.read_fd, bell.write_fd))]
+        *own, ours = ((bell.read_fd, bell.write_fd) for bell in bells)
+        fds = [(steps.fd, results.fd, *bell, *ours) for bell in own]
         held.callback(stores.clear)
         if not self._children:
             self.take(start_children(size, gpus=False))
-        self._ranks = RankProcesses(fds, steps.beats, self._start_timeout)
+        self._ranks = RankProcesses(steps.beats, self._start_timeout)
         held.callback(self._ranks.kill)
         self._steps, self._results = Writer(steps, bells[:size]), Reader(results, 0, bells[size])
         self._ranks.poller.register(bells[size].read_fd, select.POLLIN)
         try:
-            self._ranks.spawn(hellos, self._children)
+            self._ranks.spawn(hellos, fds, self._children)
             ready = self._ranks.wait_ready()
         except MinivllmError as error:
             self._dead = error

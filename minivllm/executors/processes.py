@@ -112,32 +112,31 @@ def _start_child(size: int, gpu: list[str]) -> Child:
 
 
 class RankProcesses:
-    """All ranks of one engine. ``fds``: descriptors passed to each rank, named in its ``Hello`` by their numbers here;
-    ``beats(rank)`` reads a rank's heartbeat counter; ``start_timeout`` is in seconds."""
+    """All ranks of one engine. ``beats(rank)`` reads a rank's heartbeat counter; ``start_timeout`` is in seconds."""
 
-    def __init__(self, fds: Sequence[int], beats: Callable[[int], int], start_timeout: float = START_TIMEOUT) -> None:
+    def __init__(self, beats: Callable[[int], int], start_timeout: float = START_TIMEOUT) -> None:
         self.ranks: list[Rank] = []
-        self.fds, self.beats, self.start_timeout = fds, beats, start_timeout
+        self.beats, self.start_timeout = beats, start_timeout
         self.poller = select.poll()  # for a blocking wait; the caller registers what else should end it
         self._health = select.poll()
         self._by_fd: dict[int, Rank] = {}
         self._listened = time.monotonic()
         self._starting = True
 
-    def spawn(self, hellos: Sequence[Hello], children: Sequence[Child]) -> None:
-        """Tell each child which rank it is; from then on they are ``ranks``."""
+    def spawn(self, hellos: Sequence[Hello], fds: Sequence[Sequence[int]], children: Sequence[Child]) -> None:
+        """Tell each child which rank it is, and hand it that rank's descriptors; from then on they are ``ranks``."""
         for hello, child in zip(hellos, children, strict=True):
             rank = Rank(hello.rank, child.process, child.link)
             self.ranks.append(rank)
             self._by_fd[child.link.socket.fileno()] = rank
             for poller in (self.poller, self._health):
                 poller.register(child.link.socket.fileno(), select.POLLIN)
-        for hello, child in zip(hellos, children, strict=True):
-            self._tell(hello, child)
+        for hello, own, child in zip(hellos, fds, children, strict=True):
+            self._tell(hello, own, child)
 
-    def _tell(self, hello: Hello, child: Child) -> None:
-        hello.fds, hello.parent_pid, hello.die_with_parent = list(self.fds), os.getpid(), child.dies_with_parent
-        child.link.hand_over(self.fds)
+    def _tell(self, hello: Hello, fds: Sequence[int], child: Child) -> None:
+        hello.dies_with = os.getpid() if child.dies_with_parent else 0
+        child.link.hand_over(fds)
         child.link.send(hello)
 
     # ------------------------------------------------------------------ watching

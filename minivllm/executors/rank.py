@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,12 +38,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RankProcess:
-    """The main thread runs the model; one watches the parent and sends heartbeats; one (rank 0) returns tokens."""
+    """The main thread runs the model; one watches the parent and sends heartbeats; one (rank 0) returns tokens.
 
-    def __init__(self, link: Link, hello: Hello) -> None:
+    ``fds``: the memory of steps and of results, then both ends of the rank's own bell, and of its parent's.
+    """
+
+    def __init__(self, link: Link, hello: Hello, fds: Sequence[int]) -> None:
         self.link, self.hello = link, hello
+        steps, self._results, *bells = fds
+        self._parents_bell = Bell(*bells[2:])
         self.taker: StepTaker | None = None  # set when it is ready
-        self.steps = Reader(Ring(hello.steps_fd, hello.size, hello.step_bytes), hello.rank, Bell(*hello.bell_fds))
+        self.steps = Reader(Ring(steps, hello.size, hello.step_bytes), hello.rank, Bell(*bells[:2]))
         self._pending: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -90,9 +96,8 @@ class RankProcess:
         """Return tokens to the parent as soon as the device has them, while the main thread launches further steps."""
         from minivllm.executors.step_bytes import pack_result
 
-        hello = self.hello
         worker.use_device()  # per thread
-        results = Writer(Ring(hello.results_fd, 1, hello.result_bytes), [Bell(*hello.results_bell_fds)])
+        results = Writer(Ring(self._results, 1, self.hello.result_bytes), [self._parents_bell])
         try:
             while (pending := self._pending.get()) is not None:
                 results.send(pack_result(pending.result()))
@@ -179,15 +184,14 @@ def main() -> None:
     with uncollected():
         import_ahead(gpu[0] if gpu else None)
     link = Link(socket.socket(fileno=fd))
-    taken, hello = link.take_over(), link.receive()
+    fds, hello = link.take_over(), link.receive()
     if not isinstance(hello, Hello):
         return
-    hello.rename_fds(taken)
-    if hello.die_with_parent:
-        die_with_parent(hello.parent_pid)
-    for fd in (link.socket.fileno(), *hello.fds):
+    if hello.dies_with:
+        die_with_parent(hello.dies_with)
+    for fd in (link.socket.fileno(), *fds):
         os.set_inheritable(fd, False)  # processes started by the model must not keep it open
-    rank = RankProcess(link, hello)
+    rank = RankProcess(link, hello, fds)
     try:
         rank.run()
     except BaseException as error:

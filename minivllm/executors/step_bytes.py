@@ -62,7 +62,7 @@ def unpack_masks(data: bytearray) -> TokenMasks | None:
         return None
     take = _Taker(data)
     _, m, words = take(3, np.int64).tolist()
-    return TokenMasks(take(m, _INT32), take(m * words, _INT32).reshape(m, words))
+    return TokenMasks(take(m), take(m * words).reshape(m, words))
 
 
 def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
@@ -71,30 +71,14 @@ def unpack_batch(data: bytearray, row: np.dtype) -> Batch:
     step, n, t, b, a, num_decodes, itemsize, known, s, ids, best, guided = take(12, np.int64).tolist()
     if itemsize != row.itemsize:
         raise ValueError(f"a step with sampling parameters of {itemsize} bytes, where this rank has {row.itemsize}")
-    generations = take(n, np.int64)
-    slots, num_computed, num_new, token_ids = (take(k, _INT32) for k in (n, n, n, t))
-    block_slots, block_indices, block_ids, admitted_slots = (take(k, _INT32) for k in (b, b, b, a))
-    known_lens, known_ids = take(a if known else 0, _INT32), take(known, _INT32)
-    scored = Scored(take(s, _INT32), take(s, _INT32), take(ids, _INT32), best) if s else None
-    return Batch(
-        step=step,
-        slots=slots,
-        generations=generations,
-        num_computed=num_computed,
-        num_new=num_new,
-        admitted_params=take(a, row),
-        samples=take(n, np.bool_),
-        num_decodes=num_decodes,
-        token_ids=token_ids,
-        block_slots=block_slots,
-        block_indices=block_indices,
-        block_ids=block_ids,
-        admitted_slots=admitted_slots,
-        known_lens=known_lens,
-        known_ids=known_ids,
-        scored=scored,
-        guided=bool(guided),
-    )
+    return Batch(  # taken in the order in which they were packed
+        step=step, num_decodes=num_decodes, guided=bool(guided),
+        generations=take(n, np.int64), slots=take(n), num_computed=take(n), num_new=take(n), token_ids=take(t),
+        block_slots=take(b), block_indices=take(b), block_ids=take(b), admitted_slots=take(a),
+        known_lens=take(a if known else 0), known_ids=take(known),
+        scored=Scored(take(s), take(s), take(ids), best) if s else None,
+        admitted_params=take(a, row), samples=take(n, np.bool_),
+    )  # fmt: skip
 
 
 def pack_result(result: StepResult) -> bytes:
@@ -112,16 +96,14 @@ def pack_result(result: StepResult) -> bytes:
 def unpack_result(data: bytearray) -> StepResult:
     take = _Taker(data)
     n, *counts = take(7, np.int64).tolist()
-    token_ids = take(n, _INT32)
-    return StepResult(token_ids, _take_logprobs(take, *counts[:3]), _take_logprobs(take, *counts[3:]))
+    return StepResult(take(n), _take_logprobs(take, *counts[:3]), _take_logprobs(take, *counts[3:]))
 
 
 def _take_logprobs(take: _Taker, there: int, m: int, k: int) -> Logprobs | None:
     if not there:
         return None
-    rows, sampled, rank = take(m, np.int64), take(m, np.float32), take(m, _INT32)
-    top_ids, top = take(m * k, _INT32).reshape(m, k), take(m * k, np.float32).reshape(m, k)
-    return Logprobs(rows, sampled, rank, top_ids, top)
+    rows, sampled, rank = take(m, np.int64), take(m, np.float32), take(m)
+    return Logprobs(rows, sampled, rank, take(m * k).reshape(m, k), take(m * k, np.float32).reshape(m, k))
 
 
 class _Taker:
@@ -130,7 +112,7 @@ class _Taker:
     def __init__(self, data: bytearray) -> None:
         self.data, self.at = data, 0
 
-    def __call__(self, count: int, dtype: np.dtype | type) -> np.ndarray:
+    def __call__(self, count: int, dtype: np.dtype | type = _INT32) -> np.ndarray:
         dtype = np.dtype(dtype)
         if not count:
             return np.empty(0, dtype)

@@ -211,10 +211,8 @@ class Registry:
         entry = self.entry(kind, name)
         try:
             yield
-        except MinivllmError:
-            raise
         except Exception as e:
-            if entry.provider.builtin:
+            if entry.provider.builtin or isinstance(e, MinivllmError):
                 raise
             raise PluginError(f"{entry} cannot be built: {told(e)}") from e
 

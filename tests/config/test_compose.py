@@ -455,6 +455,7 @@ MODEL = """
         yield ConfigOption("model", "mistral-small", {"name": "mistral", "repo": "mistralai/Small"})
         yield ConfigOption("model", "from-file", Path(__file__).with_name("option.yaml"))
         yield ConfigOption("scheduler", "deep", {"name": "lifo", "max_num_seqs": 3, "options": {"depth": 9}})
+        yield ConfigOption("model", "bad-file", Path(__file__).with_name("bad.yaml"))
         yield ConfigOption("model", "bad-key", {"repoo": "x"})
         yield ConfigOption("scheduler", "bad-type", {"max_num_seqs": "many"})
         yield ConfigOption("model", "bad-reference", {"path": "${nope}"})
@@ -465,6 +466,7 @@ MODEL = """
 @pytest.fixture
 def with_mistral(fake_plugin: FakePlugin, tmp_path: Path) -> Registry:
     (tmp_path / "site" / "option.yaml").write_text("repo: a/b\nhf_config: {hidden_size: 8}\n")
+    (tmp_path / "site" / "bad.yaml").write_text("repo: [")
     fake_plugin("minivllm-mistral", MODEL)
     registry = load_plugins()
     assert registry.reports == ()
@@ -491,6 +493,7 @@ def test_a_plugins_config_options_work_like_ours(with_mistral: Registry) -> None
 
 def test_a_plugins_bad_option_is_told_with_its_name_and_only_when_chosen(with_mistral: Registry) -> None:
     for typed, told in [
+        ("model=bad-file", "model=bad-file of minivllm-mistral 1.0 does not fit the schema: while parsing"),
         ("model=bad-key", "model=bad-key of minivllm-mistral 1.0 does not fit the schema: .*repoo"),
         ("scheduler=bad-type", "scheduler=bad-type of minivllm-mistral 1.0 does not fit the schema: .*many"),
         ("scheduler=bad-range", "scheduler.max_num_seqs=0"),

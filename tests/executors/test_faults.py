@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -267,8 +267,8 @@ def test_a_rank_that_stopped_while_it_starts_is_named_within_ten_seconds(
     if not rank:
         tell = RankProcesses._tell
 
-        def tell_and_stop(self: RankProcesses, hello: Hello, child: Child) -> None:
-            tell(self, hello, child)
+        def tell_and_stop(self: RankProcesses, hello: Hello, fds: Sequence[int], child: Child) -> None:
+            tell(self, hello, fds, child)
             if hello.rank == rank:
                 os.kill(child.process.pid, signal.SIGSTOP)
 
