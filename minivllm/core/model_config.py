@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minivllm.errors import CheckpointError, shown
@@ -124,6 +124,10 @@ class ModelConfig:
                 return value
         return None
 
+    def with_rope(self, rope: Mapping[str, Any]) -> ModelConfig:
+        """The same with other ``rope_parameters``, as config.json has them. Raises CheckpointError: one is invalid."""
+        return replace(self, rope_parameters=_rope_parameters({"rope_parameters": rope}, "config.json"))
+
     def sliding_window(self) -> int | None:
         """The window of all layers in tokens; None: full attention. Raises CheckpointError if layers differ."""
         windows = set(self.layer_windows())
@@ -167,16 +171,7 @@ class ModelConfig:
         if hf["num_hidden_layers"] > _MOST_LAYERS:  # all are created before the first weight is read
             raise CheckpointError(f"{where}: num_hidden_layers={hf['num_hidden_layers']} is more than {_MOST_LAYERS:,}")
         rope = _rope_parameters(hf, where)
-        for key, value in {"rms_norm_eps": hf.get("rms_norm_eps"), **rope}.items():
-            if (
-                key in _NUMBERS
-                and value is not None
-                and (isinstance(value, bool) or not isinstance(value, int | float))
-            ):
-                raise CheckpointError(f"{where}: {key}={value} is not a number")
-            least = _ABOVE.get(key)
-            if least is not None and value is not None and value <= least:
-                raise CheckpointError(f"{where}: {key}={value} is not above {least}")
+        _check_numbers({"rms_norm_eps": hf.get("rms_norm_eps")}, where)
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             if not isinstance(hf.get(key, False), bool | None):
                 raise CheckpointError(f"{where}: {key}={hf[key]!r} is not true or false")
@@ -236,4 +231,15 @@ def _rope_parameters(hf: Mapping[str, Any], where: str) -> FrozenDict:
     rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     for key in ("original_max_position_embeddings", "partial_rotary_factor"):
         rope.setdefault(key, hf.get(key))
+    _check_numbers(rope, where)
     return FrozenDict({k: frozen(v) for k, v in rope.items() if v is not None})
+
+
+def _check_numbers(values: Mapping[str, Any], where: str) -> None:
+    """Raises CheckpointError for a key that is not the number it should be; null is absent."""
+    for key, value in values.items():
+        if key in _NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise CheckpointError(f"{where}: {key}={value} is not a number")
+        least = _ABOVE.get(key)
+        if least is not None and value is not None and value <= least:
+            raise CheckpointError(f"{where}: {key}={value} is not above {least}")

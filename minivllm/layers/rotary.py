@@ -1,9 +1,11 @@
-"""Rotary position embeddings (RoPE): one table of cosines and sines per model, with RoPE scaling for long contexts."""
+"""Rotary position embeddings (RoPE): a table of cosines and sines that layers share, with RoPE scaling for long
+contexts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +17,8 @@ from minivllm.errors import CheckpointError
 class RotaryTable(nn.Module):
     """``cos_sin``: (positions, rot_dim) float32; the first half cosines, the second half sines.
 
-    All layers of a model share one table. It has no parameters and is built once the weights are on their device.
+    All layers of a model share one table, except those that use ``other``. It has no parameters and is built once the
+    weights are on their device.
     """
 
     cos_sin: torch.Tensor
@@ -23,7 +26,21 @@ class RotaryTable(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.others = nn.ModuleList()  # so that they are built, too
         frequencies(config)  # refuses an unknown rope_type before any weight is loaded
+
+    def other(self, rope: Mapping[str, Any]) -> RotaryTable:
+        """The table for other ``rope_parameters``, as config.json has them: the same one for all layers that ask.
+
+        Raises:
+            CheckpointError: one of them is invalid.
+        """
+        config = self.config.with_rope(rope)
+        for table in self.modules():
+            if isinstance(table, RotaryTable) and table.config.rope_parameters == config.rope_parameters:
+                return table
+        self.others.append(made := RotaryTable(config))
+        return made
 
     def build(self, num_positions: int, device: torch.device | str) -> None:
         """Compute the table for positions [0, num_positions)."""

@@ -406,6 +406,22 @@ def test_part_of_a_head_can_turn() -> None:
         table(partial_rotary_factor=9 / 16)
 
 
+def test_layers_that_ask_for_other_parameters_share_their_table() -> None:
+    first = RotaryTable(config_with(rope_theta=100.0))
+    other = first.other({"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0})
+    assert first.other({"rope_theta": 7, "rope_type": "linear", "factor": 2}) is other is not first
+    assert first.other({"rope_theta": 100.0}) is first
+    assert [*nn.ModuleList([first]).modules()].count(other) == 1, "the loader finds and builds it"
+    other.build(300, "cpu")
+    torch.testing.assert_close(other.cos_sin, table(rope_theta=7.0, rope_type="linear", factor=2.0))
+    for rope, message in (
+        ({"rope_theta": "low"}, "rope_theta=low is not"),
+        ({"rope_type": "spiral"}, "'spiral' is not"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            first.other(rope)
+
+
 def test_kernels_are_found_without_all_layers(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
