@@ -10,20 +10,12 @@ from typing import Any
 from minivllm.config.engine_config import EngineConfig
 from minivllm.config.hydra_tree import compose_tree
 from minivllm.config.modes import MODES, ModeOptions
-from minivllm.config.overrides import (
-    Override,
-    check_group,
-    check_key,
-    groups_of,
-    model_keys,
-    quote,
-    sorted_listing,
-)
+from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote
 from minivllm.config.schema import EngineSchema, keys_of, spelled
 from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
 from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.errors import ConfigError, shown
-from minivllm.naming import did_you_mean
+from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import Registry
 from minivllm.plugins.types import CONFIG_GROUPS
 
@@ -67,7 +59,7 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     chosen = next((o.value for o in reversed(asked) if o.key == "mode"), mode or "generate")
     if chosen not in MODES:
         raise ConfigError(
-            f"mode={chosen}: there is no such mode.{did_you_mean(chosen, MODES)} Allowed: {sorted_listing(MODES)}"
+            f"mode={chosen}: there is no such mode.{did_you_mean(chosen, MODES)} Allowed: {listing(sorted(MODES))}"
         )
     schema = MODES[chosen].schema
     groups = groups_of(schema)
@@ -177,7 +169,7 @@ def _value_here(name: str, value: Any) -> Any:
         return not value
     if name == "distributed_executor_backend":
         if value not in EXECUTORS:
-            raise ConfigError(f"{name}={value!r}: there is no such executor. Allowed: {sorted_listing(EXECUTORS)}")
+            raise ConfigError(f"{name}={value!r}: there is no such executor. Allowed: {listing(sorted(EXECUTORS))}")
         return EXECUTORS[value]
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -88,7 +88,7 @@ def check_group(override: Override, registry: Registry) -> str:
         else:
             hint = f" Type {key}={name}."
     what, near = KINDS.get(group, group), did_you_mean(value, allowed)
-    raise ConfigError(f"{override.text}: there is no such {what}.{near} Allowed: {sorted_listing(allowed)}.{hint}")
+    raise ConfigError(f"{override.text}: there is no such {what}.{near} Allowed: {listing(sorted(allowed))}.{hint}")
 
 
 def check_key(override: Override, keys: Mapping[str, Key], mode: str, engine_only: bool) -> str:
@@ -131,16 +131,16 @@ def _unknown_key(override: Override, keys: Mapping[str, Key], mode: str, engine_
         return f"{override.text}: {name} is a key of mode {' and '.join(others)}, not of {place}"
     inner = [k for k in keys if k.startswith(name + ".")]
     if inner:
-        return f"{override.text}: {name} holds several keys; set one of {sorted_listing(inner)}"
+        return f"{override.text}: {name} holds several keys; set one of {listing(sorted(inner))}"
     by_leaf = {k.rpartition(".")[2]: k for k in keys}
     near = nearest(name, [*keys, *CONFIG_GROUPS]) or [by_leaf[n] for n in nearest(name.rpartition(".")[2], by_leaf)]
     if near:
         return f"{override.text}: there is no key {name}. Did you mean {either(near)}?"
     group = name.partition(".")[0] + "."
-    here = [k for k in keys if k.startswith(group)]
+    here = sorted(k for k in keys if k.startswith(group))
     if not here:
-        here = list(dict.fromkeys(k.partition(".")[0] + ".*" * ("." in k) for k in keys))
-    return f"{override.text}: there is no key {name}. Allowed: {sorted_listing(here)} (`minivllm --help` explains them)"
+        here = sorted({k.partition(".")[0] + ".*" * ("." in k) for k in keys})
+    return f"{override.text}: there is no key {name}. Allowed: {listing(here)} (`minivllm --help` explains them)"
 
 
 def _is_json(text: str) -> bool:
@@ -243,7 +243,3 @@ def option_node(option: ConfigOption) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.load(option.node) if isinstance(option.node, Path) else OmegaConf.create(option.node)
-
-
-def sorted_listing(names: Iterable[str]) -> str:
-    return listing(sorted(names))

@@ -24,29 +24,26 @@ from minivllm.plugins.ranks import ParentView
 _MOST_FDS = 253  # Linux's limit per message
 
 
+class Build(msgspec.Struct, tag=True):
+    """What every rank builds. Component names are resolved where they are used."""
+
+    config: EngineConfig
+    model_config: ModelConfig
+    max_model_len: int
+    plugins: ParentView
+
+
 class Hello(msgspec.Struct, tag=True):
-    """To a rank: which rank it is and what to build. Component names are resolved where they are used."""
+    """To a rank's process: which rank it is and what to build. An actor learns the rest during startup."""
 
     rank: int
     size: int
     device_index: int
     store_port: int
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
+    build: Build
     step_bytes: int  # per slot
     result_bytes: int
-    plugins: ParentView
     dies_with: int = 0  # the process that the kernel is to end it with, if any
-
-
-class Build(msgspec.Struct, tag=True):
-    """What an actor builds; it learns the rest during startup."""
-
-    config: EngineConfig
-    model_config: ModelConfig
-    max_model_len: int
-    plugins: ParentView
 
 
 class Still(msgspec.Struct, tag=True):

@@ -21,7 +21,7 @@ from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.group import open_store
-from minivllm.executors.messages import Hello
+from minivllm.executors.messages import Build, Hello
 from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
@@ -78,16 +78,14 @@ class MultiprocExecutor(Executor):
         for close in (steps.close, results.close, *(bell.close for bell in bells)):
             held.callback(close)
         stores = [open_store("127.0.0.1")]  # must live as long as the ranks
+        build = Build(self.config, self.model_config, self.max_model_len, view_of(self._registry))
         hellos = [
             Hello(
                 rank=rank,
                 size=size,
                 device_index=self.devices[rank] if self.devices else 0,
                 store_port=stores[0].port,
-                config=self.config,
-                model_config=self.model_config,
-                max_model_len=self.max_model_len,
-                plugins=view_of(self._registry),
+                build=build,
                 step_bytes=step_bytes,
                 result_bytes=result_bytes,
             )

@@ -53,12 +53,12 @@ class RankProcess:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self) -> None:
-        hello = self.hello
+        hello, build = self.hello, self.hello.build
         with uncollected():
             from minivllm.executors.taking import StepTaker
             from minivllm.plugins.ranks import registry_of_rank
 
-            registry, notes = registry_of_rank(hello.plugins, hello.rank, hello.config, hello.model_config)
+            registry, notes = registry_of_rank(build.plugins, hello.rank, build.config, build.model_config)
             worker = start_worker(hello, registry)
         returning = None
         if hello.rank == 0:
@@ -141,22 +141,22 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
     """Join the other ranks, then load this one's part."""
     from minivllm.kernels._triton import open_device
 
-    if hello.config.device != "cpu":
-        open_device(hello.device_index)  # unless it was opened ahead
+    config, model, gpu = hello.build.config, hello.build.model_config, hello.device_index
+    if config.device != "cpu":
+        open_device(gpu)  # unless it was opened ahead
     import torch
 
     from minivllm.executors.group import join
     from minivllm.executors.peers import with_peers
     from minivllm.executors.worker import Worker, resolve_device, resolve_dtype
 
-    device = resolve_device(hello.config.device)
-    tp = join(device, hello.device_index, hello.rank, hello.size, "127.0.0.1", hello.store_port)
+    device = resolve_device(config.device)
+    tp = join(device, gpu, hello.rank, hello.size, "127.0.0.1", hello.store_port)
     if device == "cuda":
-        config, model = hello.config, hello.model_config
         dtype = getattr(torch, resolve_dtype(config.dtype, device, model.dtype))
         rows, options = config.scheduler.max_num_batched_tokens, config.executor.options
-        tp = with_peers(tp, hello.device_index, options, rows, model.hidden_size, dtype)
-    worker = Worker(hello.config, hello.model_config, hello.max_model_len, registry, tp, hello.device_index)
+        tp = with_peers(tp, gpu, options, rows, model.hidden_size, dtype)
+    worker = Worker(config, model, hello.build.max_model_len, registry, tp, gpu)
     worker.start()
     return worker
 

@@ -52,9 +52,7 @@ class TorchrunExecutor(Executor):
 
     def start(self) -> int:
         config = self._args[0]
-        tp = TensorParallel()
-        if config.tp > 1:
-            tp = self._join()
+        tp = self._join() if config.tp > 1 else TensorParallel()
         self._worker = Worker(*self._args, tp, self._local if self._device == "cuda" else 0)
         blocks = self._worker.start()
         self._about = self._worker.describe() | {"ranks": config.tp, "replicas": len(self._replicas)}
@@ -62,14 +60,15 @@ class TorchrunExecutor(Executor):
 
     def _join(self) -> TensorParallel:
         """Create process groups separate from the trainer's, if any: engines and trainer never share a collective."""
+        backend, device = "gloo", None
         if self._device == "cuda":
-            torch.cuda.set_device(self._local)
+            backend, device = "nccl", torch.device("cuda", self._local)
+            torch.cuda.set_device(device)
         if not dist.is_initialized():
-            device = torch.device("cuda", self._local) if self._device == "cuda" else None
-            dist.init_process_group("nccl" if self._device == "cuda" else "gloo", device_id=device)
+            dist.init_process_group(backend, device_id=device)
         mine: list[Any] = []
         for ranks in self._replicas:  # every rank must take part in creating every group
-            talk = dist.new_group(ranks, backend="nccl" if self._device == "cuda" else "gloo")
+            talk = dist.new_group(ranks, backend=backend)
             check = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
             if self.rank in ranks:
                 mine = [talk, check]

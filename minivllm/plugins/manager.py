@@ -65,7 +65,6 @@ class _Loader:
         self.entries: list[Entry] = []
         self.options: list[OptionEntry] = []
         self.taken: dict[tuple[str, str], Provider] = {}  # (kind, name or alias) -> its provider
-        self.architectures: dict[str, Provider] = {}
 
     def report(self, provider: Provider, message: str) -> None:
         self.reports.append(Report(provider.plugin, str(provider), " ".join(message.split())))
@@ -166,49 +165,39 @@ class _Loader:
         return answers
 
     def _add_component(self, kind: str, component: Component, provider: Provider) -> None:
-        what = KINDS[kind]
+        what = f"{KINDS[kind]} {component.name!r}"
         if is_reserved(kind, component.name):
-            self.report(provider, f"{what} {component.name!r}: the name is reserved")
+            self.report(provider, f"{what}: the name is reserved")
             return
-        if (owner := self.taken.get((kind, component.name))) is not None:
-            self.report(provider, f"{what} {component.name!r} is already registered by {owner}, which is kept")
+        if not self._claim(kind, component.name, what, provider):
             return
-        self.taken[kind, component.name] = provider
         aliases = []
         for alias in component.aliases:
-            if is_reserved(kind, alias) or (owner := self.taken.get((kind, alias))) is not None:
-                by = "reserved" if is_reserved(kind, alias) else f"already registered by {owner}, which is kept"
-                self.report(provider, f"{what} {component.name!r}: its alias {alias!r} is {by}")
-            else:
-                self.taken[kind, alias] = provider
+            if is_reserved(kind, alias):
+                self.report(provider, f"{what}: its alias {alias!r} is reserved")
+            elif self._claim(kind, alias, f"{what}: its alias {alias!r}", provider):
                 aliases.append(alias)
         changes: dict[str, Any] = {"aliases": tuple(aliases)}
         if isinstance(component, ModelComponent):
-            changes["architectures"] = self._architectures(component, provider)
+            changes["architectures"] = tuple(
+                name
+                for name in component.architectures
+                if self._claim("architecture", name, f"{what}: the architecture {name}", provider)
+            )
         self.entries.append(Entry(kind, _replace(component, changes), provider))
 
-    def _architectures(self, component: ModelComponent, provider: Provider) -> tuple[str, ...]:
-        kept = []
-        for architecture in component.architectures:
-            owner = self.architectures.setdefault(architecture, provider)
-            if owner is provider and architecture not in kept:
-                kept.append(architecture)
-            else:
-                self.report(
-                    provider,
-                    f"model {component.name!r}: the architecture {architecture} is already registered by {owner}, "
-                    "which is kept",
-                )
-        return tuple(kept)
-
     def _add_option(self, option: ConfigOption, provider: Provider) -> None:
-        key = ("option " + option.group, option.name)
-        if (owner := self.taken.get(key)) is not None:
-            what = f"the option {option.group}={option.name}"
+        what = f"the option {option.group}={option.name}"
+        if self._claim("option " + option.group, option.name, what, provider):
+            self.options.append(OptionEntry(option, provider))
+
+    def _claim(self, kind: str, name: str, what: str, provider: Provider) -> bool:
+        """Whether nobody had the name; else that is reported, as of ``what``, and it stays where it is."""
+        if (owner := self.taken.get((kind, name))) is not None:
             self.report(provider, f"{what} is already registered by {owner}, which is kept")
-            return
-        self.taken[key] = provider
-        self.options.append(OptionEntry(option, provider))
+            return False
+        self.taken[kind, name] = provider
+        return True
 
 
 def _replace(component: Component, changes: dict[str, Any]) -> Component:

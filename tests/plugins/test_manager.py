@@ -220,6 +220,7 @@ def test_a_builtin_is_never_displaced(fake_plugin: FakePlugin) -> None:
         @hookimpl
         def minivllm_models():
             yield ModelComponent("better", "x:Y", architectures=("Qwen3ForCausalLM", "NewForCausalLM"))
+            yield ModelComponent("again", "x:Y", architectures=("NewForCausalLM",))
 
         @hookimpl
         def minivllm_configs():
@@ -233,10 +234,11 @@ def test_a_builtin_is_never_displaced(fake_plugin: FakePlugin) -> None:
         "its alias 'triton' is already registered by minivllm",
         "its alias 'auto' is reserved",
         "the architecture Qwen3ForCausalLM is already registered by minivllm",
+        "model 'again': the architecture NewForCausalLM is already registered by aaa-first-in-the-alphabet",
         "option model=qwen3 is already registered by minivllm",
     ):
         assert part in told
-    assert len(registry.reports) == 5
+    assert len(registry.reports) == 6
     assert registry.entry("attention", "torch").provider.builtin
     assert registry.entry("attention", "triton").provider.builtin
     assert registry.get("attention", "good").name == "mine"
