@@ -36,11 +36,12 @@ _FORMATS = frozenset(
 )
 _OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _DATA = frozenset(("const", "enum", "default", "examples"))  # which hold no schemas
+_OTHERWISE = "that answers without tags match"
 _START = re.compile(r"^\s*[?!]?start\s*(\.\d+)?\s*:(?!:=)", re.MULTILINE)  # of Lark's grammars
 
 
 def matcher_of(grammar: str, tokenizer: Any) -> Any:
-    """llguidance's matcher for a grammar from ``grammar_of``; ``tokenizer`` is llguidance's too. Raises RequestError:
+    """llguidance's matcher for a grammar of ``grammars_of``; ``tokenizer`` is llguidance's too. Raises RequestError:
     the grammar is invalid, matches no text, or exceeds the limits."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -76,34 +77,46 @@ def clear_bits(bits: np.ndarray, tokens: Iterable[int]) -> None:
             words[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def grammar_of(asked: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's own notation: its JSON, or Lark. Raises RequestError."""
-    answer = _of_answer(asked)
-    if asked.reasoning is None:
-        return answer
-    ways = "thoughts @answer" if asked.reasoning == "always" else '"<think>" thoughts @answer | @answer'
-    rules = ["%llguidance {}", f"start: {ways}", "thoughts: up_to_end SPACES?", r"SPACES: /[ \n\r\t]{1,4}/"]
-    rules += [r"up_to_end[lazy]: /(.|\n)*<\/think>/"]
-    first, *others = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, first | {"name": "answer"}, *others]})
+def grammars_of(asked: StructuredOutputsParams) -> list[str]:
+    """Grammars in llguidance's own notation (its JSON, or Lark), any of which an answer has to match; without the
+    ``reasoning`` before it. Raises RequestError."""
+    if asked.structural_tag is None:
+        return [_grammar_of(asked)]
+    from llguidance import LLMatcher
+
+    tags, spaces = StructuralTag.of(asked.structural_tag), _spaces_of(asked)
+    _check_cost([tag.schema for tag in tags.tags])
+    found = [LLMatcher.grammar_from_lark(tags.with_schemas(without_annotations).lark(spaces))]
+    if tags.otherwise is not None:
+        try:
+            found.append(_of_schema(tags.otherwise, spaces))
+        except RequestError as error:
+            raise _of_place(_OTHERWISE, error) from None
+    return found
 
 
-def _of_answer(asked: StructuredOutputsParams) -> str:
+def _spaces_of(asked: StructuredOutputsParams) -> Any:
+    """llguidance's options for white space in JSON."""
+    if asked.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": asked.whitespace_pattern or _SPACES}
+
+
+def _of_schema(schema: Any, spaces: Any) -> str:
+    from llguidance import LLMatcher
+
+    _check_cost(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(without_annotations(schema), overrides=spaces)
+    except ValueError as error:  # a number of more than 64 bits, half of a character
+        raise RequestError(f"structured_outputs: json has what cannot be followed: {error}") from None
+
+
+def _grammar_of(asked: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
-    spaces: Any = {"whitespace_pattern": asked.whitespace_pattern or _SPACES}
-    if asked.disable_any_whitespace:
-        spaces = {"whitespace_flexible": False}
-    if asked.structural_tag is not None:
-        tags = StructuralTag.of(asked.structural_tag)
-        _check_cost(tags.schemas)
-        return LLMatcher.grammar_from_lark(tags.with_schemas(without_annotations).lark(spaces))
     if (schema := asked.schema()) is not None:
-        _check_cost(schema)
-        try:
-            return LLMatcher.grammar_from_json_schema(without_annotations(schema), overrides=spaces)
-        except ValueError as error:  # a number of more than 64 bits, half of a character
-            raise RequestError(f"structured_outputs: json has what cannot be followed: {error}") from None
+        return _of_schema(schema, _spaces_of(asked))
     if asked.regex is not None:
         return LLMatcher.grammar_from_regex(asked.regex)
     if asked.choice is not None:  # as one terminal: one rule per choice would be too many
@@ -127,14 +140,19 @@ def check_tags(asked: StructuredOutputsParams, tokenizer: Any) -> None:
     if asked.structural_tag is None:
         return
     tags = StructuralTag.of(asked.structural_tag)
-    places = [f"behind {shown(tag.begin)}" for tag in tags.tags] + ["that answers without tags match"]
-    for place, schema in zip(places, tags.schemas, strict=False):
+    places = [(f"behind {shown(tag.begin)}", tag.schema) for tag in tags.tags]
+    if tags.otherwise is not None:
+        places.append((_OTHERWISE, tags.otherwise))
+    for place, schema in places:
         try:
             matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(schema))), tokenizer)
         except RequestError as error:
-            why = str(error).removeprefix("structured_outputs: ")
-            said = f"structural_tag: the schema {place}: {why}"
-            raise RequestError(f"structured_outputs: {said}") from None
+            raise _of_place(place, error) from None
+
+
+def _of_place(place: str, error: RequestError) -> RequestError:
+    why = str(error).removeprefix("structured_outputs: ")
+    return RequestError(f"structured_outputs: structural_tag: the schema {place}: {why}")
 
 
 def text_of(asked: StructuredOutputsParams) -> str | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minivllm.core.batch import TokenMasks, mask_words
-from minivllm.core.grammars import check_tags, clear_bits, few_lines, grammar_of, matcher_of, text_of
+from minivllm.core.grammars import check_tags, clear_bits, few_lines, grammars_of, matcher_of, text_of
+from minivllm.core.matchers import BEGIN, THOUGHTS, AfterReasoning, AnyOf, Spaces, parts_of
 from minivllm.cores import usable_cores
 from minivllm.errors import RequestError
 
@@ -104,6 +104,8 @@ class Guide:
 
     def hold_back(self, bits: np.ndarray) -> None:
         """Clear from the matcher's mask, (words,) int32, the tokens that are not allowed for other reasons."""
+        if isinstance(self.matcher, AfterReasoning):
+            self.matcher.widen(bits)
         if self._stand_ins and self.matcher is not None:
             clear_bits(bits, self._stand_ins)
         if self._bad_words is None:
@@ -128,9 +130,10 @@ class Guides:
         self._known_ends: frozenset[int] = frozenset()  # the model's end tokens that grammars know
         self._stand_ins: frozenset[int] = frozenset()
         self._matchers: dict[str, tuple[Any, int]] = {}  # by grammar: the last used ones, and how many copies are left
+        self._spaces: Spaces | None = None  # found when first needed
         # Results for the newest request: the next one often has another prompt and the same parameters.
         self._newest_words: tuple[list[str], BadWords] | None = None
-        self._newest_grammar: tuple[str, str] | None = None  # by its text
+        self._newest_grammars: tuple[str, list[str]] | None = None  # by their text
 
     def of(self, params: SamplingParams) -> list[Guide | None]:
         """One per completion. Raises RequestError for a grammar that is invalid or too large for llguidance."""
@@ -142,9 +145,10 @@ class Guides:
             return [Guide(None, words, ends) for _ in range(params.n)]
         if self._for_grammars is None:
             self._make_ready()
-        grammar, stand_ins = self._grammar(asked), self._stand_ins
+        grammars, stand_ins = self._grammars(asked), self._stand_ins
         try:
-            return [Guide(self._matcher(grammar), words, self._known_ends, stand_ins) for _ in range(params.n)]
+            matchers = [self._answers(grammars, asked.reasoning) for _ in range(params.n)]
+            return [Guide(matcher, words, self._known_ends, stand_ins) for matcher in matchers]
         except RequestError:
             check_tags(asked, self._for_grammars)
             raise
@@ -160,21 +164,31 @@ class Guides:
     def bits(self, guides: Sequence[Guide]) -> np.ndarray:
         """(m, words) int32: the allowed next tokens of each guide. Valid until the next call."""
         words = self._width
-        if len(guides) > len(self._bits) or words > self._bits.shape[1]:
-            self._bits = np.empty((2 * len(guides), words), dtype=np.int32)
-        found = self._bits[: len(guides)]
-        asked = [(guide.matcher, row) for row, guide in enumerate(guides) if guide.matcher is not None]
-        for row, guide in enumerate(guides):
-            if guide.matcher is None:
+        parts = [() if guide.matcher is None else parts_of(guide.matcher) for guide in guides]
+        rows = len(guides) + sum(len(its) - 1 for its in parts if its)
+        if rows > len(self._bits) or words > self._bits.shape[1]:
+            self._bits = np.empty((2 * rows, words), dtype=np.int32)
+        bits, found = self._bits[:rows], self._bits[: len(guides)]
+        asked: list[tuple[Any, int]] = []
+        joined: list[tuple[int, int]] = []  # rows of guides, and of their matchers' other parts
+        for row, its in enumerate(parts):
+            if its:
+                asked.append((its[0], row))
+            else:
                 found[row].fill(-1)
+            for other in its[1:]:
+                joined.append((row, len(guides) + len(joined)))
+                asked.append((other, joined[-1][1]))
         if len(asked) == 1:
             ((matcher, row),) = asked
-            matcher.unsafe_compute_mask_ptr(found[row].ctypes.data, words * _BYTES)
+            matcher.unsafe_compute_mask_ptr(bits[row].ctypes.data, words * _BYTES)
         elif asked:
-            self._threads.unsafe_compute_mask_ptr(asked, found.ctypes.data, words * _BYTES, len(found))
+            self._threads.unsafe_compute_mask_ptr(asked, bits.ctypes.data, words * _BYTES, rows)
         for matcher, _ in asked:
             if matcher.is_error():
                 _log_failure(matcher)
+        for row, other in joined:
+            bits[row] |= bits[other]
         for guide, its in zip(guides, found, strict=True):
             guide.hold_back(its)
         return found[:, : self._words]
@@ -200,6 +214,25 @@ class Guides:
         self._known_ends, self._stand_ins = self._ends & own, own - self._ends
         self._width = mask_words(self._for_grammars.vocab_size)
 
+    def _answers(self, grammars: Sequence[str], reasoning: str | None) -> Any:
+        """A fresh matcher of answers that match any of these, perhaps behind reasoning."""
+        answer, *others = (self._matcher(grammar) for grammar in grammars)
+        if others:
+            answer = AnyOf([answer, *others])
+        if reasoning is None:
+            return answer
+        if self._spaces is None:
+            self._spaces = self._find_spaces()
+        begin = self._matcher(BEGIN) if reasoning == "maybe" else None
+        return AfterReasoning(answer, self._matcher(THOUGHTS), begin, self._spaces)
+
+    def _find_spaces(self) -> Spaces:
+        decode, size = self._for_grammars.decode_bytes, self._for_grammars.vocab_size
+        tokens = frozenset(token for token in range(size) if (text := decode([token])) and not text.strip())
+        bits = np.full(self._width, -1, dtype=np.int32)
+        clear_bits(bits, tokens)
+        return Spaces(tokens, ~bits)
+
     def _matcher(self, grammar: str) -> Any:
         """A copy of the cached matcher. Copies share their caches, and compute one at a time."""
         matcher, left = self._matchers.pop(grammar, (None, 0))
@@ -212,15 +245,13 @@ class Guides:
             del self._matchers[next(iter(self._matchers))]
         return matcher.deep_copy()
 
-    def _grammar(self, asked: StructuredOutputsParams) -> str:
+    def _grammars(self, asked: StructuredOutputsParams) -> list[str]:
         text = text_of(asked)
-        if text is None or self._newest_grammar is None or self._newest_grammar[0] != text:
-            if asked.reasoning is not None:  # behind any reasoning nobody would see that an answer cannot begin
-                self._matcher(grammar_of(replace(asked, reasoning=None)))
-            grammar = grammar_of(asked)
-            self._newest_grammar = None if text is None else (text, grammar)
-            return grammar
-        return self._newest_grammar[1]
+        if text is None or self._newest_grammars is None or self._newest_grammars[0] != text:
+            grammars = grammars_of(asked)
+            self._newest_grammars = None if text is None else (text, grammars)
+            return grammars
+        return self._newest_grammars[1]
 
     def _bad_words(self, words: Sequence[str]) -> BadWords:
         if self._newest_words is None or self._newest_words[0] != words:

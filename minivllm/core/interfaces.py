@@ -164,13 +164,13 @@ class AttentionSpec:
     max_model_len: int
     scale: float
     sliding_window: int | None = None  # tokens; None: attend to the whole context
+    needs_graphs: bool = False  # decode steps must be capturable (enforce_eager=false)
+    cascade: bool = False  # cascade attention is allowed: the backend may set ``cascade_limits``
+    options: FrozenDict = field(default_factory=FrozenDict)  # attention.options that this backend declares
     # The window of each layer of a model whose layers differ; ``sliding_window`` is then the smallest. A backend never
     # gets these: it is built once for each window, for the layers that have it, of which ``first_layer`` is the first.
     layer_windows: tuple[int | None, ...] = ()
     first_layer: int = 0
-    needs_graphs: bool = False  # decode steps must be capturable (enforce_eager=false)
-    cascade: bool = False  # cascade attention is allowed: the backend may set ``cascade_limits``
-    options: FrozenDict = field(default_factory=FrozenDict)  # attention.options that this backend declares
 
 
 class CudaGraphs:

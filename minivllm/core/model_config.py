@@ -111,7 +111,7 @@ class ModelConfig:
                 )
             return tuple(window if kind == _SLIDING else None for kind in kinds[:n])
         group, first = self._whole(*_PATTERNS, least=1), self._whole("max_window_layers", least=0)
-        if group is not None and group > 1:
+        if group is not None:
             return tuple(window if (i + 1) % group else None for i in range(n))
         return tuple(window if i >= (first or 0) else None for i in range(n))
 

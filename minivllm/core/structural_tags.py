@@ -116,30 +116,21 @@ class StructuralTag:
                 raise _wrong(f"no tag begins with the trigger {shown(trigger)}")
         return cls(made, tuple(triggers), **how)
 
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tag.schema for tag in self.tags] + ([] if self.otherwise is None else [self.otherwise])
-
     def with_schemas(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StructuralTag:
-        """A copy with ``change(schema)`` in place of each schema."""
-        tags = tuple(replace(tag, schema=change(tag.schema)) for tag in self.tags)
-        return replace(self, tags=tags, otherwise=None if self.otherwise is None else change(self.otherwise))
+        """A copy with ``change(schema)`` in place of each tag's schema."""
+        return replace(self, tags=tuple(replace(tag, schema=change(tag.schema)) for tag in self.tags))
 
     def lark(self, guidance: Mapping[str, Any]) -> str:
-        """The grammar in llguidance's notation. ``guidance``: options, set as ``x-guidance`` in each schema."""
-
-        def matching(schema: dict[str, Any]) -> str:
-            return f"%json {json.dumps({**schema, 'x-guidance': dict(guidance)})}"
-
+        """The grammar of tags, without ``otherwise``, in llguidance's notation. ``guidance``: options, set as
+        ``x-guidance`` in each schema."""
         rules, tags = ["%llguidance {}"], range(len(self.tags))
-        rules += [f"behind_{i}: {matching(tag.schema)} {_text(tag.end)}" for i, tag in enumerate(self.tags)]
-        if self.otherwise is not None:
-            rules += [f"otherwise: {matching(self.otherwise)}", "start: tagged | otherwise"]
-        start = "start" if self.otherwise is None else "tagged"
+        for i, tag in enumerate(self.tags):
+            schema = json.dumps({**tag.schema, "x-guidance": dict(guidance)})
+            rules.append(f"behind_{i}: %json {schema} {_text(tag.end)}")
         rules.append("tag: " + " | ".join(f"{_text(tag.begin)} behind_{i}" for i, tag in enumerate(self.tags)))
         if self.separator is not None:
             tags_alone = "tag" if self.stop_after_first else f"tag ({_text(self.separator)} tag)*"
-            return "\n".join([*rules, f"{start}: {tags_alone}" if self.at_least_one else f"{start}: ({tags_alone})?"])
+            return "\n".join([*rules, f"start: {tags_alone}" if self.at_least_one else f"start: ({tags_alone})?"])
         for t, trigger in enumerate(self.triggers):
             begun = [i for i in tags if self.tags[i].begin.startswith(trigger)]
             ways = [f"{_text(self.tags[i].begin[len(trigger) :])} behind_{i}" for i in begun]
@@ -147,8 +138,8 @@ class StructuralTag:
         parts = " | ".join(f"part_{t}" for t in range(len(self.triggers)))
         rules += ["TEXT: /(.|\\n)*/", "last: TEXT", f"part: {parts}"]
         if self.at_least_one:
-            return "\n".join([*rules, f"{start}: tag" if self.stop_after_first else f"{start}: tag part* last"])
-        return "\n".join([*rules, f"{start}: part | last" if self.stop_after_first else f"{start}: part* last"])
+            return "\n".join([*rules, "start: tag" if self.stop_after_first else "start: tag part* last"])
+        return "\n".join([*rules, "start: part | last" if self.stop_after_first else "start: part* last"])
 
 
 def _schema_of(content: dict[str, Any]) -> Any:

@@ -172,8 +172,9 @@ class Server:
         with body.in_its_words():
             text, tokens = await self._conversation(body, self.lengths)
         thinking = thinking_of(self.reasoning_parser, text, body.begun())
-        if params.structured_outputs is not None and thinking is not Thinking.NEVER:
-            params = params.clone(structured_outputs=replace(params.structured_outputs, reasoning=thinking.value))
+        guide = params.structured_outputs
+        if guide is not None and guide.reasoning is None and thinking is not Thinking.NEVER:
+            params = params.clone(structured_outputs=replace(guide, reasoning=thinking.value))
         return await self._answer(
             ChatReply, body, [{"prompt_token_ids": tokens}], params, request, top_logprobs=body.top_logprobs or 0,
             tools=tools, thinking=thinking, include_reasoning=body.include_reasoning,
@@ -263,7 +264,7 @@ class Server:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-            variables = variables_of(body.reasoning_effort, self.tokenizer.chat_template) | variables
+            variables = self._effort(body.reasoning_effort) | variables
         messages = [message.told() for message in body.messages]
 
         def encoded(**options: Any) -> tuple[str, list[int]]:
@@ -282,6 +283,9 @@ class Server:
             given = {"chat_template_kwargs": body.chat_template_kwargs, "tools": body.tools, "messages": body.messages}
             names = [name for name, value in given.items() if value]
             raise ClientError(f"{' or '.join(names)}: nested too deeply", param=names[0]) from None
+
+    def _effort(self, effort: str) -> dict[str, Any]:
+        return variables_of(effort, self.tokenizer.chat_template, self.reasoning_parser)
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function`` in the tokenizer's thread, in turn; a request cancelled before its turn does not run."""
@@ -337,7 +341,7 @@ def _params_of(body: GenerationBody, changed: Mapping[str, Any] | None = None) -
         params = body.sampling_params()
         if changed:
             params = params.clone(**changed)
-        check_grammar(params)
+        check_grammar(params.structured_outputs)
     return params
 
 

@@ -463,10 +463,12 @@ class ChatBody(GenerationBody, Conversation):
         message = _OF_FUNCTION.sub(r"function \1: ", message)
         return message.replace(f"tools: {_OF_TEXT}", f"{super()._asks_by}: ", 1)
 
-    def begun(self) -> str | None:
-        """The part of the answer that the prompt ends with, if any."""
-        content = self.messages[-1].content if self.continue_final_message else None
-        return "\n".join(part.text for part in content) if isinstance(content, list) else content
+    def begun(self) -> str:
+        """The part of the answer that the prompt ends with."""
+        if not self.continue_final_message:
+            return ""
+        content = self.messages[-1].content or ""
+        return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
     def options(self) -> dict[str, Any]:
         """Omits tools that must not be called."""
@@ -502,6 +504,7 @@ class ChatBody(GenerationBody, Conversation):
         try:
             guide = StructuredOutputsParams.of(asked)
             schema = guide.schema()
+            check_grammar(guide)
         except RequestError as error:
             raise ClientError(str(error).replace("structured_outputs", field, 1), param=field) from None
         if schema is None or guide != StructuredOutputsParams(json=guide.json, json_object=guide.json_object):
@@ -561,9 +564,9 @@ class Detokenize(Body):
         return _at_most(MAX_IDS, "tokens", tokens)
 
 
-def check_grammar(params: SamplingParams) -> None:
+def check_grammar(asked: StructuredOutputsParams | None) -> None:
     """Raise RequestError for a constraint that takes too long to compile."""
-    text = None if params.structured_outputs is None else text_of(params.structured_outputs)
+    text = None if asked is None else text_of(asked)
     if text is not None and len(text) > MAX_GRAMMAR:
         raise RequestError(f"structured_outputs: {len(text)} characters are more than {MAX_GRAMMAR}; simplify it")
 

@@ -27,28 +27,30 @@ def parser_of(wanted: str, chat_template: str | None) -> str | None:
     return "qwen3" if CLOSE in (chat_template or "") else None
 
 
-def variables_of(effort: str, chat_template: str | None) -> dict[str, Any]:
-    """The chat template's variables for OpenAI's ``reasoning_effort``. Raises ClientError if it has none for it."""
+def variables_of(effort: str, chat_template: str | None, parser: str | None) -> dict[str, Any]:
+    """The chat template's variables for OpenAI's ``reasoning_effort``. Raises ClientError if it has none for it, unless
+    the effort is none and there is no ``parser``: a model that does not think."""
     template = chat_template or ""
     found: dict[str, Any] = {}
     if "reasoning_effort" in template:
         found["reasoning_effort"] = effort
     if "enable_thinking" in template:
         found["enable_thinking"] = effort != "none"
-    if not found and (effort != "none" or CLOSE in template):
+    if not found and (effort != "none" or parser is not None):
         said = "the model's chat template has neither reasoning_effort nor enable_thinking; leave it out"
         raise ClientError(f"reasoning_effort={effort}: {said}", param="reasoning_effort")
     return found
 
 
-def thinking_of(parser: str | None, prompt: str, begun: str | None = None) -> Thinking:
+def thinking_of(parser: str | None, prompt: str, begun: str = "") -> Thinking:
     """``prompt``: as text. ``begun``: the part of the answer that it ends with (``continue_final_message``)."""
     ends = prompt.rstrip()
-    if parser is None or ends.endswith(CLOSE) or CLOSE in (begun or ""):  # a template may close it to turn it off
+    if parser is None or ends.endswith(CLOSE):  # a template may close it at once, to turn it off
         return Thinking.NEVER
-    if parser == "deepseek_r1" or ends.endswith(OPEN) or OPEN in (begun or ""):
-        return Thinking.ALWAYS
-    return Thinking.MAYBE
+    if begun.strip():
+        thinks = begun.lstrip().startswith(OPEN) and CLOSE not in begun
+        return Thinking.ALWAYS if thinks else Thinking.NEVER
+    return Thinking.ALWAYS if parser == "deepseek_r1" or ends.endswith(OPEN) else Thinking.MAYBE
 
 
 class ReasoningReader:

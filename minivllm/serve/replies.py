@@ -58,7 +58,7 @@ class Reply(ABC):
         self._prompt_tokens: dict[int, int] = {}  # by prompt, as its outputs come
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens: Counter[int] = Counter()  # by choice
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        self._frames: dict[tuple[int, str], tuple[bytes, bytes]] = {}  # by choice and kind of text
 
     @abstractmethod
     def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
@@ -98,23 +98,28 @@ class Reply(ABC):
         if begins:
             yield from (chunk.json_bytes() for chunk in self._first_chunks())
         for index, new in self._news(output):
-            if self._is_text_alone(index, new):  # nearly all of them
-                before, after = self._frame(index)
-                yield before + to_json(new.text) + after
+            if (alone := self._text_alone(index, new)) is not None:  # nearly all of them
+                before, after = self._frame(index, alone[0])
+                yield before + to_json(alone[1]) + after
             else:
                 yield self._chunk([self._choice(index, new, whole=False)]).json_bytes()
 
-    def _is_text_alone(self, index: int, new: CompletionOutput) -> bool:
-        """Whether a chunk of ``new`` contains only text."""
-        return new.finish_reason is None and new.logprobs is None and not self._continuous
+    def _text_alone(self, index: int, new: CompletionOutput) -> tuple[str, str] | None:
+        """The text of a chunk of ``new`` that contains nothing else, and its kind: of kinds, frames differ."""
+        alone = new.finish_reason is None and new.logprobs is None and not self._continuous
+        return ("text", new.text) if alone else None
 
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
+    def _frame(self, index: int, kind: str) -> tuple[bytes, bytes]:
         """The JSON before and after the text of a text-only chunk of choice ``index``."""
-        if index not in self._frames:
-            choice = self._choice(index, CompletionOutput(index, _MARK, []), whole=False)
+        if (index, kind) not in self._frames:
+            choice = self._choice(index, self._marked(index, kind), whole=False)
             before, after = self._chunk([choice]).json_bytes().split(to_json(_MARK))
-            self._frames[index] = before, after
-        return self._frames[index]
+            self._frames[index, kind] = before, after
+        return self._frames[index, kind]
+
+    def _marked(self, index: int, kind: str) -> CompletionOutput:
+        """An output whose text of this kind is ``_MARK``."""
+        return CompletionOutput(index, _MARK, [])
 
     def last_chunks(self) -> Iterator[Answer]:
         if self.include_usage:
@@ -268,9 +273,18 @@ class ChatReply(Reply):
             self._reasoning[index] = reasoning
         return replace(new, text=text)
 
-    def _is_text_alone(self, index: int, new: CompletionOutput) -> bool:
-        alone = index not in self._calls and index not in self._reasoning
-        return alone and super()._is_text_alone(index, new)
+    def _text_alone(self, index: int, new: CompletionOutput) -> tuple[str, str] | None:
+        if index in self._calls or (alone := super()._text_alone(index, new)) is None:
+            return None
+        if index not in self._reasoning:
+            return alone
+        return None if new.text else ("reasoning", self._reasoning.pop(index))
+
+    def _marked(self, index: int, kind: str) -> CompletionOutput:
+        if kind != "reasoning":
+            return super()._marked(index, kind)
+        self._reasoning[index] = _MARK
+        return CompletionOutput(index, "", [])
 
     def _content(self, index: int, text: str, *, whole: bool) -> dict[str, Any]:
         calls, reasoning = self._calls.pop(index, []), self._reasoning.pop(index, None)

@@ -118,12 +118,16 @@ class GuidedCalls(TextBesideCalls):
 
 
 class CallsOrJson(CallReader):
-    """For an answer that a grammar constrains to either calls or JSON, which is its text."""
+    """For an answer that a grammar constrains to either calls or JSON, which is its text.
+
+    Where calls are JSON, too, one that begins like a call is held back to its end, to see that it has nothing else.
+    """
 
     def __init__(self, dialect: Dialect, names: Iterable[str]) -> None:
         """``names``: the functions'."""
         self._begins = tuple(dialect.begin % json.dumps(name) for name in names)
         self._like_json = dialect.begin.startswith("{")
+        self._keys = re.findall(r'"(\w+)": ', dialect.begin)
         self._calls = GuidedCalls(dialect, alone=True)
         self._held: str | None = ""  # until it is known what the answer is
         self._are_calls = False
@@ -136,13 +140,22 @@ class CallsOrJson(CallReader):
         if self._held is not None:
             text = self._held + text
             self._are_calls = text.startswith(self._begins)
-            if not self._are_calls and any(begin.startswith(text) for begin in self._begins):
-                if not last:
-                    self._held = text
-                    return "", []
-                self._are_calls = not self._like_json  # a call that was cut off; of what may be JSON nobody knows
+            unknown = not self._are_calls and any(begin.startswith(text) for begin in self._begins)
+            if not last and (unknown or (self._are_calls and self._like_json)):
+                self._held = text
+                return "", []
+            if self._like_json:
+                self._are_calls &= not self._has_other_keys(text)
+            elif unknown:  # a call that was cut off
+                self._are_calls = True
             self._held = None
         return self._calls.read(text, last=last) if self._are_calls else (text, [])
+
+    def _has_other_keys(self, text: str) -> bool:
+        try:
+            return list(json.loads(text)) != self._keys
+        except ValueError:
+            return False  # it was cut off
 
 
 class TaggedCalls(TextBesideCalls):

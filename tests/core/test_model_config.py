@@ -75,7 +75,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         ({"sliding_window": None, "layer_types": ["linear_attention", FULL]}, [None, None, None]),
         ({"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8]),
         ({"sliding_window": 8, "_sliding_window_pattern": 3}, [8, 8, None]),
-        ({"sliding_window": 8, "sliding_window_pattern": 1}, [8, 8, 8]),
+        ({"sliding_window": 8, "sliding_window_pattern": 1}, [None, None, None]),  # as in transformers
         ({"sliding_window": 8, "max_window_layers": 2}, [None, None, 8]),
         ({"sliding_window": 8, "max_window_layers": 2, "layer_types": [SLIDING] * 3}, [8, 8, 8]),
     ],

@@ -60,25 +60,38 @@ def test_how_a_prompt_ends_says_whether_there_is_reasoning() -> None:
     assert parser_of("auto", qwen) == parser_of("qwen3", None) == "qwen3" and parser_of("deepseek_r1", qwen) != "qwen3"
     assert parser_of("none", qwen) is parser_of("auto", "{{ messages }}") is parser_of("auto", None) is None
     for parser, prompt, begun, expected in (
-        ("qwen3", "user <think> assistant\n", None, Thinking.MAYBE),
-        ("qwen3", "assistant\n<think>\n", None, Thinking.ALWAYS),
-        ("qwen3", "assistant\n<think>\n\n</think>\n\n", None, Thinking.NEVER),
+        ("qwen3", "user <think> assistant\n", "", Thinking.MAYBE),
+        ("qwen3", "assistant\n<think>\n", "", Thinking.ALWAYS),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", "", Thinking.NEVER),
         ("qwen3", "assistant\n<think>So", "<think>So", Thinking.ALWAYS),
         ("qwen3", "assistant\n<think>So</think>It", "<think>So</think>It", Thinking.NEVER),
-        ("deepseek_r1", "assistant\n", None, Thinking.ALWAYS),
-        (None, "assistant\n<think>\n", None, Thinking.NEVER),
+        ("deepseek_r1", "assistant\n", "", Thinking.ALWAYS),
+        (None, "assistant\n<think>\n", "", Thinking.NEVER),
+        ("deepseek_r1", "assistant\nThe capital", "The capital", Thinking.NEVER),
+        ("qwen3", "assistant\n<think></think>The tag <think> is", "The tag <think> is", Thinking.NEVER),
+        ("qwen3", "assistant\n{", "{", Thinking.NEVER),
     ):
         assert thinking_of(parser, prompt, begun) is expected, prompt
 
 
 def test_effort_is_what_the_template_takes() -> None:
-    assert variables_of("none", "{% if enable_thinking %}") == {"enable_thinking": False}
-    assert variables_of("low", "{% if enable_thinking %}") == {"enable_thinking": True}
-    assert variables_of("low", "{{ reasoning_effort }}") == {"reasoning_effort": "low"}
-    assert variables_of("none", "{{ messages }}") == {}
-    for effort, template in (("low", "{{ messages }}"), ("none", "<think></think>")):
+    assert variables_of("none", "{% if enable_thinking %}", "qwen3") == {"enable_thinking": False}
+    assert variables_of("low", "{% if enable_thinking %}", "qwen3") == {"enable_thinking": True}
+    assert variables_of("low", "{{ reasoning_effort }}", "qwen3") == {"reasoning_effort": "low"}
+    assert variables_of("none", "{{ messages }}", None) == {}
+    for effort, parser in (("low", None), ("none", "deepseek_r1")):
         with pytest.raises(ClientError, match=f"reasoning_effort={effort}: .* neither"):
-            variables_of(effort, template)
+            variables_of(effort, "{{ messages }}", parser)
+
+
+def test_a_message_sent_back_has_its_reasoning_by_both_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "a", name: "b"}]})
+        assert body.messages[0].told() == {
+            "role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"
+        }  # fmt: skip
+    begun = {"messages": body.messages, "continue_final_message": True, "add_generation_prompt": False}
+    assert ChatBody.model_validate(begun).begun() == "a" and body.begun() == ""
 
 
 def reply(written: str, *, pieces: int = 0, reason: str = "stop", tools: bool = False, **more: Any) -> dict[str, Any]:
@@ -143,6 +156,11 @@ def test_a_server_whose_model_thinks() -> None:
             assert thinking.post(CHAT, **ASK | {"messages": history}).status_code == 200
 
 
+NONE_FITS = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}, "required": ["a"]}
+UNSATISFIABLE = {"type": "json_schema", "json_schema": {"name": "s", "schema": NONE_FITS}}
+WRONG = {"type": "function", "function": {"name": "f", "parameters": NONE_FITS}}
+
+
 def test_a_constraint_is_on_the_answer_alone() -> None:
     """qwen3: an answer may begin with the tag. Which of the two it does is drawn at random here."""
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": [1, 2]}}}
@@ -150,6 +168,11 @@ def test_a_constraint_is_on_the_answer_alone() -> None:
     with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm, serving(llm, "demo", reasoning_parser="qwen3") as server:
         choices = server.post(CHAT, **ask).json()["choices"]
         tools = {"tools": [WEATHER], "tool_choice": "required"}
+        for more, said, param in (  # behind reasoning errors are told as without
+            ({"response_format": UNSATISFIABLE}, "response_format: this grammar is not supp", "response_format"),
+            ({"response_format": None, "tools": [WRONG], "tool_choice": "required"}, "tools: function f: ", "tools"),
+        ):
+            told(server.post(CHAT, **ask | {"tools": [WEATHER]} | more), 400, said, param)
         calls = server.post(CHAT, **ask | tools).json()["choices"]
     messages = [choice["message"] for choice in choices if choice["finish_reason"] == "stop"]
     assert {message["content"] for message in messages} <= {"1", "2"} and messages

@@ -141,6 +141,7 @@ def test_calls_that_have_to_fit_are_told_as_they_come(
 
 
 NAMED_LIKE_A_CALL = '{"name": "weathercock", "parameters": {"city": "Paris"}}'
+MORE_THAN_A_CALL = '{"name": "weather", "parameters": {}, "extra": 1}'
 EITHER = [  # with the dialect, and whether the last call was cut off
     ("hermes", f"{PARIS}\n{tagged('clock', '{}')}", "", [("weather", '{"city": "Paris"}'), ("clock", "{}")], False),
     ("hermes", ' {"a": "<tool_call>"}\n', ' {"a": "<tool_call>"}\n', [], False),
@@ -151,6 +152,8 @@ EITHER = [  # with the dialect, and whether the last call was cut off
     ("llama3_json", NAMED_LIKE_A_CALL, NAMED_LIKE_A_CALL, [], False),
     ("llama3_json", f"[{NAMED_LIKE_A_CALL}]", f"[{NAMED_LIKE_A_CALL}]", [], False),
     ("llama3_json", '{"name": "wea', '{"name": "wea', [], False),
+    ("llama3_json", MORE_THAN_A_CALL, MORE_THAN_A_CALL, [], False),
+    ("llama3_json", '{"name": "weather", "parameters": {"city"', "", [("weather", '{"city"')], True),
 ]
 
 
@@ -393,6 +396,10 @@ def wants(**schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "g", "parameters": schema}}
 
 
+def typed(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
 NAMED = {"type": "function", "function": {"name": "x"}}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function: Field required", "tools"),
@@ -435,12 +442,22 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
     ),
     (
-        {"tools": [CLOCK], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}},
+        {"tools": [CLOCK], "response_format": typed({"type": "objct"})},
         "response_format: this grammar is not supported: Invalid type: objct",
         "response_format",
     ),
     (
-        {"tools": [CLOCK], "response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 2**70}}}},
+        {"tools": [CLOCK], "response_format": typed({"multipleOf": 196611})},
+        "response_format: multipleOf=196611 is too large",
+        "response_format",
+    ),
+    (
+        {"tools": [CLOCK], "response_format": typed({"const": "a" * 2**18})},
+        "characters are more than 262144",
+        "response_format",
+    ),
+    (
+        {"tools": [CLOCK], "response_format": typed({"maximum": 2**70})},
         "response_format: json has the number 1180591620717411303424",
         "response_format",
     ),
