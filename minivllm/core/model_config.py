@@ -97,8 +97,10 @@ class ModelConfig:
             CheckpointError: one of these is invalid, or a layer's type is neither of the two.
         """
         hf, n = self.hf_config, self.num_layers
-        window, kinds = hf.get("sliding_window"), hf.get("layer_types")
-        if not window or not hf.get("use_sliding_window", True):
+        window, kinds, uses = hf.get("sliding_window"), hf.get("layer_types"), hf.get("use_sliding_window", True)
+        if not isinstance(uses, bool | None):
+            raise CheckpointError(f"config.json: use_sliding_window={uses!r} is not true or false")
+        if not window or not uses:
             return (None,) * n
         if type(window) is not int or window < 0:
             raise CheckpointError(f"config.json: sliding_window={window!r} is not a whole number from 1, nor null")

@@ -9,7 +9,6 @@ from minivllm.serve.errors import ClientError
 from minivllm.serve.held_back import tail_of
 
 OPEN, CLOSE = "<think>", "</think>"
-PARSERS = "qwen3", "deepseek_r1"  # vLLM's names
 
 
 class Thinking(Enum):

@@ -95,6 +95,7 @@ def test_which_layers_have_a_window(keys: dict[str, Any], windows: list[int | No
     ("keys", "message"),
     [
         ({"sliding_window": "x"}, "sliding_window='x' is not a whole number"),
+        ({"use_sliding_window": "false"}, "use_sliding_window='false' is not true or false"),
         ({"layer_types": [FULL]}, r"layer_types=\['full_attention'\] is not a list of .* for each of 3 layers"),
         ({"layer_types": [SLIDING, FULL, "chunked_attention"]}, "is not a list of sliding_attention or full_attention"),
         ({"layer_types": SLIDING}, "layer_types='sliding_attention' is not a list"),
