@@ -243,8 +243,8 @@ class ServeSchema(EngineSchema):
     )
     reasoning_parser: ReasoningParser = key(
         ReasoningParser.auto,
-        "whether text between <think> and </think> is returned as reasoning; auto: if the chat template mentions them; "
-        "qwen3: yes; deepseek_r1: yes, and it may lack the first tag",
+        "whether text between `<think>` and `</think>` is returned as reasoning; auto: if the chat template mentions "
+        "them; qwen3: yes; deepseek_r1: yes, and the first tag may be missing",
     )
     allowed_origins: Any = key(
         None,
