@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,8 @@ def grammars_of(asked: StructuredOutputsParams) -> list[str]:
 
     tags, spaces = StructuralTag.of(asked.structural_tag), _spaces_of(asked)
     _check_cost([tag.schema for tag in tags.tags])
-    found = [LLMatcher.grammar_from_lark(tags.with_schemas(without_annotations).lark(spaces))]
+    followed = tuple(replace(tag, schema=without_annotations(tag.schema)) for tag in tags.tags)
+    found = [LLMatcher.grammar_from_lark(replace(tags, tags=followed).lark(spaces))]
     if tags.otherwise is not None:
         try:
             found.append(_of_schema(tags.otherwise, spaces))

@@ -62,8 +62,9 @@ class AnyOf(Several):
     def deep_copy(self) -> AnyOf:
         return AnyOf([matcher.deep_copy() for matcher in self._alive])
 
-    def accepts(self, token: int) -> bool:
-        return any(matcher.validate_tokens([token]) for matcher in self._alive)
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of them may follow, as llguidance's."""
+        return max(matcher.validate_tokens(tokens) for matcher in self._alive)
 
     def consume_token(self, token: int) -> bool:
         alive = [matcher for matcher in self._alive if matcher.validate_tokens([token])]
@@ -108,7 +109,7 @@ class AfterReasoning(Several):
             return taken
         if self._begin is not None:
             return self._consume_first(token)
-        if self._may_follow and token in self._spaces.tokens and not accepts(self._answer, token):
+        if self._may_follow and token in self._spaces.tokens and not self._answer.validate_tokens([token]):
             self._may_follow -= 1
             return True
         self._may_follow = 0
@@ -125,7 +126,7 @@ class AfterReasoning(Several):
         if self._begin.is_accepting():
             self._thinks, self._at_once, self._begin = True, None, None
         elif self._at_once is not None:
-            if accepts(self._at_once, token):
+            if self._at_once.validate_tokens([token]):
                 self._at_once.consume_token(token)
             else:
                 self._at_once = None
@@ -145,7 +146,3 @@ class AfterReasoning(Several):
 def parts_of(matcher: Any) -> list[Any]:
     """llguidance's matchers whose masks together are ``matcher``'s."""
     return matcher.parts() if isinstance(matcher, Several) else [matcher]
-
-
-def accepts(matcher: Any, token: int) -> bool:
-    return matcher.accepts(token) if isinstance(matcher, AnyOf) else bool(matcher.validate_tokens([token]))

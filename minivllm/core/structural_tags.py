@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,10 +115,6 @@ class StructuralTag:
             if not any(tag.begin.startswith(trigger) for tag in made):
                 raise _wrong(f"no tag begins with the trigger {shown(trigger)}")
         return cls(made, tuple(triggers), **how)
-
-    def with_schemas(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> StructuralTag:
-        """A copy with ``change(schema)`` in place of each tag's schema."""
-        return replace(self, tags=tuple(replace(tag, schema=change(tag.schema)) for tag in self.tags))
 
     def lark(self, guidance: Mapping[str, Any]) -> str:
         """The grammar of tags, without ``otherwise``, in llguidance's notation. ``guidance``: options, set as

@@ -264,7 +264,8 @@ class Server:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
-            variables = self._effort(body.reasoning_effort) | variables
+            template = self.tokenizer.chat_template
+            variables = variables_of(body.reasoning_effort, template, self.reasoning_parser) | variables
         messages = [message.told() for message in body.messages]
 
         def encoded(**options: Any) -> tuple[str, list[int]]:
@@ -283,9 +284,6 @@ class Server:
             given = {"chat_template_kwargs": body.chat_template_kwargs, "tools": body.tools, "messages": body.messages}
             names = [name for name, value in given.items() if value]
             raise ClientError(f"{' or '.join(names)}: nested too deeply", param=names[0]) from None
-
-    def _effort(self, effort: str) -> dict[str, Any]:
-        return variables_of(effort, self.tokenizer.chat_template, self.reasoning_parser)
 
     async def _encode(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Run ``function`` in the tokenizer's thread, in turn; a request cancelled before its turn does not run."""

@@ -491,8 +491,6 @@ class ChatBody(GenerationBody, Conversation):
             raise ClientError(f"tool_choice: it is {said}, not {shown(chosen)}", param="tool_choice")
         elif chosen == "required" and not names:
             raise ClientError("tool_choice: required needs tools", param="tool_choice")
-        if self.uses_tools:
-            self.schema_of_text()
         return self
 
     def schema_of_text(self) -> dict[str, Any] | None:

@@ -267,7 +267,8 @@ class ToolUse:
         self.named = isinstance(body.choice, tuple)
         self._alone = self.named or body.choice == "required"  # calls, and no text
         self._names = list(functions)
-        self._schema = None if self._alone else body.schema_of_text()
+        schema = body.schema_of_text()
+        self._schema = None if self._alone else schema
         self.tag: dict[str, Any] | None = None  # that answers have to fit, as ``structural_tag``
         if (of_answers := self._format(body, functions)) is not None:
             self.tag = {"type": "structural_tag", "format": of_answers}
