@@ -63,6 +63,11 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         executor_class = registry.resolve("executor", executor_name)
         sampler_class = registry.resolve("sampler", config.sampler.name)
         scheduler_class = registry.resolve("scheduler", config.scheduler.name)
+        if config.scheduler.num_speculative_tokens and not scheduler_class.speculates:
+            raise ConfigError(
+                f"scheduler.num_speculative_tokens={config.scheduler.num_speculative_tokens} is not supported by "
+                f"scheduler={config.scheduler.name}; leave it out"
+            )
         with registry.building("sampler", config.sampler.name):
             row = _row_of(registry.entry("sampler", config.sampler.name), sampler_class.row)
         with registry.building("executor", executor_name):

@@ -54,6 +54,9 @@ if requested.""",
 }
 
 
+_SPECULATIVE = "| `speculative_config` | keys of `scheduler`: [speculative decoding](speculative-decoding.md) |"
+
+
 def page() -> str:
     """The whole page."""
     registry = load_plugins([])  # the built-in ones: what else is installed here is not of this page
@@ -69,7 +72,7 @@ def page() -> str:
         parts += [_OF_MODES[name].strip()] if name in _OF_MODES else []
     parts += ["## Options of model", _models(), "## Options of workload", _workloads()]
     names = (f"| `{theirs}` | `{ours}` |" for theirs, ours in VLLM_NAMES.items())
-    parts += ["## vLLM's names", "\n".join(["| of `vllm.LLM` | here |", "| --- | --- |", *names])]
+    parts += ["## vLLM's names", "\n".join(["| of `vllm.LLM` | here |", "| --- | --- |", *names, _SPECULATIVE])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -248,9 +248,11 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
         f"{record['model']} ({record['load_format']} weights), {record['dtype']}, tp={record['tp']}, {record['device']}"
         f", {graphs}{packed}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
     )
+    drafted, accepted = record["draft_tokens"], record["accepted_tokens"]
+    drafts = f", {accepted:,} of {drafted:,} draft tokens accepted" if drafted else ""
     _show_figures(
         f"workload={work.name}: {record['requests']:,} requests, {record['tokens_in']:,} tokens in, "
-        f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions",
+        f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions{drafts}",
         record,
         _ROWS,
     )

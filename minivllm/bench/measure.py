@@ -43,6 +43,8 @@ class Run:
     total_tokens_per_s: float
     steps: int
     preemptions: int
+    draft_tokens: int
+    accepted_tokens: int  # of these
     ms_per_step_mean: float
     ms_per_step_p50: float
     ms_per_step_p99: float
@@ -98,7 +100,7 @@ class Bench:
         before, first = asdict(stats), FirstTokens(self.engine.scheduler)
         played = self._play(first)
         seconds, done = played.seconds, played.done
-        steps, preemptions = stats.steps - before["steps"], stats.preemptions - before["preemptions"]
+        grown = {name: value - before[name] for name, value in asdict(stats).items()}
         self.clear()
         tokens_in = sum(len(r.prompt) for r in self.requests)
         tokens_out = sum(len(output.outputs[0].token_ids) for output in done)
@@ -121,8 +123,10 @@ class Bench:
             tokens_out=tokens_out,
             output_tokens_per_s=tokens_out / seconds,
             total_tokens_per_s=(tokens_in + tokens_out) / seconds,
-            steps=steps,
-            preemptions=preemptions,
+            steps=grown["steps"],
+            preemptions=grown["preemptions"],
+            draft_tokens=grown["draft_tokens"],
+            accepted_tokens=grown["accepted_tokens"],
             ms_per_step_mean=1e3 * float(wall.mean()),
             ms_per_step_p50=1e3 * float(np.median(wall)),
             ms_per_step_p99=1e3 * float(np.percentile(wall, 99)),

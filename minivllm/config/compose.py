@@ -12,8 +12,25 @@ from minivllm.config.hydra_tree import compose_tree
 from minivllm.config.modes import MODES, ModeOptions
 from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote
 from minivllm.config.schema import EngineSchema, keys_of, spelled
-from minivllm.config.settle import check_ranges, freeze, plain, settle_components, settle_mode, settle_model
-from minivllm.config.vllm_names import DTYPES, EXECUTORS, LOAD_FORMATS, NEGATED, SAME_NAMES, VLLM_NAMES, check_neutral
+from minivllm.config.settle import (
+    check_ranges,
+    check_scheduler,
+    freeze,
+    plain,
+    settle_components,
+    settle_mode,
+    settle_model,
+)
+from minivllm.config.vllm_names import (
+    DTYPES,
+    EXECUTORS,
+    LOAD_FORMATS,
+    NEGATED,
+    SAME_NAMES,
+    VLLM_NAMES,
+    check_neutral,
+    speculative_keys,
+)
 from minivllm.errors import ConfigError, shown
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.registry import Registry
@@ -81,11 +98,7 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     check_ranges(tree, keys)
     settle_model(tree, final)
     settle_components(tree, registry)
-    if tree.scheduler.max_long_partial_prefills > tree.scheduler.max_num_partial_prefills:
-        raise ConfigError(
-            f"scheduler.max_long_partial_prefills={tree.scheduler.max_long_partial_prefills} is more than "
-            f"scheduler.max_num_partial_prefills={tree.scheduler.max_num_partial_prefills}; long ones count there, too"
-        )
+    check_scheduler(tree.scheduler)
     engine = freeze(tree, EngineConfig)
     options = freeze(settle_mode(tree), MODES[chosen].options)
     return Composed(engine, chosen, options, tuple(o.text for o in asked))
@@ -127,6 +140,8 @@ def compose_engine_config(
     ):
         if value != default:
             asked[key] = value
+    if isinstance(kwargs.get("speculative_config"), Mapping):
+        asked |= speculative_keys(kwargs.pop("speculative_config"))
     for name, value in kwargs.items():
         if check_neutral(name, value):
             continue

@@ -44,6 +44,9 @@ class SchedulerOptions:
     max_long_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0
     options: FrozenDict = field(default_factory=FrozenDict)
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int = 3
 
 
 @dataclass(frozen=True, slots=True)

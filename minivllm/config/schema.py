@@ -107,6 +107,14 @@ class SchedulerSchema:
         "if max_num_partial_prefills is more than 1",
         ge=0,
     )
+    num_speculative_tokens: int = key(
+        0,
+        "most tokens per step and sequence that are drafted by looking up what followed its last tokens before, and "
+        "verified at once; 0: none",
+        ge=0,
+    )
+    prompt_lookup_max: int = key(5, "how many last tokens are looked up for a draft, if so many occurred before", ge=1)
+    prompt_lookup_min: int = key(3, "how many must have occurred before", ge=1)
     options: dict[str, Any] = key(dict, "the scheduler's own settings")
 
 

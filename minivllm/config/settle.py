@@ -39,6 +39,26 @@ def check_ranges(tree: Any, keys: Mapping[str, Key]) -> None:
             raise ConfigError(f"{key.name}={value} is out of range: more than {key.gt:g}{most} ({key.help})")
 
 
+def check_scheduler(scheduler: Any) -> None:
+    """Raises ConfigError for limits that contradict each other."""
+    if scheduler.max_long_partial_prefills > scheduler.max_num_partial_prefills:
+        raise ConfigError(
+            f"scheduler.max_long_partial_prefills={scheduler.max_long_partial_prefills} is more than "
+            f"scheduler.max_num_partial_prefills={scheduler.max_num_partial_prefills}; long ones count there, too"
+        )
+    if scheduler.prompt_lookup_min > scheduler.prompt_lookup_max:
+        raise ConfigError(
+            f"scheduler.prompt_lookup_min={scheduler.prompt_lookup_min} is more than "
+            f"scheduler.prompt_lookup_max={scheduler.prompt_lookup_max}; lower the former or raise the latter"
+        )
+    if scheduler.num_speculative_tokens >= scheduler.max_num_seqs:
+        raise ConfigError(
+            f"scheduler.num_speculative_tokens={scheduler.num_speculative_tokens} is not less than "
+            f"scheduler.max_num_seqs={scheduler.max_num_seqs}: in a step each draft token takes the place of a "
+            "sequence; lower the former or raise the latter"
+        )
+
+
 def settle_model(tree: Any, final: Mapping[str, str]) -> None:
     """Let a checkpoint's shape replace the option's; make ``model.path`` absolute.
 

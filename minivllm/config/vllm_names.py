@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from minivllm.core.sampling_params import MAX_LOGPROBS
 from minivllm.errors import ConfigError, shown
+from minivllm.naming import did_you_mean, listing
 
 # vllm.LLM's keyword -> the key here.
 VLLM_NAMES: dict[str, str] = {
@@ -112,7 +114,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "scheduling_policy": (("fcfs",), "type scheduler=NAME of a plugin that has priorities"),
     "served_model_name": ((), "it is a key of mode serve: `minivllm serve served_model_name=NAME`"),
     "skip_tokenizer_init": ((False,), "not supported yet"),
-    "speculative_config": ((), "not supported yet"),
+    "speculative_config": ((), "it is a mapping, as {'method': 'ngram', 'num_speculative_tokens': 5}"),
     "stream_interval": ((1,), "an answer is told step by step"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
@@ -153,6 +155,7 @@ _NOTHING_HERE = """
 """
 NOT_HERE = frozenset(_NOTHING_HERE.split())
 
+_LOOKUP_KEYS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 _CALLED = {int: "a whole number", float: "a number", bool: "True, False", str: "text"}
 
 
@@ -165,6 +168,25 @@ def check_neutral(name: str, value: Any) -> bool:
     if not (value is None or any(map(partial(_is_of, value), neutral)) or (name in NOT_HERE and not value)):
         raise ConfigError(f"{name}={shown(value)}: {why}. Allowed: {', '.join(map(_shown, neutral)) or None}")
     return True
+
+
+def speculative_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Our keys and values for vLLM's ``speculative_config``. Raises ConfigError for what is not supported."""
+    allowed = ("method", *_LOOKUP_KEYS)
+    if unknown := next((name for name in config if name not in allowed), None):
+        raise ConfigError(
+            f"speculative_config has {unknown}, which is not supported.{did_you_mean(str(unknown), allowed)} Allowed: "
+            f"{listing(allowed)}"
+        )
+    if (method := config.get("method", "ngram")) != "ngram":
+        raise ConfigError(f"speculative_config: method={shown(method)} is not supported. Allowed: ngram")
+    if config.get("num_speculative_tokens") is None:
+        raise ConfigError("speculative_config lacks num_speculative_tokens, the most tokens of a draft; 5 is usual")
+    given = {name: config[name] for name in _LOOKUP_KEYS if config.get(name) is not None}
+    lengths = [given[name] for name in ("prompt_lookup_max", "prompt_lookup_min") if name in given]
+    if len(lengths) == 1:  # as in vLLM, both
+        given |= dict.fromkeys(("prompt_lookup_max", "prompt_lookup_min"), lengths[0])
+    return {f"scheduler.{name}": value for name, value in given.items()}
 
 
 def _is_of(value: Any, neutral: Any) -> bool:

@@ -47,6 +47,9 @@ class EngineStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0  # verified
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of these
     host_time: float = 0.0  # of steps, without waiting for the device
     wait_time: float = 0.0  # for the device
     launch_time: float = 0.0  # part of host_time: in Executor.launch (on a CPU, the model itself)
@@ -234,7 +237,7 @@ class LLMEngine:
         if not self._under_way:
             return False
         batch = self._under_way[-1].batch
-        running = sum(self.scheduler.sequences[slot] is not None for slot in batch.slots.tolist())
+        running = sum(self.scheduler.sequences[slot] is not None for slot in set(batch.slots.tolist()))
         return bool(batch.samples.all()) and len(self._by_sequence) == running
 
     # ------------------------------------------------------------------ a step
@@ -359,6 +362,10 @@ class LLMEngine:
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
+        for drafted, accepted in committed.drafts:
+            self.stats.drafts += 1
+            self.stats.draft_tokens += drafted
+            self.stats.accepted_tokens += accepted
         ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
@@ -399,6 +406,7 @@ class LLMEngine:
         """Give each watched slot's new token to its completion, and end completions whose stop string is complete;
         returns the requests of these."""
         stopped: dict[str, Request] = {}
+        over: set[int] = set()  # slots that have got a stop string: tokens of the same step behind it do not count
         finished = {seq.request_id for seq, _ in committed.finished}
         of_row: dict[int, tuple[float, int, list[int], list[float]]] = {}
         if logprobs is not None:
@@ -407,6 +415,8 @@ class LLMEngine:
         watched = self._watched[committed.slots]
         columns = (committed.slots[watched], committed.token_ids[watched], committed.rows[watched])
         for slot, token, row in zip(*(column.tolist() for column in columns), strict=True):
+            if slot in over:
+                continue
             seq = ended.get(slot) or self.scheduler.sequences[slot]
             if seq is None:
                 raise MinivllmError(
@@ -418,6 +428,8 @@ class LLMEngine:
             if completion.logprobs is not None and (values := of_row.get(row)) is not None:
                 completion.add_logprobs(token, *values)
             stopped_here = completion.add(token)
+            if stopped_here:
+                over.add(slot)
             if seq.request_id in finished:
                 continue
             if stopped_here or (seq.guide is not None and _ended_by(seq.guide, completion, token)):

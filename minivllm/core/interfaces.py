@@ -38,15 +38,16 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Committed:
     """The result of one step: ``slots[i]`` received ``token_ids[i]``; ``finished`` lists the sequences that ended, each
-    with its ``slot`` unchanged.
+    with its ``slot`` unchanged. A slot whose sequence had a draft may have received several, one after another.
 
-    ``rows`` are the batch rows that the tokens came from (without stale rows), for logprobs.
+    ``rows`` are the batch rows that the tokens came from (without stale and rejected rows), for logprobs.
     """
 
     rows: np.ndarray  # (m,) int64
     slots: np.ndarray  # (m,) int32
     token_ids: np.ndarray  # (m,) int32
     finished: list[tuple[Sequence, FinishReason]]
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # of each draft: its tokens, and how many were accepted
 
 
 class Scheduler(ABC):
@@ -54,6 +55,7 @@ class Scheduler(ABC):
 
     uses_priority: ClassVar[bool] = False  # whether it uses Sequence.priority; if not, nonzero priorities are refused
     scores_prompts: ClassVar[bool] = False  # whether it fills ``Batch.scored``; if not, prompt_logprobs are refused
+    speculates: ClassVar[bool] = False  # whether it drafts tokens; if not, num_speculative_tokens is refused
     blocks: BlockManager
     sequences: list[Sequence | None]  # the running sequences, by slot
 

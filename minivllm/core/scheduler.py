@@ -8,6 +8,7 @@ Slot arrays, one row per running sequence, owned by the scheduler (S = max_num_s
 # generation (S,) int64: incremented when the slot is released, so that rows still in flight are recognized as stale
 
 A sequence decodes once computed >= known_len: it then has computed + 1 tokens, of which the newest may be in flight.
+One with a draft (``core/speculation.py``) has, while that is in flight, been computed to the draft's end.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from minivllm.core.batch import NO_INTS, Batch, Scored
 from minivllm.core.interfaces import Committed, Scheduler
 from minivllm.core.sequence import FinishReason, Sequence, Status
+from minivllm.core.speculation import DRAFTS, WAITS, Speculation, drafted_rows
 from minivllm.errors import ConfigError, ContextLengthError, RequestError
 
 if TYPE_CHECKING:
@@ -47,9 +49,10 @@ class SlotScheduler(Scheduler):
       every step makes progress.
     - If the head of the queue does not fit yet, later sequences that do go first, at most ``_MAX_OVERTAKEN`` times:
       any of the first ``_LOOK_AHEAD``, then the shortest of the rest.
+    - Sequences with drafts are decodes to ``take_decodes``, but ``write_batch`` adds their rows, as prompt rows.
     """
 
-    scores_prompts = True
+    scores_prompts = speculates = True
 
     def __init__(
         self, options: SchedulerOptions, blocks: BlockManager, max_model_len: int, sampler_row: np.dtype | None = None
@@ -76,6 +79,8 @@ class SlotScheduler(Scheduler):
         self.generation = np.zeros(size, dtype=np.int64)
         self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
         self._more_stop_ids: dict[int, frozenset[int]] = {}  # by slot: those past ``_FEW_STOP_IDS``
+        self.speculation = Speculation(options)
+        self._drafting: list[int] = []  # those with drafts that ``take_decodes`` found ready, by place
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
@@ -187,6 +192,11 @@ class SlotScheduler(Scheduler):
     @abstractmethod
     def schedule(self) -> Batch | None: ...
 
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Whether the next step should wait until those in flight are committed, for drafts."""
+        return self.speculation.most > 0 and self.speculation.waits(self.running)
+
     def take_decodes(self, budget: int) -> np.ndarray:
         """The slots that decode, by place, each with a block for its next token."""
         if not len(self.running) or (self.steps in self._quiet and len(self.running) <= budget):
@@ -198,6 +208,8 @@ class SlotScheduler(Scheduler):
             goes_on = left > 0
             if self._partial:
                 goes_on &= computed >= self.known_len[run]
+            if self.speculation.most:
+                goes_on &= self.speculation.state[run] != WAITS
             if np.count_nonzero(goes_on) < len(run):
                 run, computed = run[goes_on], computed[goes_on]
             ready = run[:budget]
@@ -205,10 +217,15 @@ class SlotScheduler(Scheduler):
             if len(need) <= self.blocks.num_free:
                 if len(need):
                     self.blocks.append(need)
-                elif 0 < len(ready) == len(self.running) <= _FEW_RUNNING:
+                elif 0 < len(ready) == len(self.running) <= _FEW_RUNNING and not self.speculation.most:
                     self._expect_quiet(computed.tolist(), left.tolist())
-                return ready
+                return self._without_drafts(ready) if self.speculation.drafts else ready
             self.preempt(int(self.running[-1]))
+
+    def _without_drafts(self, ready: np.ndarray) -> np.ndarray:
+        drafting = self.speculation.state[ready] == DRAFTS
+        self._drafting = ready[drafting].tolist()
+        return ready[~drafting]
 
     def _expect_quiet(self, computed: list[int], left: list[int]) -> None:
         """Predict the quiet steps. computed, left: tokens computed, and still allowed, of each running sequence. A new
@@ -220,6 +237,7 @@ class SlotScheduler(Scheduler):
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): partly computed prompts first, then new ones from the queue."""
         chunks: list[tuple[int, int]] = []
+        budget -= len(self._drafting)
         partial = long = 0  # prompts that this step leaves unfinished, and how many of them exceed the threshold
         for slot in self._partial:
             left = int(self.known_len[slot] - self.computed[slot])
@@ -311,6 +329,7 @@ class SlotScheduler(Scheduler):
         self.max_len[slot] = seq.max_len
         self.min_len[slot] = seq.prompt_len + seq.params.min_tokens
         self._set_stop_ids(slot, seq.stop_ids)
+        self.speculation.start(slot, seq)
         self.sequences[slot] = seq
         self._quiet = range(0)
         if seq.num_preemptions == 0:
@@ -358,6 +377,7 @@ class SlotScheduler(Scheduler):
         seq.known = self.tokens[slot, : self.committed[slot]].copy()
         self.generation[slot] += 1
         self.blocks.free(slot)
+        self.speculation.stop(slot)
         self.sequences[slot] = None
         self._free_slots.append(slot)
         self._more_stop_ids.pop(slot, None)
@@ -378,18 +398,24 @@ class SlotScheduler(Scheduler):
     def write_batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
         """Build the step's batch, and advance the slot arrays past it."""
         d = len(decodes)
-        if not d and not chunks:
-            return None
-        if chunks:
-            slots = np.concatenate([decodes, np.array([s for s, _ in chunks], dtype=np.int32)])
+        drafted, token_ids = self._take_drafts(d, chunks) if self._drafting else (NO_INTS, NO_INTS)
+        scored = None
+        if chunks or len(drafted):
+            slots = np.concatenate([decodes, drafted, np.array([s for s, _ in chunks], dtype=np.int32)])
             computed, new = self.computed[slots], np.ones(len(slots), dtype=np.int32)
-            new[d:] = [n for _, n in chunks]
-            token_ids, scored = self._chunk_tokens(chunks, computed[d:].tolist(), d)
-        else:
+            first = d + len(drafted)
+            for row in range(d + 1, first):
+                computed[row] = computed[row - 1] + 1 if slots[row] == slots[row - 1] else computed[row]
+            if chunks:
+                new[first:] = [n for _, n in chunks]
+                of_chunks, scored = self._chunk_tokens(chunks, computed[first:].tolist(), first)
+                token_ids = np.concatenate([token_ids, of_chunks])
+        elif d:
             slots, computed, new = decodes, self.computed[decodes], self._ones[:d]
-            token_ids, scored = NO_INTS, None
+        else:
+            return None
         after = computed + new
-        samples = after >= self.known_len[slots] if chunks else self._all[:d]
+        samples = after >= self.known_len[slots] if chunks else self._all[: len(slots)]
         admitted = self._admitted
         params, known = self._admitted_params() if admitted else (self._no_params, [])
         block_slots, block_indices, block_ids = self.blocks.take_updates()
@@ -418,6 +444,32 @@ class SlotScheduler(Scheduler):
         self._admitted = []
         self.steps += 1
         return batch
+
+    def _take_drafts(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of sequences with drafts, (m,) int32 each: their slots, and the token that each row computes. Draft
+        tokens get what else the step leaves of its budget and rows, and free blocks."""
+        drafting, self._drafting = self._drafting, []
+        left = min(
+            self.options.max_num_batched_tokens - num_decodes - sum(n for _, n in chunks),
+            self.options.max_num_seqs - num_decodes - len(chunks),
+        )
+        slots: list[int] = []
+        ids: list[np.ndarray] = []
+        for number, slot in enumerate(drafting, 1):
+            n, others = int(self.committed[slot]), len(drafting) - number
+            if left <= others:
+                continue
+            draft = self.speculation.drafts[slot][: min(left - others, int(self.max_len[slot]) - n) - 1]
+            while n + len(draft) > self.blocks.held[slot] * self.blocks.block_size:
+                if self.blocks.num_free:
+                    self.blocks.append(np.array([slot]))
+                else:
+                    draft = draft[: self.blocks.held[slot] * self.blocks.block_size - n]
+            self.speculation.launched(slot, len(draft))
+            slots += [slot] * (1 + len(draft))
+            ids += [self.tokens[slot, n - 1 : n], draft]
+            left -= 1 + len(draft)
+        return np.array(slots, dtype=np.int32), np.concatenate(ids) if ids else NO_INTS
 
     def _chunk_tokens(
         self, chunks: list[tuple[int, int]], computed: list[int], first_row: int
@@ -458,6 +510,11 @@ class SlotScheduler(Scheduler):
             slots, tokens = batch.slots[rows], token_ids[rows]
         tokens = tokens.astype(np.int32, copy=False)
         at = self.committed[slots]  # also the number of tokens in the cache now
+        drafts: list[tuple[int, int]] = []
+        if self.speculation.most and len(batch.token_ids):
+            behind, drafts = self._accept(batch, token_ids)
+            kept = behind[rows] >= 0
+            rows, slots, tokens, at = rows[kept], slots[kept], tokens[kept], (at + behind[rows])[kept]
         self.tokens[slots, at] = tokens
         self.committed[slots] = at + 1
 
@@ -473,7 +530,34 @@ class SlotScheduler(Scheduler):
         finished: list[tuple[Sequence, FinishReason]] = []
         if len(said_stop) or len(too_long):
             finished = self._end(slots, said_stop[at[said_stop] >= self.min_len[slots[said_stop]]], too_long)
-        return Committed(rows, slots, tokens, finished)
+        if self.speculation.most:
+            self.speculation.look(slots, len(self.running), self.tokens, self.committed, self.computed)
+        return Committed(rows, slots, tokens, finished, drafts)
+
+    def _accept(self, batch: Batch, token_ids: np.ndarray) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """Decide which draft tokens are accepted, and take the others back from ``computed``.
+
+        Returns (n,) int32, how many of the step's tokens precede each row's in its sequence, -1 if it is rejected; and
+        ``Committed.drafts``.
+        """
+        behind, drafts = np.zeros(len(batch.slots), dtype=np.int32), []
+        for first, count, accepted in drafted_rows(batch, token_ids):
+            slot = int(batch.slots[first])
+            if self.generation[slot] != batch.generations[first]:
+                continue
+            length = int(self.committed[slot])
+            for place, token in enumerate(token_ids[first : first + accepted].tolist(), length):
+                if place >= self.min_len[slot] and self._stops(slot, token):
+                    accepted = place - length
+                    break
+            behind[first : first + count + 1] = [*range(accepted + 1), *[-1] * (count - accepted)]
+            self.computed[slot] = length + accepted
+            self.speculation.settled(slot, accepted, length + accepted + 1)
+            drafts.append((count, accepted))
+        return behind, drafts
+
+    def _stops(self, slot: int, token: int) -> bool:
+        return token in self.stop_ids[slot] or token in self._more_stop_ids.get(slot, ())
 
     def _all_there(self, batch: Batch) -> bool:
         return self.generation[batch.slots].tobytes() == batch.generations.tobytes()
@@ -537,6 +621,8 @@ class MixedScheduler(SlotScheduler):
     """Decodes and prompt chunks in one step, decodes first, up to ``max_num_batched_tokens``."""
 
     def schedule(self) -> Batch | None:
+        if self.waits_for_drafts:
+            return None
         decodes = self.take_decodes(self.options.max_num_batched_tokens)
         chunks = self.take_chunks(self.options.max_num_batched_tokens - len(decodes))
         return self.write_batch(decodes, chunks)
@@ -546,6 +632,8 @@ class PrefillFirstScheduler(SlotScheduler):
     """Steps of prompts only while there are any to compute, then steps of decodes only."""
 
     def schedule(self) -> Batch | None:
+        if self.waits_for_drafts:
+            return None
         chunks = self.take_chunks(self.options.max_num_batched_tokens)
         decodes = NO_INTS if chunks else self.take_decodes(self.options.max_num_batched_tokens)
         return self.write_batch(decodes, chunks)

@@ -46,6 +46,10 @@ class EngineCollector(Collector):
         yield self._counter("num_preemptions", "Sequences that had to give back their cache.", stats.preemptions)
         yield self._counter("prefix_cache_queries", "Prompt tokens of finished requests.", timings.prefix_queries)
         yield self._counter("prefix_cache_hits", "Those of them that were found cached.", timings.prefix_hits)
+        if self._engine.config.scheduler.num_speculative_tokens:
+            yield self._counter("spec_decode_num_drafts", "Drafts that were verified.", stats.drafts)
+            yield self._counter("spec_decode_num_draft_tokens", "Their tokens.", stats.draft_tokens)
+            yield self._counter("spec_decode_num_accepted_tokens", "Those accepted.", stats.accepted_tokens)
         ended = CounterMetricFamily(
             _PREFIX + "request_success", "Completions that ended.", labels=["model_name", "finished_reason"]
         )

@@ -109,7 +109,7 @@ class Timings:
                 if (known := self._arrived.get(self._request[slot] or "")) is not None:
                     self.first_token.add(done - known[0])
             self._fresh[slots] = False
-        later = slots[~fresh]
+        later = np.unique(slots[~fresh]) if committed.drafts else slots[~fresh]  # accepted tokens come together
         if len(later):
             self.between_tokens.add(done - self._last[later])
         self._last[slots] = done

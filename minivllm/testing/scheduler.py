@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,6 +32,8 @@ class Setting:
     partial: int
     long: int
     threshold: int
+    drafts: int
+    least: int
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,12 @@ def setting(draw: st.DrawFn) -> Setting:
         partial=partial,
         long=draw(st.integers(1, partial)),
         threshold=draw(st.sampled_from((0, 0, 1, 3, 8))),
+        drafts=draw(st.sampled_from((0, 1, 2, 3, 7))),
+        least=draw(st.integers(1, 2)),
     )
 
 
-def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: int, priority: int) -> Ask:
+def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: int, priority: int, repeats: int) -> Ask:
     """A request whose prompt is ``shared`` tokens common to its family, then ``own`` of its own."""
     prompt = [(family * 5 + i * i) % 11 for i in range(shared)] + [(i * (own + max_tokens)) % 11 for i in range(own)]
     return Ask(
@@ -77,12 +81,14 @@ def ask(family: int, shared: int, own: int, max_tokens: int, ends: int, salt: in
         salt="salt" if salt == 3 else None,
         priority=priority,
         scores=own == 2,
+        repeats=repeats,
     )
 
 
 adds = st.builds(
     lambda *numbers: Add(ask(*numbers)), st.integers(0, 1), st.integers(0, 5) | st.integers(0, 20), st.integers(0, 5),
     st.integers(1, 20), st.integers(0, 6), st.integers(0, 3), st.integers(-1, 2),
+    st.integers(0, 4),
 )  # fmt: skip
 ops = st.one_of(adds, adds, st.builds(Steps, st.integers(1, 6)), st.builds(Abort, st.integers(0, 7)))
 stories = st.builds(
@@ -101,15 +107,17 @@ class SchedulerConformance(Conformance):
     steps_per_token: ClassVar[int] = 4  # everything must end within so many steps per token of all requests
     patience: ClassVar[int] = 400  # steps that a large request may wait while small ones keep coming
 
+    @property
+    def _class(self) -> type[Scheduler]:
+        if isinstance(self.scheduler, str):
+            return cast("type[Scheduler]", default_registry().resolve("scheduler", self.scheduler))
+        return self.scheduler
+
     def make(
         self, *, block_size: int = 4, num_blocks: int = 64, max_model_len: int = 64, prefix: bool = True,
         depth: int = 2, **options: Any,
     ) -> World:  # fmt: skip
-        cls = (
-            default_registry().resolve("scheduler", self.scheduler)
-            if isinstance(self.scheduler, str)
-            else self.scheduler
-        )
+        cls = self._class
         name = self.scheduler if isinstance(self.scheduler, str) else cls.__name__
         usual: dict[str, Any] = {
             "name": name,
@@ -151,6 +159,8 @@ class SchedulerConformance(Conformance):
             max_num_partial_prefills=where.partial,
             max_long_partial_prefills=where.long,
             long_prefill_token_threshold=where.threshold,
+            num_speculative_tokens=min(where.drafts, where.max_num_seqs - 1) if self._class.speculates else 0,
+            prompt_lookup_min=where.least,
         )
         work = 0
         for op in story:

@@ -8,7 +8,7 @@ alone, so that a request's expected output can be computed without batching. Onl
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,7 @@ class Ask:
     salt: str | None = None
     priority: int = 0  # for schedulers with ``uses_priority``
     scores: bool = False  # ask for prompt log-probabilities, if the scheduler ``scores_prompts``
+    repeats: int = 0  # each output token is the one this many before it, so that drafts are often right; 0: at random
 
     def sequence(self, name: str, number: int) -> Sequence:
         """The sequence as the engine would create it; ``number`` is unique to the request."""
@@ -60,9 +61,15 @@ class Story:
         state = hash((0, *(ask.salt or "").encode()))
         self.states = [state := hash((state, token)) for token in ask.prompt]
         for _ in range(ask.max_tokens):
-            self.tokens.append(next_token(state))
+            again = 0 < ask.repeats <= len(self.tokens)
+            self.tokens.append(self.tokens[-ask.repeats] if again else next_token(state))
             state = hash((state, self.tokens[-1]))
             self.states.append(state)
+
+    def after(self, states: list[int]) -> int:
+        """The token that is sampled after this history, its own or, behind a wrong draft token, another."""
+        n = len(states)
+        return self.tokens[n] if states == self.states[:n] else next_token(states[-1])
 
     def ending(self) -> tuple[list[int], FinishReason]:
         """The request's expected output tokens and finish reason."""
@@ -177,7 +184,8 @@ class World:
         assert len(np.unique(places)) == len(places), "a table entry is sent twice: the order would matter"
         self.number[batch.admitted_slots] = batch.admitted_params["number"]
 
-        rows, at = [], 0
+        rows: list[tuple[int, int, int, list[int]]] = []  # slot, tokens computed before and in this step, all states
+        at = 0
         for i, (slot, c, n) in enumerate(zip(*(x.tolist() for x in (batch.slots, batch.num_computed, batch.num_new)),
                                              strict=True)):  # fmt: skip
             seq = s.sequences[slot]
@@ -190,28 +198,39 @@ class World:
             else:
                 new = batch.token_ids[at : at + n].tolist()
                 at += n
-            assert new == story.tokens[c : c + n], f"{seq} computes {new} at {c}, its tokens are {story.tokens}"
+            if i > batch.num_decodes and slot == batch.slots[i - 1]:  # a draft token, which may be wrong
+                states = rows[-1][3]
+                assert n == 1 and c == rows[-1][1] + rows[-1][2] < len(story.tokens) - 1 and self.scheduler.speculates
+                states = [*states[:c], hash((states[c - 1], *new))]
+            else:
+                assert new == story.tokens[c : c + n], f"{seq} computes {new} at {c}, its tokens are {story.tokens}"
+                states = story.states
             assert not batch.samples[i] or c + n >= seq.prompt_len, "sampled within the prompt"
-            rows.append((slot, c, n, story))
+            rows.append((slot, c, n, states))
         assert at == len(batch.token_ids)
 
         owner: dict[int, int] = {}
-        for slot, c, n, story in rows:  # each layer writes all of a step's keys before any row attends
+        for slot, c, n, states in rows:  # each layer writes all of a step's keys before any row attends
             for p in range(c, c + n):
                 block = int(self.tables[slot, p // self.size])
                 assert block > 0, "block 0 is padding's"
                 assert owner.setdefault(block, slot) == slot, f"block {block} is written by two sequences in one step"
-                self.cache[block, p % self.size] = story.states[p]
+                self.cache[block, p % self.size] = states[p]
         sampled = np.full(len(rows), -1, dtype=np.int32)
-        for i, (slot, c, n, story) in enumerate(rows):
+        for i, (slot, c, n, states) in enumerate(rows):
             size, table = self.size, self.tables[slot].tolist()
             seen = [self.cache.get((table[p // size], p % size)) for p in range(c + n)]
-            assert seen == story.states[: c + n], f"slot {slot} reads another history than its own"
+            assert seen == states[: c + n], f"slot {slot} reads another history than its own"
             if batch.samples[i]:
-                sampled[i] = self.last_token[slot] = next_token(story.states[c + n - 1])
+                sampled[i] = self.last_token[slot] = self._story(slot).after(states[: c + n])
         self._check_scored(batch)
-        self._check_cascade(batch, [story for _, _, _, story in rows])
+        self._check_cascade(batch, [self._story(slot) for slot, _, _, _ in rows])
         return sampled
+
+    def _story(self, slot: int) -> Story:
+        seq = self.scheduler.sequences[slot]
+        assert seq is not None
+        return self.live[seq.request_id][1]
 
     def _check_scored(self, batch: Batch) -> None:
         """Each scored row's ids are the tokens that follow those it computes; no token of a prompt is left out, though
@@ -260,27 +279,33 @@ class World:
             assert batch.slots[row] == slot and tokens[row] == token
         by_slot = {seq.slot: seq for seq, _ in committed.finished}
         assert len(by_slot) == len(committed.finished)
-        for slot in committed.slots.tolist():
+        for slot, count in Counter(committed.slots.tolist()).items():
             seq = by_slot.get(slot) or self.scheduler.sequences[slot]
             assert seq is not None
             name, ask = seq.request_id, self.live[seq.request_id][1].ask
-            self.told[name] += 1
-            if name in over:
+            told = self.told[name]
+            self.told[name] += count
+            if told < ask.string_at <= self.told[name] and (ask.string_at < self.told[name] or name not in over):
+                if name not in over:
+                    self.scheduler.finish(seq)
+                self._end(name, FinishReason.STOP, ask.string_at)
+            elif name in over:
                 self._end(name, over[name])
-            elif ask.string_at == self.told[name]:
-                self.scheduler.finish(seq)
-                self._end(name, FinishReason.STOP)
 
-    def _end(self, name: str, reason: FinishReason) -> None:
+    def _end(self, name: str, reason: FinishReason, count: int | None = None) -> None:
+        """``count``: of its tokens, those up to the end of a stop string."""
         seq, story = self.live.pop(name)
         assert seq.status is Status.FINISHED
-        self.ended[name] = seq.output_token_ids, reason
+        self.ended[name] = seq.output_token_ids[:count], reason
         assert seq.prompt_logprobs is None or self.scored[name] == seq.prompt_len, f"{name}'s prompt is not all scored"
         assert self.ended[name] == story.ending(), f"{name} differs from its lone run"
 
     def _check_shape(self, batch: Batch) -> None:
         assert batch.num_tokens == batch.num_new.sum() <= self.options.max_num_batched_tokens
-        assert 0 < len(set(batch.slots.tolist())) == len(batch.slots) <= self.options.max_num_seqs
+        assert 0 < len(batch.slots) <= self.options.max_num_seqs
+        first = np.ones(len(batch.slots), dtype=bool)
+        first[batch.num_decodes + 1 :] = batch.slots[batch.num_decodes + 1 :] != batch.slots[batch.num_decodes : -1]
+        assert len(set(batch.slots.tolist())) == np.count_nonzero(first), "rows of a draft stand apart"
         assert (batch.num_new > 0).all() and (batch.num_new[: batch.num_decodes] == 1).all()
         assert batch.samples[: batch.num_decodes].all()
         generation = dict(zip(batch.slots.tolist(), batch.generations.tolist(), strict=True))

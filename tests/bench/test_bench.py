@@ -29,6 +29,7 @@ FIELDS = {
     "async_scheduling", "workload", "detokenize", "repeat", "time_to_ready_s", "ready_phases_s",
     "torch_bytecode", "peak_gpu_bytes", "peak_host_bytes",
     "seconds", "tokens_in", "tokens_out", "output_tokens_per_s", "total_tokens_per_s", "steps", "preemptions",
+    "draft_tokens", "accepted_tokens",
     "ms_per_step_mean", "ms_per_step_p50", "ms_per_step_p99", "host_us_per_step", "host_us_per_step_p99",
     "launch_us_per_step", "spread", "runs", "requests", "step_ms_quantiles",
     "ttft_ms_p50", "ttft_ms_p99", "latency_ms_p50", "latency_ms_p99",

@@ -43,7 +43,8 @@ class World(AnyWorld):
         s, options = self.scheduler, self.options
         assert (batch.generations == s.generation[batch.slots]).all()
         if isinstance(s, PrefillFirstScheduler):
-            assert batch.num_decodes in (0, len(batch.slots)), "decodes and prompts in one step"
+            prompts = batch.num_computed < s.known_len[batch.slots]
+            assert prompts.all() or not prompts.any(), "decodes and prompts in one step"
         run = s.running
         left = (s.known_len[run] - s.computed[run])[s.computed[run] < s.known_len[run]]
         assert len(left) <= options.max_num_partial_prefills, "too many prompts are half done"

@@ -39,6 +39,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
     overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4"]
+    if tp == 2:  # drafts change nothing either
+        overrides += ["scheduler.num_speculative_tokens=3", "scheduler.prompt_lookup_min=1"]
     with LLM(
         str(folder), device="cpu", tp=tp, overrides=overrides, num_gpu_blocks_override=BLOCKS, max_num_seqs=8
     ) as llm:
@@ -57,6 +59,7 @@ def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
                 engine.abort(str(steps))
             engine.scheduler.check()
         assert engine.stats.preemptions > 0 and engine.stats.cached_tokens > 0
+        assert (engine.stats.draft_tokens > 0) == (tp == 2)
         assert engine.scheduler.blocks.num_free == BLOCKS
         assert engine.describe().get("ranks", 1) == tp
     return answers

@@ -98,6 +98,24 @@ def test_every_backend_says_what_the_cpu_says(attention: str, eager: bool, on_cp
             assert_close(ours, reference)
 
 
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_drafts_change_no_token(attention: str) -> None:
+    """Of one sequence, whose rows are all drafts', and of some, of which a few have drafts."""
+    prompts = [*PROMPTS, *(f"What is the {what}? " * 4 for what in ("capital of France", "opposite of wet", "sun"))]
+    greedy = GREEDY.clone(max_tokens=160, ignore_eos=True)
+    with LLM("demo", attention=attention, max_num_seqs=16) as llm:
+        expected = llm.generate(prompts, greedy, use_tqdm=False)
+    drafts = {"num_speculative_tokens": 6, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    with LLM("demo", attention=attention, max_num_seqs=16, speculative_config=drafts) as llm:
+        together = llm.generate(prompts, greedy, use_tqdm=False)
+        alone = [llm.generate(prompt, greedy.clone(logprobs=None), use_tqdm=False)[0] for prompt in prompts]
+        stats = llm.engine.stats
+    for reference, ours, lone in zip(expected, together, alone, strict=True):
+        assert_close(ours, reference)
+        assert_close(lone, reference, told=False)
+    assert stats.accepted_tokens > 100
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 7])
 def test_few_slots_say_the_same(slots: int, on_cpu: list[RequestOutput]) -> None:
     """Graphs have more rows than there are slots."""

@@ -1,0 +1,130 @@
+"""Speculative decoding by prompt lookup (Saxena, 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
+
+Where a sequence's last tokens occurred before, in its prompt or its answer, the tokens that followed them there are its
+draft: they often follow again when a model quotes, edits or summarizes. One step computes the newest token and the
+draft, each in a row of its own, and samples after every row. A draft token is accepted if it is what was sampled
+before it. As a token depends only on its request's seed and its position, the tokens are the same as without drafts.
+
+``state`` (S,), a slot array:
+# DECODES: as any other sequence, with steps in flight
+# WAITS: for its steps in flight, as a draft starts from the newest token
+# DRAFTS: its next step computes the newest token and ``drafts[slot]``
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.batch import NO_INTS, Batch
+
+if TYPE_CHECKING:
+    from minivllm.config.engine_config import SchedulerOptions
+    from minivllm.core.sequence import Sequence
+
+DECODES, WAITS, DRAFTS = 0, 1, 2
+MOST_RUNNING = 32  # with more sequences running there are no new drafts: their steps would take longer than they save
+_LONGEST_PAUSE = 64  # tokens
+_SYNCHRONIZES = 4  # if one of this many sequences waits, all do, so that their drafts share a step
+
+
+def look_up(tokens: np.ndarray, count: int, shortest: int, longest: int) -> np.ndarray:
+    """The ``count`` tokens that followed an earlier occurrence of the last ones of tokens (n,): of as many of them as
+    occurred before, ``shortest`` to ``longest``, and of these occurrences the latest. If that is less than ``count``
+    tokens ago, what followed it is repeated. Empty if there is none."""
+    n, length, found = len(tokens), 0, NO_INTS
+    ends = (tokens[:-1] == tokens[-1]).nonzero()[0]  # where occurrences of the last ``length + 1`` tokens end
+    while len(ends) and length < longest:
+        found, length = ends, length + 1
+        ends = ends[ends >= length]
+        ends = ends[tokens[ends - length] == tokens[n - 1 - length]]
+    if not length or length < shortest:
+        return NO_INTS
+    after = int(found[-1]) + 1
+    return np.resize(tokens[after : after + count], count)
+
+
+class Speculation:
+    """Which running sequences have drafts, and what these are. A scheduler owns one."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self.most, size = options.num_speculative_tokens, options.max_num_seqs
+        self.shortest, self.longest = options.prompt_lookup_min, options.prompt_lookup_max
+        self.state = np.zeros(size, dtype=np.int8)
+        self.drafts: dict[int, np.ndarray] = {}
+        self._may = np.zeros(size, dtype=bool)  # those that may have drafts
+        self._from = np.zeros(size, dtype=np.int32)  # the tokens that a sequence must have before it looks again
+        self._failed = np.zeros(size, dtype=np.int32)  # drafts in a row of which no token was accepted
+        self._behind: set[int] = set()  # slots whose newest token and length the device may have wrong
+
+    def start(self, slot: int, seq: Sequence) -> None:
+        """A sequence starts in this slot. One with a guide has no drafts, as it allows one token after another; nor has
+        one whose tokens the sampler counts, which would count rejected ones."""
+        self._may[slot] = self.most > 0 and seq.guide is None and not seq.tells_tokens
+        self._from[slot] = self._failed[slot] = 0
+
+    def stop(self, slot: int) -> None:
+        self._decode(slot)
+        self._may[slot] = False
+
+    def _decode(self, slot: int) -> None:
+        self.state[slot] = DECODES
+        self.drafts.pop(slot, None)
+        self._behind.discard(slot)
+
+    def look(
+        self, slots: np.ndarray, num_running: int, tokens: np.ndarray, committed: np.ndarray, computed: np.ndarray
+    ) -> None:
+        """Decide how the sequences in these slots go on, which have just got tokens. The last three are the scheduler's
+        slot arrays."""
+        slots = slots[self._may[slots]]
+        slots = slots[(self.state[slots] != DECODES) | (committed[slots] >= self._from[slots])]
+        for slot in np.unique(slots).tolist():
+            n, draft = int(committed[slot]), NO_INTS
+            if n >= self._from[slot] and num_running <= MOST_RUNNING:
+                draft = look_up(tokens[slot, :n], self.most, self.shortest, self.longest)
+            if computed[slot] >= n:  # a step is in flight
+                self.state[slot] = WAITS if len(draft) else self.state[slot]
+            elif len(draft) or slot in self._behind:
+                self.state[slot], self.drafts[slot] = DRAFTS, draft
+            else:
+                self._decode(slot)
+
+    def waits(self, running: np.ndarray) -> bool:
+        """Whether the next step should be launched only when no step is in flight: too many of the sequences in these
+        slots would miss it. A step with few rows takes nearly as long as one with many."""
+        return len(running) > 0 and _SYNCHRONIZES * int((self.state[running] == WAITS).sum()) >= len(running)
+
+    def launched(self, slot: int, num_drafts: int) -> None:
+        """A step computes the slot's newest token and this many draft tokens."""
+        self._decode(slot)
+        if num_drafts:
+            self.state[slot] = WAITS
+            self._behind.add(slot)
+
+    def settled(self, slot: int, accepted: int, length: int) -> None:
+        """This many draft tokens were accepted; the sequence has ``length`` tokens now. If none was for the second time
+        in a row, it looks again after a pause of two tokens, then of six, of 14 …"""
+        self._failed[slot] = 0 if accepted else self._failed[slot] + 1
+        self._from[slot] = length + min(max(2 ** int(self._failed[slot]) - 2, 0), _LONGEST_PAUSE)
+
+
+def drafted_rows(batch: Batch, token_ids: np.ndarray) -> list[tuple[int, int, int]]:
+    """The sequences with drafts in a batch whose rows sampled token_ids (n,): the first row of each, and how many draft
+    tokens it has, a row each behind the first, and how many of these are accepted."""
+    d, slots = batch.num_decodes, batch.slots
+    again = slots[d + 1 :] == slots[d:-1]  # whether a row is of the same sequence as the one before it
+    if not again.any():
+        return []
+    inputs = batch.token_ids[np.cumsum(batch.num_new[d:]) - batch.num_new[d:]]
+    right = (inputs[1:] == token_ids[d:-1]).tolist()
+    found: list[tuple[int, int, int]] = []
+    for row, same in enumerate(again.tolist()):
+        if not same:
+            continue
+        if not row or not again[row - 1]:
+            found.append((d + row, 0, 0))
+        first, drafted, accepted = found[-1]
+        found[-1] = first, drafted + 1, accepted + (accepted == drafted and right[row])
+    return found

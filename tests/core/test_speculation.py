@@ -1,0 +1,160 @@
+"""Drafts: what is looked up, which sequences have one, and what a step makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulation import STOP, Ask, World, make_scheduler, told
+
+from minivllm.core import speculation
+from minivllm.core.sequence import Status
+from minivllm.core.speculation import look_up
+
+
+def worlds(depth: int = 2, name: str = "mixed", num_speculative_tokens: int = 4, **options: int) -> World:
+    drafts = {"num_speculative_tokens": num_speculative_tokens, "prompt_lookup_min": 1} | options
+    return World(make_scheduler(name, **drafts), depth=depth)
+
+
+def drafts_of(world: World) -> list[tuple[int, int]]:
+    """The drafts of all steps so far: the first token's place in the sequence, and how many there were."""
+    found = []
+    for batch in world.batches:
+        slots = batch.slots[batch.num_decodes :].tolist()
+        for row, slot in enumerate(slots):
+            if row and slots[row - 1] == slot:
+                place, count = found.pop()
+                found.append((place, count + 1))
+            else:
+                found.append((int(batch.num_computed[batch.num_decodes + row]) + 1, 0))
+    return [(place, count) for place, count in found if count]
+
+
+# --------------------------------------------------------------------------- looking up
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(0, 4), st.integers(1, 3), st.integers(0, 3))
+def test_the_longest_of_the_last_tokens_that_occurred_before(
+    tokens: list[int], count: int, shortest: int, more: int
+) -> None:
+    expected: list[int] = []
+    for n in range(shortest + more, shortest - 1, -1):
+        places = [i for i in range(n, len(tokens)) if n and tokens[i - n : i] == tokens[-n:]]
+        if places:
+            after = tokens[places[-1] :]
+            expected = (after * count)[:count]
+            break
+    assert look_up(np.array(tokens, dtype=np.int32), count, shortest, shortest + more).tolist() == expected
+
+
+# --------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("name", ["mixed", "prefill_first"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_repeats_takes_fewer_steps(name: str, depth: int) -> None:
+    """The prompt's step gives one token, and a step that is launched before that is read another one; then tokens come
+    five in a step."""
+    world = worlds(depth, name)
+    world.add(Ask((1, 2, 3, 1, 2, 3), max_tokens=40 + depth, repeats=3))
+    world.drain()
+    assert [count for _, count in drafts_of(world)] == [4] * 8 and world.steps == 8 + depth
+    assert told(world, "r0") == ([1, 2, 3] * 14)[: 40 + depth]
+
+
+def test_a_sequence_with_a_draft_and_others_share_steps() -> None:
+    world = worlds()
+    for i in range(3):
+        world.add(Ask((4 + i, i, 5), max_tokens=30))
+    world.add(Ask((1, 2, 1, 2), max_tokens=30, repeats=2))
+    world.drain()
+    assert any(count == 4 for _, count in drafts_of(world))
+    assert any(b.num_decodes and len(b.slots) > b.num_decodes + 1 for b in world.batches[2:]), "none decoded beside it"
+
+
+def test_no_token_beyond_the_last_is_drafted() -> None:
+    for max_tokens in range(2, 9):
+        world = worlds(1, num_speculative_tokens=7)
+        world.add(Ask((1,) * 5, max_tokens=max_tokens, repeats=1))
+        world.drain()
+        assert [count for _, count in drafts_of(world)] == ([max_tokens - 2] if max_tokens > 2 else [])
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3, 6])
+def test_a_stop_token_amid_a_draft_ends_the_answer(min_tokens: int) -> None:
+    prompt = (1, 2, STOP, 4, 5) * 3
+    world = worlds()
+    world.add(Ask(prompt, max_tokens=20, stops=True, min_tokens=min_tokens, repeats=5))
+    world.drain()
+    assert told(world, "r0") == [1, 2, STOP, 4, 5, 1, 2, STOP][: 3 if min_tokens < 3 else 8]
+
+
+def test_what_is_often_wrong_is_drafted_less_and_less() -> None:
+    """At random one token of twelve is right; without pauses nearly all places would be tried."""
+    world = worlds(max_model_len=600, num_blocks=160)
+    world.add(Ask((1, 2, 3), max_tokens=500))
+    world.drain()
+    assert 8 <= len(drafts_of(world)) < 120
+
+
+def test_what_does_not_repeat_is_drafted_at_no_step() -> None:
+    world = worlds(prompt_lookup_min=5)
+    world.add(Ask(tuple(range(12)), max_tokens=40))
+    world.drain()
+    assert not drafts_of(world)
+
+
+def test_drafts_take_what_others_leave_of_rows_and_budget() -> None:
+    """Four sequences of eight rows, six tokens: each has its own, and two draft tokens are left."""
+    world = worlds(1, num_speculative_tokens=7, max_num_batched_tokens=6)
+    for i in range(4):
+        world.add(Ask((i,), max_tokens=12, repeats=1))
+    world.drain()
+    counts = [(len(b.slots) - len(set(b.slots.tolist())), len(set(b.slots.tolist()))) for b in world.batches]
+    assert (2, 4) in counts, "four sequences, and two draft tokens"
+
+
+def test_without_free_blocks_a_draft_is_as_long_as_its_sequences_blocks() -> None:
+    world = worlds(num_blocks=4, num_speculative_tokens=7)
+    world.add(Ask((1,) * 6, max_tokens=11, repeats=1))
+    world.drain()
+    world = worlds(num_blocks=5, num_speculative_tokens=7, prefix=False)
+    for i in range(2):
+        world.add(Ask((i,) * 4, max_tokens=14, repeats=1))
+    world.drain()
+    assert drafts_of(world)
+
+
+def test_an_abort_while_a_draft_is_verified() -> None:
+    for moment in range(8):
+        world = worlds()
+        world.add(Ask((1, 2) * 3, max_tokens=40, repeats=2))
+        world.add(Ask((2, 3) * 3, max_tokens=9, repeats=2))
+        for _ in range(moment):
+            world.step()
+        if "r0" in world.live:
+            world.abort("r0")
+        world.add(Ask((5, 6) * 3, max_tokens=9, repeats=2))
+        world.drain()
+
+
+def test_a_guide_and_counted_tokens_have_none() -> None:
+    for change in ({"guide": object()}, {"tells_tokens": True}):
+        world = worlds()
+        seq = world.add(Ask((1, 2) * 4, max_tokens=20, repeats=2))
+        for name, value in change.items():
+            setattr(seq, name, value)
+        world.drain()
+        assert seq.status is Status.FINISHED and not drafts_of(world)
+
+
+def test_many_sequences_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MOST_RUNNING", 3)
+    world = worlds()
+    for i in range(4):
+        world.add(Ask((i, i + 1) * 4, max_tokens=10 + 10 * (i == 3), repeats=2))
+    world.drain()
+    drafted = drafts_of(world)
+    assert drafted and min(place for place, _ in drafted) > 8 + 9, "only when one was left"

@@ -1,0 +1,119 @@
+"""Speculative decoding changes no token: whatever is asked for, answers are those of one token after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from test_llm import SMALL, run, usable
+
+from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.core.scheduler import MixedScheduler
+from minivllm.errors import ConfigError
+
+Engine = Callable[..., LLM]
+DRAFTS = {"scheduler.num_speculative_tokens": 4, "scheduler.prompt_lookup_min": 1}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.4, "seed": 1},
+    {"temperature": 0.3, "seed": 2, "top_k": 5, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 0, "n": 2},
+    {"temperature": 0.2, "seed": 3, "min_tokens": 9, "logit_bias": {5: 1.5}, "prompt_logprobs": 1},
+    {"temperature": 0, "presence_penalty": 0.5},
+    {"temperature": 0, "bad_words": ["e"], "max_tokens": 12},
+]
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that go round, and one that does not, with all kinds of parameters."""
+    rng = np.random.default_rng(0)
+    prompts = [(rng.integers(0, 512, 2 + i).tolist() * 8)[: 12 + i] for i in range(len(KINDS))]
+    return prompts, [SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | kind)) for kind in KINDS]
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    """Tokens and reasons, and the log-probabilities beside them."""
+    return [
+        (c.token_ids, c.finish_reason, c.text, [sorted(at) for at in c.logprobs or []], len(c.token_ids))
+        for output in outputs
+        for c in output.outputs
+    ]
+
+
+def values(outputs: list[RequestOutput]) -> list[float]:
+    return [lp.logprob for o in outputs for c in o.outputs for at in c.logprobs or [] for lp in at.values()]
+
+
+@pytest.mark.parametrize("how", [
+    {"cache.num_blocks": 200},
+    {"cache.num_blocks": 200, "scheduler.async_scheduling": "false", "scheduler": "prefill_first"},
+    {"cache.num_blocks": 26, "scheduler.max_num_batched_tokens": 24},
+], ids=["pipelined", "step by step", "preempted"])  # fmt: skip
+def test_any_request_gets_the_tokens_that_it_gets_without(how: dict[str, Any], engine: Engine) -> None:
+    expected = run(engine(**SMALL), *requests())
+    llm = engine(**SMALL | DRAFTS | how)
+    outputs = run(llm, *requests())
+    assert told(outputs) == told(expected)
+    assert values(outputs) == pytest.approx(values(expected), abs=1e-4)
+    stats = llm.engine.stats
+    assert 0 < stats.accepted_tokens < stats.draft_tokens and stats.drafts <= stats.draft_tokens / 2
+    assert (stats.preemptions > 0) == (how["cache.num_blocks"] == 26)
+    usable(llm)
+
+
+def test_a_stop_string_or_token_amid_a_draft_ends_the_answer_there(engine: Engine) -> None:
+    plain, llm = engine(**SMALL), engine(**SMALL | DRAFTS)
+    prompt, three = [7, 8] * 8, {"allowed_token_ids": [70, 71, 72], "seed": 4, "max_tokens": 60, "ignore_eos": True}
+    text = run(plain, prompt, SamplingParams(**three))[0].outputs[0].text
+    for place in range(20, 40):
+        for stop in ({"stop": [text[place : place + 4]]}, {"stop_token_ids": [71], "min_tokens": place}):
+            params = SamplingParams(**three, **stop)
+            found = run(llm, prompt, params)
+            assert told(found) == told(run(plain, prompt, params))
+            assert found[0].outputs[0].finish_reason == "stop"
+    assert llm.engine.stats.accepted_tokens > 200
+    usable(llm)
+
+
+def test_steps_are_fewer_where_text_repeats() -> None:
+    steps = []
+    for drafts in ([], ["scheduler.num_speculative_tokens=5"]):
+        with LLM("demo", device="cpu", overrides=drafts) as llm:
+            text = "What is the capital of France? " * 4
+            output = run(llm, text, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))[0]
+            steps.append((llm.engine.stats.steps, output.outputs[0].text))
+    assert steps[1][0] < 0.7 * steps[0][0] and steps[1][1] == steps[0][1]
+
+
+def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
+    def options(config: Any) -> tuple[int, int, int]:
+        with LLM(str(tiny_checkpoint("qwen3")), device="cpu", speculative_config=config) as llm:
+            chosen = llm.engine.config.scheduler
+            return chosen.num_speculative_tokens, chosen.prompt_lookup_max, chosen.prompt_lookup_min
+
+    assert options({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}) == (3, 4, 4)
+    assert options({"num_speculative_tokens": 2, "prompt_lookup_max": 4, "prompt_lookup_min": 2}) == (2, 4, 2)
+    assert options(None) == (0, 5, 3)
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    ({"method": "eagle", "num_speculative_tokens": 2}, "Allowed: ngram"),
+    ({"model": "x"}, "model, which is not supported"),
+    ({"method": "ngram"}, "lacks num_speculative_tokens"),
+    ("ngram", "it is a mapping"),
+    ({"num_speculative_tokens": 512}, "max_num_seqs=512"),
+    ({"num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_max=2"),
+    ({"num_speculative_tokens": -1}, "the least is 0"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("demo", device="cpu", speculative_config=config)
+
+
+def test_a_scheduler_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MixedScheduler, "speculates", False)
+    with pytest.raises(ConfigError, match="not supported by scheduler=mixed"):
+        LLM("demo", device="cpu", speculative_config={"num_speculative_tokens": 2})
