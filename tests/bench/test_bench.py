@@ -145,7 +145,7 @@ def test_runs_start_from_the_same_state(tiny_checkpoint):
 
 
 def test_summary_is_the_median_and_the_spread():
-    runs = [Run(seconds, 10, 20, *[1.0] * 2, 7, 0, *[1.0] * 10) for seconds in (3.0, 1.0, 2.0)]
+    runs = [Run(seconds, 10, 20, *[1.0] * 2, 7, 0, 0, 0, *[1.0] * 10) for seconds in (3.0, 1.0, 2.0)]
     found = summarize(runs)
     assert found["seconds"] == 2.0 and found["tokens_out"] == 20 and found["steps"] == 7
     assert found["spread"]["seconds"] == {"min": 1.0, "median": 2.0, "max": 3.0}
