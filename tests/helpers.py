@@ -192,9 +192,10 @@ def plan_late(
                 monkeypatch.setattr(module, name, and_plan(getattr(module, name)))
 
 
-def small_steps(tokens: int, slots: int) -> LLM:
+def small_steps(tokens: int, slots: int, **scheduler: int) -> LLM:
     """An engine on a CPU whose steps are small, and which computes every prompt."""
     options = [f"scheduler.max_num_batched_tokens={tokens}", "cache.enable_prefix_caching=false"]
+    options += [f"scheduler.{name}={value}" for name, value in scheduler.items()]
     return LLM("demo", device="cpu", attention="torch", max_num_seqs=slots, overrides=options)
 
 

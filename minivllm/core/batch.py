@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 NO_INTS = np.empty(0, dtype=np.int32)
 NO_INTS.flags.writeable = False  # shared
+_ROUND = 16  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Batch:
     """The sequences of one step. Rows are sequences: decodes first, then prompt chunks, in the scheduler's order.
 
     n rows, t tokens. A decode row has one new token, which is already on the device where it was sampled; the tokens of
-    prompt chunks are in ``token_ids``.
+    prompt chunks are in ``token_ids``. A sequence with a draft has prompt rows of one token, one after another: for its
+    newest token, and for each token of the draft.
     """
 
     step: int
@@ -78,6 +80,26 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.num_decodes + len(self.token_ids)
+
+    def joined(self) -> Batch:
+        """With one row for a sequence and its draft: what layers compute. Itself if there is no draft."""
+        first = np.ones(len(self.slots), dtype=bool)
+        first[self.num_decodes + 1 :] = self.slots[self.num_decodes + 1 :] != self.slots[self.num_decodes : -1]
+        begins = first.nonzero()[0]
+        if len(begins) == len(first):
+            return self
+        of_rows = {n: getattr(self, n)[begins] for n in ("slots", "generations", "num_computed", "samples")}
+        return replace(self, **of_rows, num_new=np.add.reduceat(self.num_new, begins))
+
+    def ends(self, padding: int) -> np.ndarray:
+        """(4, n or more) int64, as ``prompt_inputs`` computes it: each row's slot, length, and its last token's
+        position in the sequence and index in the step; then a few rows of the slot ``padding``."""
+        n = len(self.slots)
+        ends = np.zeros((4, -(-n // _ROUND) * _ROUND), dtype=np.int64)
+        ends[0, n:] = padding
+        ends[0, :n], ends[1, :n] = self.slots, self.num_computed + self.num_new
+        ends[2, :n], ends[3, :n] = ends[1, :n] - 1, np.cumsum(self.num_new) - 1
+        return ends
 
     def apart(self) -> tuple[Batch, Batch]:
         """Split into two batches to launch in this order: the decodes with all new blocks, then the prompts with all

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # The fewest rows of a last layer: fewer would need more kernels to be compiled at each start, which decodes do not need
 # where so few rows go through all layers in one kernel.
 _FEW_ROWS = MAX_MEGAKERNEL_ROWS + 1
+PICKED_FROM = 256  # tokens: up to here a GEMM takes as long as reading its weights, however few rows it has
 _SHARED_ROWS = 16  # from this many on, ranks sample from shards: for fewer rows gathering the logits is faster
 
 
@@ -161,13 +162,17 @@ class ModelRunner:
     def _launch_eager(self, batch: Batch) -> StepHandle:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_INTS
+        rows = batch.joined() if batch.num_tokens <= PICKED_FROM and batch.scored is None else batch
+        drafts = rows is not batch
+        ends_of_all = batch.ends(self.num_slots).reshape(-1) if drafts else NO_INTS
         graphs = self.prompt_graphs if batch.scored is None else None  # they may keep only last tokens' hidden states
-        if graphs is not None and (key := graphs.key_for(batch)) is not None:
-            told = graphs.told(key, batch)
-            admission, (_, some_) = self.begin(batch, told.packet, some, staging=graphs.staging)
+        if graphs is not None and (key := graphs.key_for(rows)) is not None:
+            told = graphs.told(key, rows)
+            admission, (_, some_, ends_) = self.begin(batch, told.packet, some, ends_of_all, staging=graphs.staging)
             hidden, ends = graphs.launch(key, told, batch.num_decodes)
         else:
-            admission, some_, hidden, ends = self._launch_layers(batch, some)
+            admission, some_, ends_, hidden, ends = self._launch_layers(rows, some, ends_of_all)
+        ends = ends_.view(4, -1) if drafts else ends
         self.admit(batch, admission)  # meanwhile the device runs the layers
         end = partial(self._end_step, batch, sampled, some_, hidden, ends)
         if batch.scored is None:
@@ -197,10 +202,11 @@ class ModelRunner:
         return self.land(n, sampled, Packed.of(found, logprobs))
 
     def _launch_layers(
-        self, batch: Batch, some: np.ndarray
-    ) -> tuple[NewSlots, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Launch the layers eagerly. Returns the admissions, ``some`` on the device, hidden states, and the ``ends`` of
-        ``prompt_inputs`` for the rows, followed by padding's, whose hidden states are not needed."""
+        self, batch: Batch, some: np.ndarray, drafts: np.ndarray
+    ) -> tuple[NewSlots, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Launch the layers eagerly. Returns the admissions, ``some`` and ``drafts`` on the device, hidden states, all
+        tokens' if there are ``drafts``, and the ``ends`` of ``prompt_inputs`` for the rows, followed by padding's,
+        whose hidden states are not needed."""
         d, n, t = batch.num_decodes, len(batch.slots), batch.num_tokens
         cascade = self.cascade.plan(batch) if self.cascade is not None and d else None
         shared = NO_INTS if cascade is None else cascade.padded(d, len(cascade.items))
@@ -211,8 +217,8 @@ class ModelRunner:
         np.cumsum(batch.num_new, out=start[1 : n + 1])
         slots[:n], seq_lens[:n], start[n + 1 :] = batch.slots, batch.num_computed + batch.num_new, t
         words = self.attention.prompt_words(batch.num_new[d:], seq_lens[d:n])
-        admission, sent = self.begin(batch, some, ids, start, seq_lens, slots, shared, words)
-        some_, ids_, start_, seq_lens_, slots_, shared_, words_ = sent
+        admission, sent = self.begin(batch, some, drafts, ids, start, seq_lens, slots, shared, words)
+        some_, drafts_, ids_, start_, seq_lens_, slots_, shared_, words_ = sent
         if d:
             ids_[:d] = self.last_token.index_select(0, slots_[:d])
         # Zeros: if kernels are only compiled nothing writes these, and libraries still read them.
@@ -231,13 +237,13 @@ class ModelRunner:
             host_query_lens=batch.num_new,
             host_seq_lens=seq_lens[:n],
             host_block_tables=self.host_tables_of(batch.slots, seq_lens),
-            last_tokens=ends[3] if t > rows and batch.scored is None else None,
+            last_tokens=ends[3] if t > rows and batch.scored is None and not len(drafts) else None,
             cascade=None if cascade is None else Cascade.of(shared_, d, cascade.beside),
             prompt_words=words_,
         )
         self.attention.batch = plan
         self.attention.plan(plan)
-        return admission, some_, self.model.forward(ids_, positions, self.attention), ends
+        return admission, some_, drafts_, self.model.forward(ids_, positions, self.attention), ends
 
     def _sample(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: np.ndarray

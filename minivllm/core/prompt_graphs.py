@@ -28,6 +28,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, captured_batch
 from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
+from minivllm.core.model_runner import PICKED_FROM
 from minivllm.core.staging import Packing, Staging
 from minivllm.kernels.capture import rehearsal
 from minivllm.kernels.prompt_inputs import prompt_inputs
@@ -47,7 +48,6 @@ _RANKS_FLOP, _RANKS_BETWEEN_FLOP = 3e13, 3.5e12  # per rank if there are several
 FULL_FLOP = 2e13  # 25 ms: a full step up to here is captured too, for hosts that launch slowly
 _MAX_DECODES, _MAX_DECODE_CONTEXT = 32, 4096  # above these, decode kernels are faster
 _APART_BYTES = 8e9  # of the layers' weights, all experts included: read in 2 ms; launching a step eagerly takes 10 ms
-_PICKED_FROM = 256  # tokens: up to here a GEMM takes as long as reading its weights, however few rows it has
 _PROOF_ROWS = 4  # sequences in a step that verifies a graph, or as many as its tokens need
 _COMPARED = 256  # hidden states to compare, evenly spaced: an eager step's are kept until all graphs are captured
 
@@ -138,7 +138,7 @@ class PromptGraphs:
     def _plan(self, key: _Key) -> AttentionBatch:
         (size, kind), place = key, self._places[key]
         rows = len(place.slots)
-        picks = size > _PICKED_FROM and size >= 2 * (rows - 1)
+        picks = size > PICKED_FROM and size >= 2 * (rows - 1)
         return captured_batch(
             0, place.query_start, place.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
             graph_whole=kind == _WHOLE,

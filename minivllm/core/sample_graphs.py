@@ -19,21 +19,23 @@ import torch
 from minivllm.core.batch import Batch
 from minivllm.core.cuda_graphs import capture_graph
 from minivllm.errors import MinivllmError
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
     from minivllm.core.interfaces import StepHandle
     from minivllm.core.model_runner import ModelRunner
 
+FEW_ROWS = 8  # with more rows of prompts the layers take longer than the host
+DRAFTED_ROWS = 64  # with drafts the host cannot run ahead
+
 
 class SampleGraphs:
-    """For the sizes of the decode graphs, up to eight rows; with more rows the layers take longer than the host."""
+    """For the sizes of the decode graphs up to a number of rows."""
 
-    def __init__(self, runner: ModelRunner, decodes: DecodeGraphs) -> None:
-        """``decodes`` must be captured: that has loaded what sampling this many rows needs."""
+    def __init__(self, runner: ModelRunner, decodes: DecodeGraphs, most: int = FEW_ROWS) -> None:
+        """``most``: rows. ``decodes`` must be captured: that has loaded what sampling this many rows needs."""
         self.runner, self._decodes, self.landing = runner, decodes, decodes.landing
-        self.sizes = [size for size in decodes.sizes if size <= MAX_MEGAKERNEL_ROWS]
+        self.sizes = [size for size in decodes.sizes if size <= most]
         top = self.sizes[-1]
         self.rows = torch.full((3, top), decodes.padding, dtype=torch.int64, device=runner.device)
         self.hidden = torch.zeros_like(decodes.hidden(top))
@@ -71,9 +73,11 @@ class SampleGraphs:
     def launch(self, size: int, hidden: torch.Tensor, ends: torch.Tensor, batch: Batch) -> StepHandle:
         """``hidden``: of each row's last token (n or more, hidden_size). ``ends``: from ``prompt_inputs``, (4, n or
         more), with the padding slot after the batch's."""
-        n, rows = len(batch.slots), min(size, ends.shape[1])  # rows beyond always hold padding
+        n, rows = len(batch.slots), min(size, ends.shape[1])  # up to ``FEW_ROWS`` those beyond always hold padding
         self.hidden[:n] = hidden[:n]
         self.rows[:, :rows] = ends[:3, :rows]
+        if rows < size and size > FEW_ROWS:
+            self.rows[:, rows:size] = self._decodes.padding
         self.landing.replay(self._graphs[size])
         return self.landing.step(n, self.runner.done(), None if batch.samples.all() else batch.samples)
 

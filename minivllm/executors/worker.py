@@ -243,11 +243,12 @@ class Worker:
         """Capture what is captured in advance, and hand it to the runner."""
         vocab_size = self.model_config.vocab_size
         if decodes is not None:
-            from minivllm.core.sample_graphs import SampleGraphs
+            from minivllm.core.sample_graphs import DRAFTED_ROWS, FEW_ROWS, SampleGraphs
 
             decodes.capture(self.num_blocks, vocab_size)
             runner.graphs = decodes
-            samples = runner.sample_graphs = SampleGraphs(runner, decodes)
+            most = DRAFTED_ROWS if self.config.scheduler.num_speculative_tokens else FEW_ROWS
+            samples = runner.sample_graphs = SampleGraphs(runner, decodes, most)
             samples.capture()
         if prompts is not None:
             prompts.capture(self.num_blocks, vocab_size)

@@ -18,7 +18,7 @@ from minivllm.core.cuda_graphs import DecodeGraphs
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs
-from minivllm.core.sample_graphs import SampleGraphs
+from minivllm.core.sample_graphs import DRAFTED_ROWS, SampleGraphs
 from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
 
@@ -107,17 +107,18 @@ def test_replays_find_what_eager_steps_find(
     assert int(runner.num_computed[-1]) == 0, "of padding"
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize(("slots", "drafts"), [*((n, 0) for n in (1, 2, 3, 4, 6, 9)), (9, 5), (60, 5)])
 def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
-    slots: int, monkeypatch: pytest.MonkeyPatch
+    slots: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes are rounded up beyond the slots; what graphs of prompts have is as wide as the slots."""
+    """Sizes are rounded up beyond the slots; what graphs of prompts have is as wide as the slots. Rows of drafts are
+    more than the layers see."""
     replays: list[Any] = []
 
     def made(run: Any, result: torch.Tensor) -> Recorded:
         return Recorded(lambda: [run()], [result], lambda: replays.append(run.args[0]))
 
-    with small_steps(300, slots) as llm:
+    with small_steps(300, slots, num_speculative_tokens=drafts, prompt_lookup_min=1) as llm:
         runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
         prompts = [[7 + i] * n for i, n in enumerate((5, 40, 30, 100, 3, 260, 60, 7, 9))]
         params = [SamplingParams(temperature=0.7, seed=i, max_tokens=2 + i, ignore_eos=True) for i in range(9)]
@@ -130,13 +131,18 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
         stand_in_for_prompt_graphs(monkeypatch, runner.attention, made)
         prompts_graphs = PromptGraphs(runner, 300, TensorParallel())
         prompts_graphs.capture(llm.engine.num_blocks, 1000)
-        samples = SampleGraphs(runner, DecodeGraphs(runner, slots))
+        samples = SampleGraphs(runner, DecodeGraphs(runner, slots), *([DRAFTED_ROWS] if drafts else []))
         samples.capture()
+        launches: list[int] = []
+        launch = samples.launch
+        monkeypatch.setattr(samples, "launch", lambda size, *args: (launches.append(size), launch(size, *args))[1])
         runner.prompt_graphs, runner.sample_graphs = prompts_graphs, samples
         del replays[:]
         before = samples.landing.replays
         assert say() == eager
         assert replays and samples.landing.replays > before
+        assert (llm.engine.stats.accepted_tokens > 0) == (drafts > 0)
+        assert (max(launches) > 8) == (drafts > 0)
 
 
 def test_chunks_that_do_not_sample_say_nothing(llm: LLM, runner: ModelRunner, graphs: SampleGraphs, log: Log) -> None:

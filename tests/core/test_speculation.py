@@ -158,3 +158,23 @@ def test_many_sequences_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     world.drain()
     drafted = drafts_of(world)
     assert drafted and min(place for place, _ in drafted) > 8 + 9, "only when one was left"
+
+
+def test_layers_see_one_row_and_the_end_of_a_step_one_for_each_token() -> None:
+    world = worlds()
+    for i in range(3):
+        world.add(Ask((4 + i, i, 5), max_tokens=30))
+    world.add(Ask((1, 2, 1, 2), max_tokens=30, repeats=2))
+    world.drain()
+    drafted = 0
+    for batch in world.batches:
+        rows, n = batch.joined(), len(batch.slots)
+        assert (rows is batch) == (len(set(batch.slots.tolist())) == n)
+        drafted += rows is not batch
+        at, end = rows.num_computed.tolist(), (rows.num_computed + rows.num_new).tolist()
+        layers = [(s, p) for s, a, b in zip(rows.slots.tolist(), at, end, strict=True) for p in range(a, b)]
+        slots, lengths, positions, tokens = batch.ends(8)[:, :n]
+        assert [layers[i] for i in tokens] == list(zip(slots.tolist(), positions.tolist(), strict=True))
+        assert (lengths == positions + 1).all() and (batch.ends(8)[0, n:] == 8).all()
+        assert rows.num_decodes == batch.num_decodes and rows.num_tokens == batch.num_tokens
+    assert drafted
