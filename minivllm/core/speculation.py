@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 DECODES, WAITS, DRAFTS = 0, 1, 2
 MOST_RUNNING = 32  # with more sequences running there are no new drafts: their steps would take longer than they save
-_LONGEST_PAUSE = 64  # tokens
+_WORTH, _PAUSE = 0.5, 32  # drafts of which fewer tokens are accepted on average are made only every so many tokens
+_WEIGHT = 1 / 8  # of the newest draft in that average
 _SYNCHRONIZES = 4  # if one of this many sequences waits, all do, so that their drafts share a step
 
 
@@ -55,14 +56,14 @@ class Speculation:
         self.drafts: dict[int, np.ndarray] = {}
         self._may = np.zeros(size, dtype=bool)  # those that may have drafts
         self._from = np.zeros(size, dtype=np.int32)  # the tokens that a sequence must have before it looks again
-        self._failed = np.zeros(size, dtype=np.int32)  # drafts in a row of which no token was accepted
+        self._accepted = np.ones(size)  # tokens of a draft that were accepted, a moving average
         self._behind: set[int] = set()  # slots whose newest token and length the device may have wrong
 
     def start(self, slot: int, seq: Sequence) -> None:
         """A sequence starts in this slot. One with a guide has no drafts, as it allows one token after another; nor has
         one whose tokens the sampler counts, which would count rejected ones."""
         self._may[slot] = self.most > 0 and seq.guide is None and not seq.tells_tokens
-        self._from[slot] = self._failed[slot] = 0
+        self._from[slot], self._accepted[slot] = 0, 1
 
     def stop(self, slot: int) -> None:
         self._decode(slot)
@@ -104,10 +105,9 @@ class Speculation:
             self._behind.add(slot)
 
     def settled(self, slot: int, accepted: int, length: int) -> None:
-        """This many draft tokens were accepted; the sequence has ``length`` tokens now. If none was for the second time
-        in a row, it looks again after a pause of two tokens, then of six, of 14 …"""
-        self._failed[slot] = 0 if accepted else self._failed[slot] + 1
-        self._from[slot] = length + min(max(2 ** int(self._failed[slot]) - 2, 0), _LONGEST_PAUSE)
+        """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
+        self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
+        self._from[slot] = length + _PAUSE * bool(self._accepted[slot] < _WORTH)
 
 
 def drafted_rows(batch: Batch, token_ids: np.ndarray) -> list[tuple[int, int, int]]:

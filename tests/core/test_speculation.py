@@ -91,12 +91,13 @@ def test_a_stop_token_amid_a_draft_ends_the_answer(min_tokens: int) -> None:
     assert told(world, "r0") == [1, 2, STOP, 4, 5, 1, 2, STOP][: 3 if min_tokens < 3 else 8]
 
 
-def test_what_is_often_wrong_is_drafted_less_and_less() -> None:
-    """At random one token of twelve is right; without pauses nearly all places would be tried."""
+def test_what_is_often_wrong_is_drafted_seldom() -> None:
+    """At random one token of twelve is right. Without pauses nearly all places would be tried; with them some at first,
+    then one of 32 tokens."""
     world = worlds(max_model_len=600, num_blocks=160)
     world.add(Ask((1, 2, 3), max_tokens=500))
     world.drain()
-    assert 8 <= len(drafts_of(world)) < 120
+    assert 5 + 10 < len(drafts_of(world)) < 60
 
 
 def test_what_does_not_repeat_is_drafted_at_no_step() -> None:
