@@ -79,11 +79,12 @@ class Speculation:
     ) -> None:
         """Decide how the sequences in these slots go on, which have just got tokens. The last three are the scheduler's
         slot arrays."""
+        few = num_running <= MOST_RUNNING
         slots = slots[self._may[slots]]
-        slots = slots[(self.state[slots] != DECODES) | (committed[slots] >= self._from[slots])]
+        slots = slots[(self.state[slots] != DECODES) | ((committed[slots] >= self._from[slots]) & few)]
         for slot in np.unique(slots).tolist():
             n, draft = int(committed[slot]), NO_INTS
-            if n >= self._from[slot] and num_running <= MOST_RUNNING:
+            if n >= self._from[slot] and few:
                 draft = look_up(tokens[slot, :n], self.most, self.shortest, self.longest)
             if computed[slot] >= n:  # a step is in flight
                 self.state[slot] = WAITS if len(draft) else self.state[slot]
