@@ -398,14 +398,13 @@ class SlotScheduler(Scheduler):
     def write_batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
         """Build the step's batch, and advance the slot arrays past it."""
         d = len(decodes)
-        drafted, token_ids = self._take_drafts(d, chunks) if self._drafting else (NO_INTS, NO_INTS)
+        drafted, places, token_ids = self._take_drafts(d, chunks) if self._drafting else (NO_INTS,) * 3
         scored = None
         if chunks or len(drafted):
             slots = np.concatenate([decodes, drafted, np.array([s for s, _ in chunks], dtype=np.int32)])
             computed, new = self.computed[slots], np.ones(len(slots), dtype=np.int32)
             first = d + len(drafted)
-            for row in range(d + 1, first):
-                computed[row] = computed[row - 1] + 1 if slots[row] == slots[row - 1] else computed[row]
+            computed[d:first] = places
             if chunks:
                 new[first:] = [n for _, n in chunks]
                 of_chunks, scored = self._chunk_tokens(chunks, computed[first:].tolist(), first)
@@ -445,8 +444,8 @@ class SlotScheduler(Scheduler):
         self.steps += 1
         return batch
 
-    def _take_drafts(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of sequences with drafts, (m,) int32 each: their slots, and the token that each row computes. Draft
+    def _take_drafts(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+        """The rows of sequences with drafts, each of one token: slots, places in the sequence and ids, (m,) int32. Draft
         tokens get what else the step leaves of its budget and rows, and free blocks."""
         drafting, self._drafting = self._drafting, []
         left = min(
@@ -454,6 +453,7 @@ class SlotScheduler(Scheduler):
             self.options.max_num_seqs - num_decodes - len(chunks),
         )
         slots: list[int] = []
+        places: list[int] = []
         ids: list[np.ndarray] = []
         for number, slot in enumerate(drafting, 1):
             n, others = int(self.committed[slot]), len(drafting) - number
@@ -466,10 +466,12 @@ class SlotScheduler(Scheduler):
                 else:
                     draft = draft[: self.blocks.held[slot] * self.blocks.block_size - n]
             self.speculation.launched(slot, len(draft))
-            slots += [slot] * (1 + len(draft))
+            rows = 1 + len(draft)
+            slots += [slot] * rows
+            places += range(n - 1, n - 1 + rows)
             ids += [self.tokens[slot, n - 1 : n], draft]
-            left -= 1 + len(draft)
-        return np.array(slots, dtype=np.int32), np.concatenate(ids) if ids else NO_INTS
+            left -= rows
+        return np.array(slots, np.int32), np.array(places, np.int32), np.concatenate(ids) if ids else NO_INTS
 
     def _chunk_tokens(
         self, chunks: list[tuple[int, int]], computed: list[int], first_row: int
