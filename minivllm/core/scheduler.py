@@ -445,8 +445,8 @@ class SlotScheduler(Scheduler):
         return batch
 
     def _take_drafts(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, ...]:
-        """The rows of sequences with drafts, each of one token: slots, places in the sequence and ids, (m,) int32. Draft
-        tokens get what else the step leaves of its budget and rows, and free blocks."""
+        """The rows of sequences with drafts, each of one token: slots, places in the sequence, ids, each (m,) int32.
+        Draft tokens get what else the step leaves of its budget and rows, and free blocks."""
         drafting, self._drafting = self._drafting, []
         left = min(
             self.options.max_num_batched_tokens - num_decodes - sum(n for _, n in chunks),
