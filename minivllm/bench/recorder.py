@@ -105,7 +105,15 @@ class StepRecorder:
 
     def scheduled(self, batch: Batch, began: float) -> None:
         sequences = self._scheduler.sequences
-        names = [seq.request_id if (seq := sequences[slot]) else "" for slot in batch.slots[batch.num_decodes :]]
+        rows = batch.joined()  # a draft, and the token behind a rejected one, are no part of a prompt
+        prompts = [
+            (seq.request_id, new)
+            for slot, at, new in zip(
+                *(x[batch.num_decodes :].tolist() for x in (rows.slots, rows.num_computed, rows.num_new)), strict=True
+            )
+            if (seq := sequences[slot]) is not None and at < len(seq.known)
+        ]
+        of_prompts = sum(new for _, new in prompts)
         admitted = [seq.request_id for slot in batch.admitted_slots.tolist() if (seq := sequences[slot])]
         running = sum(seq is not None for seq in sequences)
         blocks = self._scheduler.blocks
@@ -114,14 +122,14 @@ class StepRecorder:
             began=began,
             planned=0.0,
             launched=0.0,
-            decode_tokens=batch.num_decodes,
-            prefill_tokens=len(batch.token_ids),
-            sequences=len(batch.slots),
+            decode_tokens=batch.num_tokens - of_prompts,
+            prefill_tokens=of_prompts,
+            sequences=len(rows.slots),
             running=running,
             waiting=max(self._engine.num_unfinished_requests - running, 0),
             blocks=blocks.num_blocks - blocks.num_free,
             admitted=admitted,
-            chunks=names,
+            chunks=[name for name, _ in prompts],
         )
         self.steps.append(step)
         self._launching[batch.step] = step

@@ -60,7 +60,9 @@ class Batch:
     step: int
     slots: np.ndarray  # (n,) int32: each row's slot
     generations: np.ndarray  # (n,) int64: the slot's generation; if it has changed by commit, the row is dropped
-    num_computed: np.ndarray  # (n,) int32: tokens of the row whose keys and values are in the cache before this step
+    # (n,) int32: tokens of the sequence before the row's new ones; their keys and values are in the cache before this
+    # step, but for those that earlier rows of a draft compute
+    num_computed: np.ndarray
     num_new: np.ndarray  # (n,) int32: tokens of the row that this step computes
     samples: np.ndarray  # (n,) bool: whether the step reaches the row's newest token, so that the next one is sampled
     num_decodes: int  # rows [0, num_decodes) are decodes
@@ -81,15 +83,20 @@ class Batch:
     def num_tokens(self) -> int:
         return self.num_decodes + len(self.token_ids)
 
-    def joined(self) -> Batch:
-        """With one row for a sequence and its draft: what layers compute. Itself if there is no draft."""
+    @property
+    def first_rows(self) -> np.ndarray:
+        """(r,) int64: each sequence's first row, which is its only one unless it has a draft."""
         first = np.ones(len(self.slots), dtype=bool)
         first[self.num_decodes + 1 :] = self.slots[self.num_decodes + 1 :] != self.slots[self.num_decodes : -1]
-        begins = first.nonzero()[0]
-        if len(begins) == len(first):
+        return first.nonzero()[0]
+
+    def joined(self) -> Batch:
+        """With one row for a sequence and its draft: what layers compute. Itself if there is no draft."""
+        first = self.first_rows
+        if len(first) == len(self.slots):
             return self
-        of_rows = {n: getattr(self, n)[begins] for n in ("slots", "generations", "num_computed", "samples")}
-        return replace(self, **of_rows, num_new=np.add.reduceat(self.num_new, begins))
+        of_rows = {n: getattr(self, n)[first] for n in ("slots", "generations", "num_computed", "samples")}
+        return replace(self, **of_rows, num_new=np.add.reduceat(self.num_new, first, dtype=np.int32))
 
     def ends(self, padding: int) -> np.ndarray:
         """(4, n or more) int64, as ``prompt_inputs`` computes it: each row's slot, length, and its last token's

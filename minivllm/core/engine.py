@@ -362,8 +362,8 @@ class LLMEngine:
 
     def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
         self.stats.output_tokens += len(committed.slots)
+        self.stats.drafts += len(committed.drafts)
         for drafted, accepted in committed.drafts:
-            self.stats.drafts += 1
             self.stats.draft_tokens += drafted
             self.stats.accepted_tokens += accepted
         ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
@@ -398,9 +398,12 @@ class LLMEngine:
         ]
 
     def _may_hold(self) -> bool:
-        """Whether outputs other than first and last ones may wait: the caller wants it, and the step in flight is
-        decode-only, so the wait is short."""
-        return self.hold_outputs and bool(self._under_way) and not len(self._under_way[0].batch.token_ids)
+        """Whether outputs other than first and last ones may wait: the caller wants it, and the step in flight has one
+        token a row, so the wait is short."""
+        if not self.hold_outputs or not self._under_way:
+            return False
+        batch = self._under_way[0].batch
+        return batch.num_tokens == len(batch.slots)
 
     def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
         """Give each watched slot's new token to its completion, and end completions whose stop string is complete;
@@ -416,6 +419,7 @@ class LLMEngine:
         columns = (committed.slots[watched], committed.token_ids[watched], committed.rows[watched])
         for slot, token, row in zip(*(column.tolist() for column in columns), strict=True):
             if slot in over:
+                self.stats.output_tokens -= 1
                 continue
             seq = ended.get(slot) or self.scheduler.sequences[slot]
             if seq is None:

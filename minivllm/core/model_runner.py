@@ -163,10 +163,13 @@ class ModelRunner:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_INTS
         rows = batch.joined() if batch.num_tokens <= PICKED_FROM and batch.scored is None else batch
+        graphs = self.prompt_graphs if batch.scored is None else None  # they may keep only last tokens' hidden states
+        key = graphs.key_for(rows) if graphs is not None else None
+        if graphs is not None and key is not None and rows is not batch and graphs.picks(key):  # all are needed
+            rows, key = batch, graphs.key_for(batch)
         drafts = rows is not batch
         ends_of_all = batch.ends(self.num_slots).reshape(-1) if drafts else NO_INTS
-        graphs = self.prompt_graphs if batch.scored is None else None  # they may keep only last tokens' hidden states
-        if graphs is not None and (key := graphs.key_for(rows)) is not None:
+        if graphs is not None and key is not None:
             told = graphs.told(key, rows)
             admission, (_, some_, ends_) = self.begin(batch, told.packet, some, ends_of_all, staging=graphs.staging)
             hidden, ends = graphs.launch(key, told, batch.num_decodes)

@@ -220,6 +220,10 @@ class PromptGraphs:
             return size, _WHOLE
         return size, _FEW if (size, _FEW) in self._graphs and len(batch.slots) < _FEW_ROWS else _ANY
 
+    def picks(self, key: _Key) -> bool:
+        """Whether the graph keeps only the hidden states of rows' last tokens."""
+        return self._plans[key].last_tokens is not None
+
     def told(self, key: _Key, batch: Batch) -> Told:
         """The graph's input for a step."""
         return self._padded(key, batch.slots, batch.num_computed, batch.num_new, batch.token_ids)

@@ -49,7 +49,8 @@ class SlotScheduler(Scheduler):
       every step makes progress.
     - If the head of the queue does not fit yet, later sequences that do go first, at most ``_MAX_OVERTAKEN`` times:
       any of the first ``_LOOK_AHEAD``, then the shortest of the rest.
-    - Sequences with drafts are decodes to ``take_decodes``, but ``write_batch`` adds their rows, as prompt rows.
+    - Sequences with drafts are decodes to ``take_decodes``, which keeps them for ``write_batch`` instead of returning
+      them: it adds their rows, as prompt rows. ``take_chunks`` leaves them a token each.
     """
 
     scores_prompts = speculates = True
@@ -80,7 +81,8 @@ class SlotScheduler(Scheduler):
         self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
         self._more_stop_ids: dict[int, frozenset[int]] = {}  # by slot: those past ``_FEW_STOP_IDS``
         self.speculation = Speculation(options)
-        self._drafting: list[int] = []  # those with drafts that ``take_decodes`` found ready, by place
+        self._drafting: list[int] = []  # those with drafts that ``take_decodes`` kept for this step, by place
+        self._taken = 0  # tokens that it took, theirs included
 
         self.sequences: list[Sequence | None] = [None] * size
         self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
@@ -198,7 +200,8 @@ class SlotScheduler(Scheduler):
         return self.speculation.most > 0 and self.speculation.waits(self.running)
 
     def take_decodes(self, budget: int) -> np.ndarray:
-        """The slots that decode, by place, each with a block for its next token."""
+        """The slots that decode, by place, each with a block for its next token; but for those with drafts."""
+        self._drafting, self._taken = [], 0
         if not len(self.running) or (self.steps in self._quiet and len(self.running) <= budget):
             return self.running
         while True:
@@ -224,7 +227,7 @@ class SlotScheduler(Scheduler):
 
     def _without_drafts(self, ready: np.ndarray) -> np.ndarray:
         drafting = self.speculation.state[ready] == DRAFTS
-        self._drafting = ready[drafting].tolist()
+        self._drafting, self._taken = ready[drafting].tolist(), len(ready)
         return ready[~drafting]
 
     def _expect_quiet(self, computed: list[int], left: list[int]) -> None:
@@ -237,7 +240,7 @@ class SlotScheduler(Scheduler):
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): partly computed prompts first, then new ones from the queue."""
         chunks: list[tuple[int, int]] = []
-        budget -= len(self._drafting)
+        budget = min(budget, self.options.max_num_batched_tokens - self._taken)
         partial = long = 0  # prompts that this step leaves unfinished, and how many of them exceed the threshold
         for slot in self._partial:
             left = int(self.known_len[slot] - self.computed[slot])
@@ -447,7 +450,7 @@ class SlotScheduler(Scheduler):
     def _take_drafts(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, ...]:
         """The rows of sequences with drafts, each of one token: slots, places in the sequence, ids, each (m,) int32.
         Draft tokens get what else the step leaves of its budget and rows, and free blocks."""
-        drafting, self._drafting = self._drafting, []
+        drafting, self._drafting, self._taken = self._drafting, [], 0
         left = min(
             self.options.max_num_batched_tokens - num_decodes - sum(n for _, n in chunks),
             self.options.max_num_seqs - num_decodes - len(chunks),
@@ -456,10 +459,11 @@ class SlotScheduler(Scheduler):
         places: list[int] = []
         ids: list[np.ndarray] = []
         for number, slot in enumerate(drafting, 1):
+            if left < 1:
+                break
             n, others = int(self.committed[slot]), len(drafting) - number
-            if left <= others:
-                continue
-            draft = self.speculation.drafts[slot][: min(left - others, int(self.max_len[slot]) - n) - 1]
+            most = min(left - others, int(self.max_len[slot]) - n) - 1
+            draft = self.speculation.drafts[slot][: max(most, 0)]
             while n + len(draft) > self.blocks.held[slot] * self.blocks.block_size:
                 if self.blocks.num_free:
                     self.blocks.append(np.array([slot]))

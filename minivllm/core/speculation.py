@@ -6,9 +6,9 @@ draft, each in a row of its own, and samples after every row. A draft token is a
 before it. As a token depends only on its request's seed and its position, the tokens are the same as without drafts.
 
 ``state`` (S,), a slot array:
-# DECODES: as any other sequence, with steps in flight
-# WAITS: for its steps in flight, as a draft starts from the newest token
-# DRAFTS: its next step computes the newest token and ``drafts[slot]``
+# DECODES: as any other sequence, with steps in flight; until ``look`` finds a draft
+# WAITS: for its steps in flight, as a draft starts from the newest token; ``look`` then decides anew
+# DRAFTS: its next step computes the newest token and ``drafts[slot]``; once ``launched`` it waits for that step
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ DECODES, WAITS, DRAFTS = 0, 1, 2
 MOST_RUNNING = 32  # with more sequences running there are no new drafts: their steps would take longer than they save
 _WORTH, _PAUSE = 0.5, 32  # drafts of which fewer tokens are accepted on average are made only every so many tokens
 _WEIGHT = 1 / 8  # of the newest draft in that average
+_MOST_PLACES = 4096  # where the last token occurred before, the latest of them
 _SYNCHRONIZES = 4  # if one of this many sequences waits, all do, so that their drafts share a step
 
 
@@ -35,7 +36,7 @@ def look_up(tokens: np.ndarray, count: int, shortest: int, longest: int) -> np.n
     occurred before, ``shortest`` to ``longest``, and of these occurrences the latest. If that is less than ``count``
     tokens ago, what followed it is repeated. Empty if there is none."""
     n, length, found = len(tokens), 0, NO_INTS
-    ends = (tokens[:-1] == tokens[-1]).nonzero()[0]  # where occurrences of the last ``length + 1`` tokens end
+    ends = (tokens[:-1] == tokens[-1]).nonzero()[0][-_MOST_PLACES:]  # of occurrences of the last ``length + 1`` tokens
     while len(ends) and length < longest:
         found, length = ends, length + 1
         ends = ends[ends >= length]
@@ -51,13 +52,15 @@ class Speculation:
 
     def __init__(self, options: SchedulerOptions) -> None:
         self.most, size = options.num_speculative_tokens, options.max_num_seqs
+        self._most_running = min(MOST_RUNNING, size // 2)  # each draft token takes a row
         self.shortest, self.longest = options.prompt_lookup_min, options.prompt_lookup_max
         self.state = np.zeros(size, dtype=np.int8)
         self.drafts: dict[int, np.ndarray] = {}
         self._may = np.zeros(size, dtype=bool)  # those that may have drafts
         self._from = np.zeros(size, dtype=np.int32)  # the tokens that a sequence must have before it looks again
         self._accepted = np.ones(size)  # tokens of a draft that were accepted, a moving average
-        self._behind: set[int] = set()  # slots whose newest token and length the device may have wrong
+        # Slots of which the device has a rejected token as the newest: the next step must bring its tokens along.
+        self._behind: set[int] = set()
 
     def start(self, slot: int, seq: Sequence) -> None:
         """A sequence starts in this slot. One with a guide has no drafts, as it allows one token after another; nor has
@@ -79,18 +82,21 @@ class Speculation:
     ) -> None:
         """Decide how the sequences in these slots go on, which have just got tokens. The last three are the scheduler's
         slot arrays."""
-        few = num_running <= MOST_RUNNING
         slots = slots[self._may[slots]]
-        slots = slots[(self.state[slots] != DECODES) | ((committed[slots] >= self._from[slots]) & few)]
-        for slot in np.unique(slots).tolist():
+        looks = (committed[slots] >= self._from[slots]) & (num_running <= self._most_running)
+        changes = looks | (self.state[slots] != DECODES)
+        for slot, looks_up in dict(zip(slots[changes].tolist(), looks[changes].tolist(), strict=True)).items():
             n, draft = int(committed[slot]), NO_INTS
-            if n >= self._from[slot] and few:
+            if looks_up:
                 draft = look_up(tokens[slot, :n], self.most, self.shortest, self.longest)
             if computed[slot] >= n:  # a step is in flight
-                self.state[slot] = WAITS if len(draft) else self.state[slot]
+                if len(draft):
+                    self.state[slot] = WAITS
             elif len(draft) or slot in self._behind:
                 self.state[slot], self.drafts[slot] = DRAFTS, draft
             else:
+                if self.state[slot] == WAITS:  # in vain
+                    self.settled(slot, 0, n)
                 self._decode(slot)
 
     def waits(self, running: np.ndarray) -> bool:
@@ -108,24 +114,18 @@ class Speculation:
     def settled(self, slot: int, accepted: int, length: int) -> None:
         """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
         self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
-        self._from[slot] = length + _PAUSE * bool(self._accepted[slot] < _WORTH)
+        worth_it = self._accepted[slot] >= min(_WORTH, self.most / 4)
+        self._from[slot] = length + (0 if worth_it else _PAUSE)
 
 
 def drafted_rows(batch: Batch, token_ids: np.ndarray) -> list[tuple[int, int, int]]:
-    """The sequences with drafts in a batch whose rows sampled token_ids (n,): the first row of each, and how many draft
+    """The sequences with drafts in a batch whose rows sampled token_ids (n,): the first row of each, how many draft
     tokens it has, a row each behind the first, and how many of these are accepted."""
-    d, slots = batch.num_decodes, batch.slots
-    again = slots[d + 1 :] == slots[d:-1]  # whether a row is of the same sequence as the one before it
-    if not again.any():
-        return []
-    inputs = batch.token_ids[np.cumsum(batch.num_new[d:]) - batch.num_new[d:]]
-    right = (inputs[1:] == token_ids[d:-1]).tolist()
-    found: list[tuple[int, int, int]] = []
-    for row, same in enumerate(again.tolist()):
-        if not same:
-            continue
-        if not row or not again[row - 1]:
-            found.append((d + row, 0, 0))
-        first, drafted, accepted = found[-1]
-        found[-1] = first, drafted + 1, accepted + (accepted == drafted and right[row])
+    first, d = batch.first_rows, batch.num_decodes
+    rows = np.diff(first, append=len(batch.slots))
+    found = []
+    for row, count in zip(first[rows > 1].tolist(), (rows[rows > 1] - 1).tolist(), strict=True):
+        draft = batch.token_ids[row + 1 - d : row + 1 + count - d]  # rows of drafts precede those of prompts
+        wrong = (draft != token_ids[row : row + count]).nonzero()[0]
+        found.append((row, count, int(wrong[0]) if len(wrong) else count))
     return found

@@ -106,7 +106,7 @@ def count_reference(counts: torch.Tensor, adjustments: Adjustments, slots: torch
 
 
 def count(counts: torch.Tensor, adjustments: Adjustments, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Count a token (n,) int64 for each slot that has penalties; no slot may occur twice."""
+    """Count a token (n,) int64 for each slot that has penalties; of these none may occur twice."""
     run = count_triton if counts.is_cuda else count_reference
     run(counts, adjustments, slots, tokens)
 

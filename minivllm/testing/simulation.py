@@ -303,9 +303,7 @@ class World:
     def _check_shape(self, batch: Batch) -> None:
         assert batch.num_tokens == batch.num_new.sum() <= self.options.max_num_batched_tokens
         assert 0 < len(batch.slots) <= self.options.max_num_seqs
-        first = np.ones(len(batch.slots), dtype=bool)
-        first[batch.num_decodes + 1 :] = batch.slots[batch.num_decodes + 1 :] != batch.slots[batch.num_decodes : -1]
-        assert len(set(batch.slots.tolist())) == np.count_nonzero(first), "rows of a draft stand apart"
+        assert len(set(batch.slots.tolist())) == len(batch.first_rows), "rows of a draft stand apart"
         assert (batch.num_new > 0).all() and (batch.num_new[: batch.num_decodes] == 1).all()
         assert batch.samples[: batch.num_decodes].all()
         generation = dict(zip(batch.slots.tolist(), batch.generations.tolist(), strict=True))

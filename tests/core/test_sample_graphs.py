@@ -12,7 +12,7 @@ from helpers import small_steps, stand_in_for_prompt_graphs, step_batch
 from recorded import Recorded
 
 from minivllm import LLM, SamplingParams
-from minivllm.core import sample_graphs
+from minivllm.core import prompt_graphs, sample_graphs
 from minivllm.core.batch import Batch
 from minivllm.core.cuda_graphs import DecodeGraphs
 from minivllm.core.model_runner import ModelRunner
@@ -107,7 +107,7 @@ def test_replays_find_what_eager_steps_find(
     assert int(runner.num_computed[-1]) == 0, "of padding"
 
 
-@pytest.mark.parametrize(("slots", "drafts"), [*((n, 0) for n in (1, 2, 3, 4, 6, 9)), (9, 5), (60, 5)])
+@pytest.mark.parametrize(("slots", "drafts"), [*((n, 0) for n in (1, 2, 3, 4, 6, 9)), (20, 5), (60, 5)])
 def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
     slots: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +143,39 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
         assert replays and samples.landing.replays > before
         assert (llm.engine.stats.accepted_tokens > 0) == (drafts > 0)
         assert (max(launches) > 8) == (drafts > 0)
+
+
+def test_a_draft_beside_prompts_whose_graph_keeps_last_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_steps(300, 16, num_speculative_tokens=5, prompt_lookup_min=1) as llm:
+        runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, allowed_token_ids=[70, 71])
+        replays: list[tuple[int, bool]] = []
+
+        def made(run: Any, result: torch.Tensor) -> Recorded:
+            return Recorded(lambda: [run()], [result], lambda: replays.append((run.args[0][0], len(result) < 300)))
+
+        def say() -> list[list[int]]:
+            said: dict[str, list[int]] = {}
+            for i in range(30):
+                if i % 6 == 0:
+                    llm.engine.add_request(f"{i}", [7 + i] * (210 if i else 9), params)
+                said |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step()}
+            while llm.engine.has_unfinished_requests():
+                said |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step()}
+            return list(said.values())
+
+        eager = say()
+        stand_in_for_prompt_graphs(monkeypatch, runner.attention, made)
+        monkeypatch.setattr(prompt_graphs, "prompt_sizes", lambda *_: [32, 64, 128, 300])
+        graphs = PromptGraphs(runner, 300, TensorParallel())
+        graphs.capture(llm.engine.num_blocks, 1000)
+        runner.prompt_graphs = graphs
+        asked: list[int] = []
+        key_for = graphs.key_for
+        monkeypatch.setattr(graphs, "key_for", lambda batch: (asked.append(batch.step), key_for(batch))[1])
+        assert say() == eager
+        assert len(set(asked)) < len(asked), "no step had its rows joined and taken apart again"
+        assert (300, True) in replays
 
 
 def test_chunks_that_do_not_sample_say_nothing(llm: LLM, runner: ModelRunner, graphs: SampleGraphs, log: Log) -> None:

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulation import STOP, Ask, World, make_scheduler, told
+from simulation import SCHEDULERS, STOP, Ask, World, make_scheduler, told
 
 from minivllm.core import speculation
+from minivllm.core.batch import Batch
+from minivllm.core.scheduler import MixedScheduler
 from minivllm.core.sequence import Status
 from minivllm.core.speculation import look_up
 
@@ -179,3 +181,59 @@ def test_layers_see_one_row_and_the_end_of_a_step_one_for_each_token() -> None:
         assert (lengths == positions + 1).all() and (batch.ends(8)[0, n:] == 8).all()
         assert rows.num_decodes == batch.num_decodes and rows.num_tokens == batch.num_tokens
     assert drafted
+
+
+# --------------------------------------------------------------------------- policies of others
+
+
+class FewPromptTokens(MixedScheduler):
+    def take_chunks(self, budget: int) -> list[tuple[int, int]]:
+        return super().take_chunks(min(budget, 2))
+
+
+class PromptsAlone(MixedScheduler):
+    def schedule(self) -> Batch | None:
+        decodes = self.take_decodes(self.options.max_num_batched_tokens)
+        return self.write_batch(decodes, self.take_chunks(0 if len(decodes) else 20))
+
+
+@pytest.mark.parametrize("policy", [FewPromptTokens, PromptsAlone])
+def test_policies_that_override_a_part(policy: type[MixedScheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEDULERS, "mixed", policy)
+    world = worlds(max_num_batched_tokens=24)
+    for i in range(3):
+        world.add(Ask((i, i + 1) * 2, max_tokens=50, repeats=2))
+    for _ in range(8):
+        world.step()
+    late = world.add(Ask(tuple(range(11)) * 3, max_tokens=2))
+    world.abort("r1")
+    steps = 0
+    while late.request_id in world.live and steps < 60:
+        steps += world.step()
+    assert policy is not FewPromptTokens or steps < 25, "its two tokens a step are left to it"
+    world.drain()
+    assert drafts_of(world)
+
+
+def test_decodes_that_are_taken_and_not_written_are_forgotten() -> None:
+    world = worlds()
+    for i in range(2):
+        world.add(Ask((i, i + 1) * 4, max_tokens=20, repeats=2))
+    while not world.scheduler.speculation.drafts:
+        world.step()
+    world.scheduler.take_decodes(64)
+    for name in [*world.live]:
+        world.abort(name)
+    world.add(Ask((5,), max_tokens=3))
+    world.drain()
+
+
+def test_without_rows_for_drafts_nobody_waits_for_one() -> None:
+    """Two of four rows would be left for three drafts."""
+    for running, waits in ((2, True), (3, False)):
+        world = worlds(max_num_seqs=4, num_speculative_tokens=3)
+        for i in range(running):
+            world.add(Ask((i, i + 1) * 4, max_tokens=20, repeats=2))
+        for _ in range(8):
+            world.step()
+        assert any(world.scheduler.speculation.state) == waits and bool(drafts_of(world)) == waits

@@ -10,6 +10,7 @@ import pytest
 from test_llm import SMALL, run, usable
 
 from minivllm import LLM, RequestOutput, SamplingParams
+from minivllm.bench.recorder import StepRecorder
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.errors import ConfigError
 
@@ -75,6 +76,7 @@ def test_a_stop_string_or_token_amid_a_draft_ends_the_answer_there(engine: Engin
             assert told(found) == told(run(plain, prompt, params))
             assert found[0].outputs[0].finish_reason == "stop"
     assert llm.engine.stats.accepted_tokens > 200
+    assert plain.engine.stats.output_tokens - 60 == llm.engine.stats.output_tokens, "tokens behind it do not count"
     usable(llm)
 
 
@@ -86,6 +88,33 @@ def test_steps_are_fewer_where_text_repeats() -> None:
             output = run(llm, text, SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))[0]
             steps.append((llm.engine.stats.steps, output.outputs[0].text))
     assert steps[1][0] < 0.7 * steps[0][0] and steps[1][1] == steps[0][1]
+
+
+def test_who_is_busy_gets_fewer_and_longer_outputs(engine: Engine) -> None:
+    counts = []
+    for hold in (False, True):
+        llm = engine(**SMALL | DRAFTS)
+        llm.engine.hold_outputs = hold
+        for i in range(8):
+            llm.engine.add_request(f"{i}", [i, 8] * 6, SamplingParams(temperature=0.1, seed=i, max_tokens=40))
+        outputs: list[RequestOutput] = []
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        counts.append(len(outputs))
+        assert llm.engine.stats.drafts
+    assert counts[1] < 0.9 * counts[0]
+
+
+def test_pictures_show_no_draft_as_a_prompt(engine: Engine) -> None:
+    llm = engine(**SMALL | DRAFTS | {"cache.num_blocks": 200, "cache.enable_prefix_caching": "false"})
+    recorder = llm.engine.observer = StepRecorder(llm.engine)
+    prompts, _ = requests()
+    run(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    recorder.finish()
+    assert llm.engine.stats.drafts
+    assert sum(step.prefill_tokens for step in recorder.steps) == sum(map(len, prompts))
+    assert sum(len(step.chunks) for step in recorder.steps) == len(prompts)
+    assert max(step.sequences for step in recorder.steps) == len(prompts)
 
 
 def test_vllms_speculative_config(tiny_checkpoint: Callable[..., Any]) -> None:
