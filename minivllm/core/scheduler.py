@@ -558,7 +558,7 @@ class SlotScheduler(Scheduler):
                     break
             behind[first : first + count + 1] = [*range(accepted + 1), *[-1] * (count - accepted)]
             self.computed[slot] = length + accepted
-            self.speculation.settled(slot, accepted, length + accepted + 1)
+            self.speculation.settled(slot, accepted, length + accepted + 1, len(self.running))
             drafts.append((count, accepted))
         return behind, drafts
 

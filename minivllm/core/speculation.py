@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DECODES, WAITS, DRAFTS = 0, 1, 2
 MOST_RUNNING = 32  # with more sequences running there are no new drafts: their steps would take longer than they save
-_WORTH, _PAUSE = 0.5, 32  # drafts of which fewer tokens are accepted on average are made only every so many tokens
+_PAUSE = 32  # tokens between drafts of a sequence of whose drafts too few tokens are accepted on average
 _WEIGHT = 1 / 8  # of the newest draft in that average
 _MOST_PLACES = 4096  # where the last token occurred before, the latest of them
 _SYNCHRONIZES = 4  # if one of this many sequences waits, all do, so that their drafts share a step
@@ -96,7 +96,7 @@ class Speculation:
                 self.state[slot], self.drafts[slot] = DRAFTS, draft
             else:
                 if self.state[slot] == WAITS:  # in vain
-                    self.settled(slot, 0, n)
+                    self.settled(slot, 0, n, num_running)
                 self._decode(slot)
 
     def waits(self, running: np.ndarray) -> bool:
@@ -111,10 +111,10 @@ class Speculation:
             self.state[slot] = WAITS
             self._behind.add(slot)
 
-    def settled(self, slot: int, accepted: int, length: int) -> None:
+    def settled(self, slot: int, accepted: int, length: int, num_running: int) -> None:
         """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
         self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
-        worth_it = self._accepted[slot] >= min(_WORTH, self.most / 4)
+        worth_it = self._accepted[slot] >= min(0.2 + num_running / 32, self.most / 4)  # what steps of Qwen3-14B take
         self._from[slot] = length + (0 if worth_it else _PAUSE)
 
 
