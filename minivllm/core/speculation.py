@@ -114,8 +114,11 @@ class Speculation:
     def settled(self, slot: int, accepted: int, length: int, num_running: int) -> None:
         """This many draft tokens were accepted; the sequence has ``length`` tokens now."""
         self._accepted[slot] += _WEIGHT * (accepted - self._accepted[slot])
-        worth_it = self._accepted[slot] >= min(0.2 + num_running / 32, self.most / 4)  # what steps of Qwen3-14B take
-        self._from[slot] = length + (0 if worth_it else _PAUSE)
+        least = min(0.2 + num_running / 32, self.most / 4)  # what is worth it in steps of Qwen3-14B on an H200
+        self._from[slot] = length
+        if self._accepted[slot] < least:
+            self._from[slot] += _PAUSE
+            self._accepted[slot] = least  # the next draft decides
 
 
 def drafted_rows(batch: Batch, token_ids: np.ndarray) -> list[tuple[int, int, int]]:
