@@ -267,7 +267,7 @@ class Server:
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
-        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        if body.reasoning_effort is not None:
             template = self.tokenizer.chat_template
             variables = variables_of(body.reasoning_effort, template, self.reasoning_parser) | variables
         messages = [message.told() for message in body.messages]

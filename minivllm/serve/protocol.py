@@ -401,6 +401,7 @@ class Conversation(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -435,7 +436,6 @@ class ChatBody(GenerationBody, Conversation):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True  # vLLM's: whether reasoning is returned
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | tuple[str]:
@@ -541,7 +541,7 @@ class Tokenize(Conversation):
     def _text_or_messages(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise ClientError("give prompt, a string, or messages, and not both", param="prompt")
-        of_messages = "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"
+        of_messages = [name for name in Conversation.model_fields if name != "messages"]
         idle = ("add_special_tokens",) if self.messages else of_messages
         for name in idle:
             if name in self.model_fields_set and not (name == "add_special_tokens" and not self.add_special_tokens):

@@ -138,6 +138,24 @@ def test_effort_is_what_the_template_takes() -> None:
             variables_of(effort, "{{ messages }}", parser)
 
 
+def test_tokenize_counts_a_chats_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ 'a' * (n or 0) }}{{ reasoning_effort }}"
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm:
+        monkeypatch.setattr(llm.engine.tokenizer.hf_tokenizer, "chat_template", template)
+        with serving(llm, "demo", reasoning_parser="qwen3") as server:
+            for more, end in (
+                ({"reasoning_effort": "none"}, "False none"),
+                ({"reasoning_effort": "high", "chat_template_kwargs": {"n": 9}}, "True aaaaaaaaahigh"),
+                ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0, "n": 1}}, "0 alow"),
+            ):
+                said = server.post("/tokenize", messages=ASK["messages"], **more).json()
+                text = server.post("/detokenize", tokens=said["tokens"]).json()["prompt"]
+                assert text == f"What is the capital of France? {end}"
+                assert server.post(CHAT, **ASK, **more).json()["usage"]["prompt_tokens"] == said["count"]
+            refused = server.post("/tokenize", messages=ASK["messages"], reasoning_effort="huge")
+            told(refused, 400, "reasoning_effort: Input should be", "reasoning_effort")
+
+
 def test_a_message_sent_back_has_its_reasoning_by_both_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "a", name: "b"}]})
