@@ -48,6 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "include_obfuscation": (False, True),  # padding against traffic analysis
     "length_penalty": (1.0,),
+    "logprobs": ([],),  # of a part of a message
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
@@ -306,8 +307,13 @@ class CompletionBody(GenerationBody):
 class TextPart(Body):
     part_of = "messages"
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]  # the others are the Responses API's
     text: Unicode
+
+    @field_validator("type")
+    @classmethod
+    def _by_one_name(cls, kind: str) -> str:
+        return "text"  # the only one that templates know
 
 
 class Message(Body):
@@ -330,7 +336,7 @@ class Message(Body):
         for part in parts if isinstance(parts, list) else ():
             if not isinstance(part, dict):
                 raise cls._wrong(f"a part of a content is an object, not {shown(part)}", "content")
-            if (kind := part.get("type")) != "text":
+            if (kind := part.get("type")) not in ("text", "input_text", "output_text"):
                 raise cls._wrong(f"content of type {shown(kind)} is not supported; only text is", "content")
         if isinstance(data, dict):
             data = {name: value for name, value in data.items() if name != "parsed"}  # openai's client adds it
