@@ -16,7 +16,7 @@ from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
 from minivllm.errors import CheckpointError, RequestError, shown
 from minivllm.models.checkpoint import DEMO, download
-from minivllm.models.conversation import Message, for_template, takes_parts
+from minivllm.models.conversation import Message, for_template, takes_parts, takes_text_arguments
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 
@@ -120,7 +120,7 @@ class CheckpointTokenizer(Tokenizer):
         # by skip_special_tokens: each token's bytes
         self._bytes = {skip: _TokenBytes(fast, skip) for skip in (True, False)} if bytewise else None
         self._encoder = fast if _is_plain(self._inner) else None
-        self._parts: dict[str, bool] = {}  # by chat template, whether it takes content parts
+        self._takes: dict[str, dict[str, bool]] = {}  # by chat template, what ``for_template`` must know
 
     @property
     def chat_template(self) -> str | None:
@@ -163,11 +163,12 @@ class CheckpointTokenizer(Tokenizer):
             raise RequestError(f"chat_template={shown(chat_template)} is not text, as Jinja is")
         render = partial(self._inner.apply_chat_template, tokenize=False, chat_template=chat_template)
         template = chat_template or self.chat_template or ""
-        if template not in self._parts:
-            self._parts[template] = takes_parts(render)
+        if template not in self._takes:
+            takes = {"parts": takes_parts(render), "text_arguments": takes_text_arguments(render)}
+            self._takes[template] = takes
         if options.get("tools") and "tools" not in template:
             raise RequestError("tools: the chat template does not support tools; leave them out")
-        conversation = [for_template(message, parts=self._parts[template]) for message in messages]
+        conversation = [for_template(message, **self._takes[template]) for message in messages]
         options.setdefault("add_generation_prompt", True)
         try:
             return render(conversation, **options)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -40,7 +41,7 @@ from minivllm.serve.protocol import (
     check_grammar,
     known_id,
 )
-from minivllm.serve.reasoning import Thinking, parser_of, thinking_of, variables_of
+from minivllm.serve.reasoning import Thinking, Thoughts, parser_of, thinking_of, variables_of
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.serve.text_lengths import TextLengths
 from minivllm.serve.tool_calls import ToolUse, dialect_of
@@ -172,12 +173,15 @@ class Server:
         with body.in_its_words():
             text, tokens = await self._conversation(body, self.lengths)
         thinking = thinking_of(self.reasoning_parser, text, body.begun())
-        guide = params.structured_outputs
-        if guide is not None and guide.reasoning is None and thinking is not Thinking.NEVER:
-            params = params.clone(structured_outputs=replace(guide, reasoning=thinking.value))
+        guide, thoughts = params.structured_outputs, None
+        if thinking is not Thinking.NEVER:
+            decode = partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
+            thoughts = partial(Thoughts, thinking, decode, hidden=not body.include_reasoning)
+            if guide is not None and guide.reasoning is None:
+                params = params.clone(structured_outputs=replace(guide, reasoning=thinking.value))
         return await self._answer(
             ChatReply, body, [{"prompt_token_ids": tokens}], params, request, top_logprobs=body.top_logprobs or 0,
-            tools=tools, thinking=thinking, include_reasoning=body.include_reasoning,
+            tools=tools, thoughts=thoughts,
         )  # fmt: skip
 
     async def _answer(
@@ -263,7 +267,7 @@ class Server:
         if not body.messages:
             raise ClientError("messages: a conversation has at least one", param="messages")
         variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
-        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        if body.reasoning_effort is not None:
             template = self.tokenizer.chat_template
             variables = variables_of(body.reasoning_effort, template, self.reasoning_parser) | variables
         messages = [message.told() for message in body.messages]

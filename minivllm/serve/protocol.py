@@ -48,6 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "include_obfuscation": (False, True),  # padding against traffic analysis
     "length_penalty": (1.0,),
+    "logprobs": ([],),  # of a part of a message
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
@@ -306,8 +307,13 @@ class CompletionBody(GenerationBody):
 class TextPart(Body):
     part_of = "messages"
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]  # the others are the Responses API's
     text: Unicode
+
+    @field_validator("type")
+    @classmethod
+    def _by_one_name(cls, kind: str) -> str:
+        return "text"  # the only one that templates know
 
 
 class Message(Body):
@@ -330,7 +336,7 @@ class Message(Body):
         for part in parts if isinstance(parts, list) else ():
             if not isinstance(part, dict):
                 raise cls._wrong(f"a part of a content is an object, not {shown(part)}", "content")
-            if (kind := part.get("type")) != "text":
+            if (kind := part.get("type")) not in ("text", "input_text", "output_text"):
                 raise cls._wrong(f"content of type {shown(kind)} is not supported; only text is", "content")
         if isinstance(data, dict):
             data = {name: value for name, value in data.items() if name != "parsed"}  # openai's client adds it
@@ -401,6 +407,7 @@ class Conversation(Body):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -435,7 +442,6 @@ class ChatBody(GenerationBody, Conversation):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True  # vLLM's: whether reasoning is returned
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @property
     def choice(self) -> Literal["none", "auto", "required"] | tuple[str]:
@@ -541,7 +547,7 @@ class Tokenize(Conversation):
     def _text_or_messages(self) -> Self:
         if (self.prompt is None) == (not self.messages):
             raise ClientError("give prompt, a string, or messages, and not both", param="prompt")
-        of_messages = "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"
+        of_messages = [name for name in Conversation.model_fields if name != "messages"]
         idle = ("add_special_tokens",) if self.messages else of_messages
         for name in idle:
             if name in self.model_fields_set and not (name == "add_special_tokens" and not self.add_special_tokens):

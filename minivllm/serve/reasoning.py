@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.serve.errors import ClientError
 from minivllm.serve.held_back import tail_of
 
+if TYPE_CHECKING:
+    from minivllm.core.outputs import CompletionOutput, Logprob
+
 OPEN, CLOSE = "<think>", "</think>"
+Decode = Callable[[Sequence[int]], str]
+_STEP, _OVERLAP = 256, 32  # tokens; a tag may span two windows
 
 
 class Thinking(Enum):
@@ -60,6 +68,12 @@ class ReasoningReader:
         self._held = ""
         self._within: bool | None = False if thinking is Thinking.NEVER else None  # None: not known yet
         self._begins = False  # whether white space before what comes next is to be dropped
+        self.has_ended = False  # whether the answer has had reasoning, and it is over
+
+    @property
+    def within(self) -> bool | None:
+        """Whether what comes next is reasoning; None: not known yet."""
+        return self._within
 
     @property
     def is_done(self) -> bool:
@@ -89,7 +103,7 @@ class ReasoningReader:
             held = 0 if last else tail_of(text, CLOSE)
             self._held = text[len(text) - held :]
             return text[: len(text) - held], ""
-        self._within, self._begins, self._held = False, True, ""
+        self._within, self._begins, self._held, self.has_ended = False, True, "", True
         return text[:end].rstrip(), text[end + len(CLOSE) :]
 
     def _without_space(self, text: str) -> str:
@@ -97,3 +111,50 @@ class ReasoningReader:
             text = text.lstrip()
             self._begins = not text
         return text
+
+
+class Thoughts:
+    """The reasoning of one choice, taken out of its outputs. ``tokens``: how many it has had, those of its tags
+    included."""
+
+    def __init__(self, thinking: Thinking, decode: Decode, *, hidden: bool) -> None:
+        """``decode``: as the choice's text is. ``hidden``: whether it is dropped, with its log-probabilities."""
+        self.tokens = 0
+        self._reader, self._decode, self._hidden = ReasoningReader(thinking), decode, hidden
+        self._ids: list[int] = []  # until the answer begins
+        self._logprobs: list[dict[int, Logprob]] = []  # of these, if they may have to be hidden
+
+    def split(self, new: CompletionOutput) -> tuple[str, CompletionOutput]:
+        """The reasoning in ``new``, and ``new`` without it."""
+        reader = self._reader
+        if reader.is_done:
+            return "", new
+        was_answer = reader.within is False
+        reasoning, text = reader.read(new.text, last=new.finished())
+        new = replace(new, text=text)
+        if not was_answer:
+            new = self._count(new)
+        return "" if self._hidden else reasoning, new
+
+    def _count(self, new: CompletionOutput) -> CompletionOutput:
+        self._ids += new.token_ids
+        if self._reader.has_ended:  # text comes later than its tokens: some of these may be the answer's
+            self.tokens = tokens_until(CLOSE, self._ids, self._decode)
+        else:
+            self.tokens = len(self._ids) if self._reader.within else 0
+        if not self._hidden or new.logprobs is None:
+            return new
+        self._logprobs += new.logprobs
+        if self._reader.within is not False:
+            return replace(new, token_ids=[], logprobs=[])
+        answers, self._logprobs = self._logprobs[self.tokens :], []
+        return replace(new, token_ids=self._ids[self.tokens :], logprobs=answers)
+
+
+def tokens_until(tag: str, ids: Sequence[int], decode: Decode) -> int:
+    """The number of ``ids`` up to the one that completes the first ``tag`` in their text; all if there is none."""
+    for begin in range(0, len(ids), _STEP):
+        start, end = max(begin - _OVERLAP, 0), min(begin + _STEP, len(ids))
+        if tag in decode(ids[start:end]):
+            return bisect_left(range(end), True, lo=begin, key=lambda n: tag in decode(ids[start:n]))
+    return len(ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.serve.echo import Echo, emptied, own_and_best
-from minivllm.serve.reasoning import ReasoningReader, Thinking
+from minivllm.serve.reasoning import Thoughts
 from minivllm.serve.responses import (
     Answer,
     CachedTokens,
@@ -24,6 +24,7 @@ from minivllm.serve.responses import (
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
+    ReasoningTokens,
     Text,
     TokenLogprob,
     Usage,
@@ -143,6 +144,14 @@ class Reply(ABC):
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """The choices with something new to send, and what."""
+        for index, new in self._counted(output):
+            if (
+                new.text or new.logprobs or new.finished()
+            ):  # else text waits: half a character, or perhaps a stop string
+                yield index, new
+
+    def _counted(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
+        """The choices that have not ended, and what is new, its tokens counted."""
         first = self._place[output.request_id] * self.n
         for new in output.outputs:
             index = first + new.index
@@ -151,8 +160,6 @@ class Reply(ABC):
             self._completion_tokens[index] += len(new.token_ids)
             if new.finished():
                 self._ended.add(index)
-            elif not new.text and not new.logprobs:
-                continue  # text that waits: half a character, or what may become a stop string
             yield index, new
 
     def _choice(self, index: int, new: CompletionOutput, *, whole: bool) -> Choice:
@@ -228,12 +235,13 @@ class ChatReply(Reply):
     whole_name, chunk_name = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, *args: Any, top_logprobs: int = 0, tools: ToolUse | None = None, thinking: Thinking = Thinking.NEVER,
-        include_reasoning: bool = True, **more: Any,
+        self, *args: Any, top_logprobs: int = 0, tools: ToolUse | None = None,
+        thoughts: Callable[[], Thoughts] | None = None, **more: Any,
     ) -> None:  # fmt: skip
+        """``thoughts``: makes a choice's; None: there is no reasoning."""
         super().__init__(*args, **more)
-        self._top, self._tools, self._thinking, self._tells_reasoning = top_logprobs, tools, thinking, include_reasoning
-        self._thoughts: dict[int, ReasoningReader] = {}  # by choice
+        self._top, self._tools, self._new_thoughts = top_logprobs, tools, thoughts
+        self._thoughts: dict[int, Thoughts] = {}  # by choice
         self._reasoning: dict[int, str] = {}  # that is not told yet
         self._readers: dict[int, CallReader] = {}  # by choice
         self._calls: dict[int, list[Call]] = {}  # that are not told yet
@@ -246,9 +254,13 @@ class ChatReply(Reply):
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """The text without reasoning and, with tools, without calls, which go to ``_content``."""
-        for index, new in super()._news(output):
-            if self._thinking is not Thinking.NEVER:
-                new = self._without_reasoning(index, new)
+        for index, new in self._counted(output):
+            if self._new_thoughts is not None:
+                if index not in self._thoughts:
+                    self._thoughts[index] = self._new_thoughts()
+                reasoning, new = self._thoughts[index].split(new)
+                if reasoning:
+                    self._reasoning[index] = reasoning
             if self._tools is None:
                 if index in self._reasoning or new.text or new.finished() or new.logprobs:
                     yield index, new
@@ -263,15 +275,12 @@ class ChatReply(Reply):
             if calls or text or index in self._reasoning or new.finished() or new.logprobs:
                 yield index, replace(new, text=text)
 
-    def _without_reasoning(self, index: int, new: CompletionOutput) -> CompletionOutput:
-        if index not in self._thoughts:
-            self._thoughts[index] = ReasoningReader(self._thinking)
-        if self._thoughts[index].is_done:
-            return new
-        reasoning, text = self._thoughts[index].read(new.text, last=new.finished())
-        if reasoning and self._tells_reasoning:
-            self._reasoning[index] = reasoning
-        return replace(new, text=text)
+    def usage(self) -> Usage:
+        return _with_reasoning(super().usage(), self._thoughts.values())
+
+    def _usage_of(self, index: int) -> Usage:
+        mine = [self._thoughts[index]] if index in self._thoughts else []
+        return _with_reasoning(super()._usage_of(index), mine)
 
     def _text_alone(self, index: int, new: CompletionOutput) -> tuple[str, str] | None:
         if index in self._calls or (alone := super()._text_alone(index, new)) is None:
@@ -326,6 +335,11 @@ def _usage(prompt: int, completion: int, cached: int) -> Usage:
         total_tokens=prompt + completion,
         prompt_tokens_details=CachedTokens(cached_tokens=cached),
     )
+
+
+def _with_reasoning(usage: Usage, thoughts: Iterable[Thoughts]) -> Usage:
+    usage.completion_tokens_details = ReasoningTokens(reasoning_tokens=sum(one.tokens for one in thoughts))
+    return usage
 
 
 def _prompt_logprobs(output: RequestOutput, most: int) -> PromptLogprobs:

@@ -10,11 +10,16 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None  # of chats
 
 
 class CompletionLogprobs(BaseModel):

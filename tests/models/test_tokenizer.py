@@ -252,6 +252,30 @@ def test_chat_template(byte_level: CheckpointTokenizer) -> None:
     assert byte_level.decode(ids, skip_special_tokens=False) == f"{USER}hi{END}{ASSISTANT}a time{END}"
 
 
+@pytest.mark.parametrize(
+    ("write", "cut", "other"),
+    [
+        ("{{ call.function.arguments | tojson }}", '"{\\"city\\": \\"Par"', '"[1]"'),
+        ("{% set a = call.function.arguments %}{{ a if a is string else a | tojson }}", '{"city": "Par', "[1]"),
+        ("{% for k, v in call.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "", ""),  # only a mapping
+        ("{% for k in call.function.arguments %}{{ k }}={{ call.function.arguments[k] }}{% endfor %}", "", ""),
+    ],
+)
+def test_arguments_that_are_no_object_are_what_the_template_takes(
+    byte_level: CheckpointTokenizer, write: str, cut: str, other: str
+) -> None:
+    template = f"{{% for call in messages[-1].tool_calls or [] %}}{write}{{% endfor %}}"
+
+    def rendered(arguments: str) -> str:
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return byte_level.render_chat(messages, chat_template=template, add_generation_prompt=False)
+
+    assert (rendered('{"city": "Par'), rendered("[1]")) == (cut, other)
+    assert rendered("") == rendered("null") == rendered("{}") and "Paris" in rendered('{"city": "Paris"}')
+    assert ("[[" in rendered("[" * 10**5)) == bool(cut)  # too deep for a parser
+
+
 def test_a_checkpoint_without_chat_template_says_so(metaspace: CheckpointTokenizer) -> None:
     with pytest.raises(RequestError, match="has no chat template; use generate"):
         metaspace.apply_chat_template([{"role": "user", "content": "hi"}])

@@ -19,7 +19,7 @@ from minivllm.core.outputs import CompletionOutput
 from minivllm.serve import engine_client, engine_loop
 from minivllm.serve.app import EventStream
 from minivllm.serve.http_process import RemoteEngine
-from minivllm.serve.protocol import MAX_TEXT
+from minivllm.serve.protocol import MAX_TEXT, ChatBody
 from minivllm.serve.replies import ChatReply, CompletionReply, Reply
 from minivllm.version import __version__
 
@@ -284,6 +284,20 @@ def test_text_parts_are_joined(server: Running) -> None:
     parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]
     as_parts = server.post("/tokenize", messages=[{"role": "user", "content": parts}]).json()
     assert as_parts == server.post("/tokenize", messages=[{"role": "user", "content": "hello\nthere"}]).json()
+
+
+def test_parts_of_the_responses_api_are_text(server: Running) -> None:
+    said = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": []}
+    messages = [*HELLO, {"role": "assistant", "content": [said]}]
+    messages += [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+    assert [part.type for message in ChatBody(messages=messages).messages[1:] for part in message.content] == [
+        "text", "text"
+    ]  # fmt: skip
+    plain = [*HELLO, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "hello"}]
+    ask = {"max_tokens": 3, "temperature": 0}
+    answers = [server.post(CHAT, messages=each, **ask).json() for each in (messages, plain)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
 
 
 def test_a_request_has_the_name_that_it_brings(server: Running) -> None:

@@ -123,6 +123,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": [5] * 1024}, "1024 tokens, and max_model_len=1024 leaves no room", "prompt"),
     (COMPLETIONS, {"max_tokens": 5000}, "with a 1-token prompt exceeds max_model_len=1024", "max_tokens"),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "belongs to messages", "add_generation_prompt"),
+    ("/tokenize", {"prompt": "a", "reasoning_effort": "low"}, "belongs to messages", "reasoning_effort"),
     ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "belongs to a text", "add_special_tokens"),
     ("/tokenize", {}, "give prompt, a string, or messages", "prompt"),
     ("/detokenize", {"tokens": [1, 900]}, "900 is outside the vocabulary", "tokens"),

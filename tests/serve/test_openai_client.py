@@ -33,7 +33,7 @@ def test_a_chat_streamed_and_whole(client: openai.OpenAI) -> None:
     pieces = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == said.choices[0].message.content
-    assert pieces[-1].usage == said.usage
+    assert pieces[-1].usage == said.usage and said.usage.completion_tokens_details.reasoning_tokens == 0
     content = said.choices[0].logprobs.content
     assert len(content) == said.usage.completion_tokens and len(content[0].top_logprobs) == 2
 

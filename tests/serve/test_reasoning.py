@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,12 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from running import OVERRIDES, SETTINGS, serving, told
+from streams import streamed
 
 from minivllm import LLM
-from minivllm.core.outputs import CompletionOutput, RequestOutput
+from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
+from minivllm.models.tokenizer import ByteTokenizer
 from minivllm.serve.errors import ClientError
 from minivllm.serve.protocol import ChatBody
-from minivllm.serve.reasoning import ReasoningReader, Thinking, parser_of, thinking_of, variables_of
+from minivllm.serve.reasoning import (
+    CLOSE,
+    OPEN,
+    ReasoningReader,
+    Thinking,
+    Thoughts,
+    parser_of,
+    thinking_of,
+    tokens_until,
+    variables_of,
+)
 from minivllm.serve.replies import ChatReply
 from minivllm.serve.tool_calls import DIALECTS, ToolUse
 
@@ -55,6 +68,47 @@ def test_what_is_found_does_not_depend_on_where_it_was_cut(
     assert found == [reasoning, answer]
 
 
+BYTES = ByteTokenizer(256)
+
+
+@given(
+    case=st.sampled_from(CASES), cuts=st.lists(st.integers(0, 50), max_size=10), late=st.integers(0, 12),
+    hidden=st.booleans(),
+)  # fmt: skip
+def test_tokens_of_reasoning_are_counted_and_may_be_hidden(
+    case: tuple[Thinking, str, str, str], cuts: list[int], late: int, hidden: bool
+) -> None:
+    """Also where text comes later than its tokens, as where it may become a stop string."""
+    thinking, written, reasoning, answer = case
+    ids = BYTES.encode(written)
+    thinks = thinking is Thinking.ALWAYS or (thinking is Thinking.MAYBE and written.lstrip().startswith(OPEN))
+    expected = len(written.partition(CLOSE)[0] + CLOSE) if CLOSE in written else len(written)
+    expected *= thinks
+    thoughts, told_logprobs, texts = Thoughts(thinking, BYTES.decode, hidden=hidden), [], ["", ""]
+    places = [0, *sorted(min(cut, len(written)) for cut in cuts), len(written)]
+    for begin, end in pairwise([*places, len(written)]):
+        last = begin == end == len(written)
+        text = written[max(begin - late, 0) : end if last else max(end - late, 0)]
+        logprobs = [{token: Logprob(0.0)} for token in ids[begin:end]]
+        new = CompletionOutput(0, text, ids[begin:end], logprobs=logprobs, finish_reason="stop" if last else None)
+        thought, new = thoughts.split(new)
+        texts = [texts[0] + thought, texts[1] + new.text]
+        assert [next(iter(values)) for values in new.logprobs or ()] == new.token_ids
+        told_logprobs += new.token_ids
+        if last:
+            break
+    assert thoughts.tokens == expected
+    assert told_logprobs == (ids[expected:] if hidden else ids)
+    assert texts == ["" if hidden else reasoning, answer]
+
+
+@pytest.mark.parametrize("before", [0, 1, 250, 255, 256, 257, 700])
+def test_the_token_that_ends_reasoning_is_found_anywhere(before: int) -> None:
+    ids = BYTES.encode("a" * before + "é</think></think>" + "b" * 600)
+    assert tokens_until(CLOSE, ids, BYTES.decode) == before + len("é".encode()) + len(CLOSE)
+    assert tokens_until("c", ids, BYTES.decode) == len(ids)
+
+
 def test_how_a_prompt_ends_says_whether_there_is_reasoning() -> None:
     qwen = "{%- if '</think>' in content %}"
     assert parser_of("auto", qwen) == parser_of("qwen3", None) == "qwen3" and parser_of("deepseek_r1", qwen) != "qwen3"
@@ -84,6 +138,24 @@ def test_effort_is_what_the_template_takes() -> None:
             variables_of(effort, "{{ messages }}", parser)
 
 
+def test_tokenize_counts_a_chats_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ 'a' * (n or 0) }}{{ reasoning_effort }}"
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm:
+        monkeypatch.setattr(llm.engine.tokenizer.hf_tokenizer, "chat_template", template)
+        with serving(llm, "demo", reasoning_parser="qwen3") as server:
+            for more, end in (
+                ({"reasoning_effort": "none"}, "False none"),
+                ({"reasoning_effort": "high", "chat_template_kwargs": {"n": 9}}, "True aaaaaaaaahigh"),
+                ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": 0, "n": 1}}, "0 alow"),
+            ):
+                said = server.post("/tokenize", messages=ASK["messages"], **more).json()
+                text = server.post("/detokenize", tokens=said["tokens"]).json()["prompt"]
+                assert text == f"What is the capital of France? {end}"
+                assert server.post(CHAT, **ASK, **more).json()["usage"]["prompt_tokens"] == said["count"]
+            refused = server.post("/tokenize", messages=ASK["messages"], reasoning_effort="huge")
+            told(refused, 400, "reasoning_effort: Input should be", "reasoning_effort")
+
+
 def test_a_message_sent_back_has_its_reasoning_by_both_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "a", name: "b"}]})
@@ -94,20 +166,25 @@ def test_a_message_sent_back_has_its_reasoning_by_both_names() -> None:
     assert ChatBody.model_validate(begun).begun() == "a" and body.begun() == ""
 
 
-def reply(written: str, *, pieces: int = 0, reason: str = "stop", tools: bool = False, **more: Any) -> dict[str, Any]:
+def reply(
+    written: str, *, pieces: int = 0, reason: str = "stop", tools: bool = False, include_reasoning: bool = True
+) -> dict[str, Any]:
     """An answer's message, whole, or put together from so many pieces."""
     body = ChatBody.model_validate(ASK | {"tools": [WEATHER], "stream": bool(pieces)})
     use = ToolUse(body, DIALECTS["hermes"]) if tools else None
-    made = ChatReply("id", "m", ["r"], 1, False, tools=use, thinking=Thinking.MAYBE, **more)
+    thoughts = partial(Thoughts, Thinking.MAYBE, BYTES.decode, hidden=not include_reasoning)
+    made = ChatReply("id", "m", ["r"], 1, False, tools=use, thoughts=thoughts)
     if not pieces:
-        output = RequestOutput("r", None, [1], [CompletionOutput(0, written, [5], finish_reason=reason)], True)
+        whole = CompletionOutput(0, written, BYTES.encode(written), finish_reason=reason)
+        output = RequestOutput("r", None, [1], [whole], True)
         choice = json.loads(made.whole([output]).json_bytes())["choices"][0]
         return choice["message"] | {"finish_reason": choice["finish_reason"]}
     found: dict[str, Any] = {"role": "assistant", "content": None}
     size = -(-len(written) // pieces)
     for begin in range(0, len(written), size):
         last = begin + size >= len(written)
-        new = CompletionOutput(0, written[begin : begin + size], [5], finish_reason=reason if last else None)
+        text = written[begin : begin + size]
+        new = CompletionOutput(0, text, BYTES.encode(text), finish_reason=reason if last else None)
         for chunk in made.chunks(RequestOutput("r", None, [1], [new], last)):
             choice = json.loads(chunk)["choices"][0]
             for name in ("reasoning", "content"):
@@ -154,6 +231,43 @@ def test_a_server_whose_model_thinks() -> None:
             assert "reasoning" not in said and isinstance(said["content"], str)
             history = [*ASK["messages"], {"role": "assistant", "content": "Paris", "reasoning": "Hm"}, *ASK["messages"]]
             assert thinking.post(CHAT, **ASK | {"messages": history}).status_code == 200
+
+
+def test_tokens_of_reasoning_as_clients_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a model that is held to writing some."""
+    ask = ASK | {"temperature": 9.0, "n": 16, "seed": 1, "logprobs": True}
+    ask |= {"logit_bias": {"30": 18}, "stop": "</think>\n\nNo"}  # for a "<"; the tag's text waits longer than the tag
+    with LLM("demo", **SETTINGS, overrides=OVERRIDES) as llm, serving(llm, "demo", reasoning_parser="qwen3") as server:
+        add, held = llm.engine.add_request, {"regex": "(<think>[a-z]{3,20}</think>\n\n)?(Paris|Rome), [0-9]{2}"}
+
+        def add_held(request_id: str, prompt: Any, params: Any, **more: Any) -> None:
+            add(request_id, prompt, params.clone(structured_outputs=held), **more)
+
+        monkeypatch.setattr(llm.engine, "add_request", add_held)
+        shown = server.post(CHAT, **ask).json()
+        ask |= {"include_reasoning": False}
+        hidden = server.post(CHAT, **ask).json()
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = streamed(server.client, CHAT, ask | {"stream_options": options})
+    count = 0
+    for one, other in zip(shown["choices"], hidden["choices"], strict=True):
+        mine = [chunk for chunk in chunks if chunk["choices"][0]["index"] == one["index"]]
+        pieces = [token for chunk in mine for token in tokens_of(chunk["choices"][0])]
+        assert tokens_of(one)[-len(pieces) :] == tokens_of(other) == pieces
+        thought = "".join(tokens_of(one)[: -len(pieces)])
+        assert thought == (f"<think>{one['message']['reasoning']}</think>" if "reasoning" in one["message"] else "")
+        assert mine[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(tokens_of(one)) - len(pieces)
+        assert one["message"]["content"] == other["message"]["content"]
+        assert "".join(pieces).lstrip().partition("<|")[0] == one["message"]["content"]
+        count += len(tokens_of(one)) - len(pieces)
+    assert 0 < sum("reasoning" in choice["message"] for choice in shown["choices"]) < 16
+    assert not any("reasoning" in choice["message"] for choice in hidden["choices"])
+    usages = shown["usage"], hidden["usage"], last["usage"]
+    assert all(usage["completion_tokens_details"] == {"reasoning_tokens": count} for usage in usages)
+
+
+def tokens_of(choice: dict[str, Any]) -> list[str]:
+    return [one["token"] for one in (choice["logprobs"] or {"content": []})["content"]]
 
 
 NONE_FITS = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}, "required": ["a"]}
