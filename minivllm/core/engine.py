@@ -285,9 +285,15 @@ class LLMEngine:
         for slot in batch.admitted_slots.tolist():  # before commit: a request may end with its first token
             self._watch(slot)
         committed = self.scheduler.commit(batch, result.token_ids)
+        sequences = self.scheduler.sequences
+        if (
+            not self._under_way and not self._guided and self._depth > 1
+        ):  # the device waits, for tokens of drafts mostly
+            sequences = [*sequences]  # the next step may start others in their slots
+            self._launch()
         if batch.scored is not None:
             self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        self._untold += self._take_in(committed, result.logprobs)
+        self._untold += self._take_in(committed, result.logprobs, sequences)
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -360,13 +366,16 @@ class LLMEngine:
             if request.scored:
                 self._unscored.discard(request)
 
-    def _take_in(self, committed: Committed, logprobs: Logprobs | None) -> list[RequestOutput]:
+    def _take_in(
+        self, committed: Committed, logprobs: Logprobs | None, sequences: list[Sequence | None]
+    ) -> list[RequestOutput]:
+        """``sequences``: by slot, when the step was committed."""
         self.stats.output_tokens += len(committed.slots)
         self.stats.drafts += len(committed.drafts)
         for drafted, accepted in committed.drafts:
             self.stats.draft_tokens += drafted
             self.stats.accepted_tokens += accepted
-        ended = self._read_tokens(committed, logprobs) if np.count_nonzero(self._watched) else {}
+        ended = self._read_tokens(committed, logprobs, sequences) if np.count_nonzero(self._watched) else {}
         for seq, reason in committed.finished:
             request, completion = self._by_sequence.pop(seq.request_id)
             if not request.needs_tokens:  # its tokens were not read at each step
@@ -405,7 +414,9 @@ class LLMEngine:
         batch = self._under_way[0].batch
         return batch.num_tokens == len(batch.slots)
 
-    def _read_tokens(self, committed: Committed, logprobs: Logprobs | None) -> dict[str, Request]:
+    def _read_tokens(
+        self, committed: Committed, logprobs: Logprobs | None, sequences: list[Sequence | None]
+    ) -> dict[str, Request]:
         """Give each watched slot's new token to its completion, and end completions whose stop string is complete;
         returns the requests of these."""
         stopped: dict[str, Request] = {}
@@ -421,7 +432,7 @@ class LLMEngine:
             if slot in over:
                 self.stats.output_tokens -= 1
                 continue
-            seq = ended.get(slot) or self.scheduler.sequences[slot]
+            seq = ended.get(slot) or sequences[slot]
             if seq is None:
                 raise MinivllmError(
                     f"scheduler={self.config.scheduler.name} committed a token in slot {slot}, where no sequence is: "

@@ -240,7 +240,8 @@ class SlotScheduler(Scheduler):
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): partly computed prompts first, then new ones from the queue."""
         chunks: list[tuple[int, int]] = []
-        budget = min(budget, self.options.max_num_batched_tokens - self._taken)
+        if self._drafting:
+            budget = min(budget, self.options.max_num_batched_tokens - self._taken)
         partial = long = 0  # prompts that this step leaves unfinished, and how many of them exceed the threshold
         for slot in self._partial:
             left = int(self.known_len[slot] - self.computed[slot])

@@ -105,6 +105,18 @@ def test_who_is_busy_gets_fewer_and_longer_outputs(engine: Engine) -> None:
     assert counts[1] < 0.9 * counts[0]
 
 
+def test_the_next_draft_is_under_way_while_text_is_read(engine: Engine) -> None:
+    llm = engine(**SMALL | DRAFTS)
+    params = SamplingParams(allowed_token_ids=[70, 71], seed=4, max_tokens=60, ignore_eos=True)
+    llm.engine.add_request("one", [7, 8] * 4, params)
+    idle = []
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+        idle.append(llm.engine.num_steps_under_way == 0)
+    assert llm.engine.stats.drafts > 5
+    assert idle.count(True) == 1 and idle[-1]
+
+
 def test_pictures_show_no_draft_as_a_prompt(engine: Engine) -> None:
     llm = engine(**SMALL | DRAFTS | {"cache.num_blocks": 200, "cache.enable_prefix_caching": "false"})
     recorder = llm.engine.observer = StepRecorder(llm.engine)
