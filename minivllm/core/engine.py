@@ -286,9 +286,7 @@ class LLMEngine:
             self._watch(slot)
         committed = self.scheduler.commit(batch, result.token_ids)
         sequences = self.scheduler.sequences
-        if (
-            not self._under_way and not self._guided and self._depth > 1
-        ):  # the device waits, for tokens of drafts mostly
+        if not self._under_way and not self._guided and self._depth > 1:  # the device would wait: for drafts, mostly
             sequences = [*sequences]  # the next step may start others in their slots
             self._launch()
         if batch.scored is not None:

@@ -39,16 +39,13 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 
 def run(folder: Path, tp: int, executor: str = "auto") -> Answers:
     overrides = [f"executor={executor}", "scheduler.max_num_batched_tokens=48", "cache.block_size=4"]
+    slots = 8
     if tp == 2:  # drafts change nothing either
-        overrides += [
-            "scheduler.num_speculative_tokens=3",
-            "scheduler.prompt_lookup_min=1",
-            "scheduler.max_num_seqs=20",
-        ]
+        overrides += ["scheduler.num_speculative_tokens=3", "scheduler.prompt_lookup_min=1"]
+        slots = 20
     with LLM(
-        str(folder), device="cpu", tp=tp, overrides=["scheduler.max_num_seqs=8", *overrides],
-        num_gpu_blocks_override=BLOCKS,
-    ) as llm:  # fmt: skip
+        str(folder), device="cpu", tp=tp, overrides=overrides, num_gpu_blocks_override=BLOCKS, max_num_seqs=slots
+    ) as llm:
         engine, answers, steps = llm.engine, {}, 0
         for i, (prompt, params) in enumerate(requests()):
             engine.add_request(str(i), prompt, params)
