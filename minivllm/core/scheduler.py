@@ -529,14 +529,10 @@ class SlotScheduler(Scheduler):
         if batch.step not in self._quiet:
             self._share_whole_blocks(slots, at)
             too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
-        said_stop = (tokens[:, None] == self.stop_ids[slots]).nonzero()[0]
-        if self._more_stop_ids:
-            more, pairs = self._more_stop_ids, zip(slots.tolist(), tokens.tolist(), strict=True)
-            found = [row for row, (slot, token) in enumerate(pairs) if token in more.get(slot, ())]
-            said_stop = np.append(said_stop, np.array(found, dtype=np.int64))
+        said_stop = self._stops(slots, tokens, at)
         finished: list[tuple[Sequence, FinishReason]] = []
         if len(said_stop) or len(too_long):
-            finished = self._end(slots, said_stop[at[said_stop] >= self.min_len[slots[said_stop]]], too_long)
+            finished = self._end(slots, said_stop, too_long)
         if self.speculation.most:
             self.speculation.look(slots, len(self.running), self.tokens, self.committed, self.computed)
         return Committed(rows, slots, tokens, finished, drafts)
@@ -552,19 +548,23 @@ class SlotScheduler(Scheduler):
             slot = int(batch.slots[first])
             if self.generation[slot] != batch.generations[first]:
                 continue
-            length = int(self.committed[slot])
-            for place, token in enumerate(token_ids[first : first + accepted].tolist(), length):
-                if place >= self.min_len[slot] and self._stops(slot, token):
-                    accepted = place - length
-                    break
+            length, rows = int(self.committed[slot]), slice(first, first + accepted)
+            stops = self._stops(batch.slots[rows], token_ids[rows], length + self._rows[:accepted])
+            accepted = int(stops.min(initial=accepted))
             behind[first : first + count + 1] = [*range(accepted + 1), *[-1] * (count - accepted)]
             self.computed[slot] = length + accepted
             self.speculation.settled(slot, accepted, length + accepted + 1, len(self.running))
             drafts.append((count, accepted))
         return behind, drafts
 
-    def _stops(self, slot: int, token: int) -> bool:
-        return token in self.stop_ids[slot] or token in self._more_stop_ids.get(slot, ())
+    def _stops(self, slots: np.ndarray, tokens: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """Which of these rows' tokens end their sequences. ``at``: their places there; all (n,)."""
+        found = (tokens[:, None] == self.stop_ids[slots]).nonzero()[0]
+        if self._more_stop_ids:
+            more, pairs = self._more_stop_ids, zip(slots.tolist(), tokens.tolist(), strict=True)
+            others = [row for row, (slot, token) in enumerate(pairs) if token in more.get(slot, ())]
+            found = np.append(found, np.array(others, dtype=np.int64))
+        return found[at[found] >= self.min_len[slots[found]]] if len(found) else found
 
     def _all_there(self, batch: Batch) -> bool:
         return self.generation[batch.slots].tobytes() == batch.generations.tobytes()

@@ -34,6 +34,16 @@ def drafts_of(world: World) -> list[tuple[int, int]]:
     return [(place, count) for place, count in found if count]
 
 
+def one_drafts_beside_three() -> World:
+    """A world in which all have ended."""
+    world = worlds()
+    for i in range(3):
+        world.add(Ask((4 + i, i, 5), max_tokens=30))
+    world.add(Ask((1, 2, 1, 2), max_tokens=30, repeats=2))
+    world.drain()
+    return world
+
+
 # --------------------------------------------------------------------------- looking up
 
 
@@ -67,11 +77,7 @@ def test_what_repeats_takes_fewer_steps(name: str, depth: int) -> None:
 
 
 def test_a_sequence_with_a_draft_and_others_share_steps() -> None:
-    world = worlds()
-    for i in range(3):
-        world.add(Ask((4 + i, i, 5), max_tokens=30))
-    world.add(Ask((1, 2, 1, 2), max_tokens=30, repeats=2))
-    world.drain()
+    world = one_drafts_beside_three()
     assert any(count == 4 for _, count in drafts_of(world))
     assert any(b.num_decodes and len(b.slots) > b.num_decodes + 1 for b in world.batches[2:]), "none decoded beside it"
 
@@ -164,11 +170,7 @@ def test_many_sequences_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_see_one_row_and_the_end_of_a_step_one_for_each_token() -> None:
-    world = worlds()
-    for i in range(3):
-        world.add(Ask((4 + i, i, 5), max_tokens=30))
-    world.add(Ask((1, 2, 1, 2), max_tokens=30, repeats=2))
-    world.drain()
+    world = one_drafts_beside_three()
     drafted = 0
     for batch in world.batches:
         rows, n = batch.joined(), len(batch.slots)
