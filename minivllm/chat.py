@@ -30,8 +30,8 @@ def run(composed: Composed) -> int:
     with LLM.from_config(composed.engine) as llm:
         about, terminal = llm.engine.describe(), sys.stdin.isatty()
         if terminal:
-            packed = ", packed weights" if about.get("packed_weights") else ""
-            print(f"{about['model']} on {about['device']}, attention {about['attention']}{packed}. {_HELP}")
+            how = f"attention {about['attention']}, {about.get('weights', 'weights')}"
+            print(f"{about['model']} on {about['device']}, {how}. {_HELP}")
         start: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
         messages = list(start)
         for turn, line in enumerate(_lines(terminal)):

@@ -154,7 +154,7 @@ class Sweep:
         found = [figures(row.record) if row.record else {} for row in self.rows]
         names = list(dict.fromkeys([f.key for f in FIGURES] + [key for of_row in found for key in of_row]))
         settings = list(self.rows[0].settings)
-        engine = ("device", "attention", "dtype", "cuda_graphs", "packed_weights")
+        engine = ("device", "attention", "dtype", "cuda_graphs", "weights")
         about = (*engine, "cpu", "minivllm", "commit", "torch", "triton", "date")
         writer = csv.writer(file)
         columns = [f"{name}{end}" for name in names for end in ("", "_min", "_max")]

@@ -82,7 +82,8 @@ class EngineConfig:
     ``device`` is auto, cuda or cpu; ``dtype`` is auto, float32, bfloat16 or float16; ``load_format`` is auto or dummy;
     ``max_model_len=None`` means the model's own limit; ``enforce_eager=None`` captures CUDA graphs if the attention
     backend allows it, False refuses a backend that does not. ``max_cudagraph_capture_size`` limits the sequences of a
-    captured decode step; None: no limit. ``packed_weights`` is auto, true (an error if impossible) or false.
+    captured decode step; None: no limit. ``packed_weights`` is auto, true (an error if impossible) or false;
+    ``quantization`` is none or fp8.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -100,3 +101,4 @@ class EngineConfig:
     load_format: str = "auto"
     max_cudagraph_capture_size: int | None = None
     packed_weights: str = "auto"
+    quantization: str = "none"

@@ -39,6 +39,11 @@ class PackedWeights(Enum):
     false = "false"
 
 
+class Quantization(Enum):
+    none = "none"
+    fp8 = "fp8"
+
+
 class ReasoningParser(Enum):
     auto = "auto"
     none = "none"
@@ -172,6 +177,12 @@ class EngineSchema:
         "decode steps of few sequences, which are bound by reading weights. Hopper GPUs, bfloat16. auto: where it "
         "works and leaves three quarters of the memory for the cache; true: always, or refuse to start",
         text=True,
+    )
+    quantization: Quantization = key(
+        Quantization.none,
+        "fp8: keep the weights of linear layers in float8 (e4m3), with a scale per output feature, and multiply inputs "
+        "in float8, with a scale per token: half the memory, and large batches and prompts are faster, but answers "
+        "differ slightly. GPUs since H100 and L40, bfloat16; on a CPU slow. none: in dtype, whatever the checkpoint's",
     )
     mode: str = key("generate", "what to do")
 

@@ -30,7 +30,7 @@ VLLM_NAMES: dict[str, str] = {
 }
 NEGATED = {"disable_cascade_attn": "attention.cascade"}  # the opposite of a key here
 
-SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format")
+SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format", "quantization")
 
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
@@ -106,7 +106,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         ("builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"),
         "it is xxhash, 128 bits of it",
     ),
-    "quantization": ((), "not supported yet"),
     "rope_scaling": ((), "it is in the checkpoint's config.json"),
     "rope_theta": ((), "it is in the checkpoint's config.json"),
     "runner": (("auto", "generate"), "models generate"),

@@ -166,11 +166,13 @@ class Worker:
         dummy = config.load_format == "dummy"
         if self.tp.exchange is not None:
             compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights load
-        compile_for_packing(config, model_config, getattr(torch, self.dtype), device)
+        if config.quantization == "none":
+            compile_for_packing(config, model_config, getattr(torch, self.dtype), device)
         with self.registry.building("model", model_name):
             model = build_model(
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),
                 config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
+                config.quantization,
             )  # fmt: skip
             self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec))
         look_at_model(
@@ -255,6 +257,9 @@ class Worker:
             runner.prompt_graphs = prompts
         runner.mixed_graphs = mixed
 
+    def _kept_in(self) -> str:
+        return self.dtype if self.config.quantization == "none" else self.config.quantization
+
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"
         graphs = self.runner is not None and self.runner.graphs is not None
@@ -265,6 +270,7 @@ class Worker:
             "attention_why": self.choice.why,
             "cuda_graphs": graphs,
             "packed_weights": self.packed_weights,
+            "weights": f"{self._kept_in()} weights{', packed' if self.packed_weights else ''}",
         }
 
     def shutdown(self) -> None:

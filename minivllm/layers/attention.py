@@ -272,8 +272,9 @@ def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backen
     with and without row scales, and with and without keeping k and v, if the backend reads them."""
     if attention._path_for(backend) == attention._separate:
         return
-    weight, positions = projection.weight, torch.zeros(1, dtype=torch.int64, device=projection.weight.device)
-    qkv, x = (weight.new_zeros((1, n)) for n in weight.shape)
+    weight, cache = projection.weight, backend.kv_cache
+    positions = torch.zeros(1, dtype=torch.int64, device=cache.device)
+    qkv, x = (cache.new_zeros((1, n)) for n in weight.shape)
     for scale in (None, RowScale(x, 0.0, projection.bias)) if projection.folded else (None,):
         for keep in {False, backend.fresh_prompts}:
             qk_norm_rope_store(qkv, *attention._heads(positions, backend), scale, keep)

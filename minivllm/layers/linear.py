@@ -18,6 +18,7 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.capture import captured
+from minivllm.kernels.fp8_linear import fp8_linear, quantize
 from minivllm.kernels.packed_weights import PackedWeight
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
@@ -38,7 +39,14 @@ class LinearBase(nn.Module):
     bias: nn.Parameter | None
     packed_weight: PackedWeight | None = None
 
+    @property
+    def weight_scale(self) -> torch.Tensor | None:
+        """(out,) float32 for a weight in float8_e4m3fn (``layers/fp8.py``), else None."""
+        return getattr(self.weight, "scale", None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight_scale is not None:
+            return fp8_linear(quantize(x), self.weight, self.weight_scale, self.bias)
         return linear(x, self.weight, self.bias)
 
 
@@ -96,6 +104,8 @@ class _StackedLinear(LinearBase):
 
     def after_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """``self(norm(x))``."""
+        if self.weight_scale is not None and is_plain(self, LinearBase) and is_plain(norm, RMSNorm):
+            return fp8_linear(quantize(x, norm.weight, norm.eps), self.weight, self.weight_scale, self.bias)
         if not goes_with(self, norm):
             return self(norm(x))
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias)
@@ -108,8 +118,9 @@ class _StackedLinear(LinearBase):
 
 
 def goes_with(product: LinearBase, norm: RMSNorm) -> bool:
-    """Whether one kernel may replace norm and matmul: neither overrides ``forward`` or has a hook."""
-    return is_plain(product, LinearBase) and is_plain(norm, RMSNorm)
+    """Whether one kernel may replace norm and matmul: neither overrides ``forward`` or has a hook, and the weight is as
+    in the checkpoint."""
+    return product.weight_scale is None and is_plain(product, LinearBase) and is_plain(norm, RMSNorm)
 
 
 class ColumnParallelLinear(_StackedLinear):
@@ -181,7 +192,7 @@ class RowParallelLinear(LinearBase):
         self._add = self._add_whole if tp.size == 1 else self._add_part
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(linear(x, self.weight, self.bias))
+        return self.tp.all_reduce(super().forward(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add ``self(x)`` to residual (t, out) in place; every rank holds all of it. Returns residual."""
@@ -190,13 +201,15 @@ class RowParallelLinear(LinearBase):
         return self._add(residual, x)
 
     def _add_whole(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self.weight_scale is not None:
+            return fp8_linear(quantize(x), self.weight, self.weight_scale, self.bias, residual)
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        many = self.bias is None and x.shape[0] >= SUMMED_IN_HALVES
+        many = self.bias is None and self.weight_scale is None and x.shape[0] >= SUMMED_IN_HALVES
         if many and not captured(x):
             return self._add_halves(residual, x)
-        return self.tp.all_reduce_add(residual, linear(x, self.weight, self.bias))
+        return self.tp.all_reduce_add(residual, super().forward(x))
 
     def _add_halves(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """All-reduce in the residual's memory, so that no addition follows: rank 0 adds to its residual, the others

@@ -8,12 +8,14 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
+from minivllm.kernels.fp8_linear import fp8_gate_up, quantize
 from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.silu_mul import silu_mul
 from minivllm.kernels.skinny_linear import norm_gate_up
-from minivllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear, goes_with
+from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear, goes_with
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
+from minivllm.layers.plain import is_plain
 
 ACTIVATIONS = {"silu": norm_gate_up, "swish": norm_gate_up}  # hidden_act: norm, gate and up, activation
 
@@ -54,6 +56,8 @@ class GatedMLP(nn.Module):
 
     def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj
+        if up.weight_scale is not None and is_plain(up, LinearBase) and is_plain(norm, RMSNorm):
+            return fp8_gate_up(quantize(x, norm.weight, norm.eps), up.weight, up.weight_scale, up.bias)
         if self.activation is norm_gate_up and not goes_with(up, norm):
             return silu_mul(up(norm(x)))
         return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)

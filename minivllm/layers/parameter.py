@@ -13,6 +13,7 @@ from torch import nn
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
+from minivllm.kernels.fp8_linear import FP8, quantize
 
 # The part of a stacked parameter: "q", "k", "v"; 0, 1. None: the only part, or all parts, stacked.
 ShardId = str | int | None
@@ -34,7 +35,8 @@ class Piece:
 
 
 def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = None) -> None:
-    """Copy this rank's slice of a checkpoint tensor into its place, converting dtype and device."""
+    """Copy this rank's slice of a checkpoint tensor into its place, converting dtype and device; to float8 with a scale
+    per row (``keep_in_fp8``)."""
     pieces, piece = pieces_of(param), whole_of(param, shard_id)
     if tuple(loaded.shape) != piece.shape:
         raise ValueError(f"shape {tuple(loaded.shape)} where {piece.shape} is expected")
@@ -43,7 +45,43 @@ def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = No
             load_piece(param, tensor, part)
         return
     source = loaded.narrow(piece.dim, piece.start, piece.length)
-    param.data.narrow(piece.dim, piece.offset, piece.length).copy_(source)
+    if param.dtype == FP8:
+        _store_fp8(param, piece, source)
+    else:
+        param.data.narrow(piece.dim, piece.offset, piece.length).copy_(source)
+
+
+def keep_in_fp8(param: nn.Parameter) -> None:
+    """For a matrix that ``has_whole_rows`` and is not allocated yet: keep it in float8_e4m3fn, with ``param.scale``
+    (rows,) float32. It is still loaded from tensors of the model's dtype."""
+    param.kept_in = FP8  # type: ignore[attr-defined]
+
+
+def has_whole_rows(param: nn.Parameter) -> bool:
+    """Whether ``load_piece`` fills a matrix by pieces that are whole rows of it, so that each row can have a scale."""
+    pieces = pieces_of(param).values()
+    by_rows = param.dim() == 2 and all(piece.dim == 0 or piece.length == param.shape[1] for piece in pieces)
+    return by_rows and getattr(param, "weight_loader", load_piece) is load_piece
+
+
+def allocate(meta: nn.Parameter, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter on ``device`` with the attributes of one on the meta device, of ``dtype`` unless it says another."""
+    kept_in = getattr(meta, "kept_in", dtype)
+    param = nn.Parameter(torch.empty(meta.shape, dtype=kept_in, device=device), requires_grad=False)
+    param.__dict__.update(meta.__dict__)
+    if kept_in == FP8:
+        param.scale = torch.ones(len(param), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        param.loaded_dtype = dtype  # type: ignore[attr-defined]
+    zero_uncovered(param)
+    return param
+
+
+def _store_fp8(param: nn.Parameter, piece: Piece, source: torch.Tensor) -> None:
+    rows = slice(piece.offset, piece.offset + piece.length) if piece.dim == 0 else slice(None)
+    there = torch.empty(source.shape, dtype=source.dtype, device=param.device).copy_(source)
+    values, scales, _ = quantize(there)
+    param.data[rows] = values
+    param.scale[rows] = scales  # type: ignore[attr-defined]
 
 
 def sharded_parameter(shape: Sequence[int], pieces: Mapping[ShardId, Piece]) -> nn.Parameter:

@@ -91,6 +91,6 @@ class PartedStream:
 
 def adds_parts(product: nn.Module) -> bool:
     """Whether ``PartedStream.add`` may replace this layer's ``add_to``."""
-    if not is_plain(product, RowParallelLinear):
+    if not is_plain(product, RowParallelLinear) or product.weight_scale is not None:
         return False
     return type(product).add_to is RowParallelLinear.add_to and product.bias is None

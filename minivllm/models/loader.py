@@ -19,10 +19,11 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.decoder import CausalLM, DecoderLayer
+from minivllm.layers.fp8 import keep_weights_in_fp8
 from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.packed import pack_products_again
-from minivllm.layers.parameter import ShardId, load_piece, pieces_of, whole_of, zero_uncovered
+from minivllm.layers.parameter import ShardId, allocate, load_piece, pieces_of, whole_of
 from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
@@ -167,7 +168,8 @@ def dummy_weights(module: nn.Module, seed: int, packed: Mapping[str, tuple[str, 
         if value is not None:
             param.data.fill_(value)
             continue
-        whole = torch.empty(whole_of(param, shard_id).shape, dtype=param.dtype, device=param.device)
+        dtype = getattr(param, "loaded_dtype", param.dtype)
+        whole = torch.empty(whole_of(param, shard_id).shape, dtype=dtype, device=param.device)
         # one 32-bit number: the CPU generator uses only that much of a seed
         generator = torch.Generator(param.device).manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
         whole.normal_(std=0.02, generator=generator)
@@ -225,8 +227,10 @@ def build_model(
     dtype: torch.dtype,
     weights: Iterable[tuple[str, torch.Tensor]] | int,
     max_model_len: int,
+    quantization: str = "none",
 ) -> Model:
     """A model on its device, ready to run. ``weights``: a checkpoint's tensors, or the seed of dummy weights.
+    ``quantization``: none or fp8 (``layers/fp8.py``).
 
     Raises:
         CheckpointError: the class does not support the config's architecture, or the tensors do not fit.
@@ -242,6 +246,8 @@ def build_model(
         model = model_class(model_config, tp)
     if not isinstance(model, nn.Module):
         raise TypeError(f"{model_class.__name__} is not a torch.nn.Module")
+    if quantization == "fp8":
+        keep_weights_in_fp8(model, torch.device(device), dtype)
     _refuse_too_large(model, torch.device(device), dtype, tp)
     materialize(model, device, dtype)
     if isinstance(weights, int):
@@ -261,7 +267,7 @@ def build_model(
 
 
 def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype, tp: TensorParallel) -> None:
-    needed = dtype.itemsize * sum(param.numel() for param in model.parameters())
+    needed = sum(param.numel() * getattr(param, "kept_in", dtype).itemsize for param in model.parameters())
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by an earlier engine
         room, has = torch.cuda.mem_get_info(device)[0] + kept, "are free on this GPU"
@@ -296,9 +302,5 @@ def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
     for owner in module.modules():
         for name, meta in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(meta) not in made:
-                data = torch.empty(meta.shape, dtype=dtype, device=device)
-                param = nn.Parameter(data, requires_grad=False)
-                param.__dict__.update(meta.__dict__)
-                zero_uncovered(param)
-                made[id(meta)] = param
+                made[id(meta)] = allocate(meta, device, dtype)
             setattr(owner, name, made[id(meta)])

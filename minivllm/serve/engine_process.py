@@ -78,8 +78,8 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
     key = find_key(options)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    packed = ", packed weights" if about.get("packed_weights") else ""
-    hello = f"minivllm serves {name} on {url} ({about['device']}, attention {about['attention']}{packed}). Try:"
+    how = f"{about['device']}, attention {about['attention']}, {about.get('weights', 'weights')}"
+    hello = f"minivllm serves {name} on {url} ({how}). Try:"
     server = ServerOptions(
         name,
         str(about["model"]),

@@ -23,7 +23,8 @@ from minivllm.plugins import default_registry
 SMALL = ("workload.num_requests=5", "workload.input_len=[3,20]", "workload.output_len=[2,9]")
 FIELDS = {
     "minivllm", "commit", "date", "cpu", "cpu_count", "load_average", "python", "torch", "triton", "overrides",
-    "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "packed_weights", "num_blocks",
+    "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "packed_weights", "weights",
+    "num_blocks",
     "block_size", "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs",
     "max_num_batched_tokens",
     "async_scheduling", "workload", "detokenize", "repeat", "time_to_ready_s", "ready_phases_s",

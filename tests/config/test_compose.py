@@ -586,7 +586,7 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"runner": "pooling"}, "Allowed: 'auto', 'generate'"),
         ({"hf_token": "x"}, "set HF_TOKEN. Allowed: None"),
         ({"distributed_executor_backend": "mpi"}, "no such executor. Allowed: external_launcher, mp, ray, uni"),
-        ({"quantization": "awq"}, "quantization='awq': not supported yet"),
+        ({"quantization": "awq"}, 'quantization="awq": quantization is one of none, fp8, not "awq"'),
         ({"max_model_length": 5}, r"Did you mean max_model_len\? overrides=\['KEY=VALUE'\] sets any key; .*--help"),
         ({"max_logprobs": 21}, "max_logprobs=21: 20 are the most. Allowed: 0 to 20"),
         ({"served_model_name": "x"}, "it is a key of mode serve"),
