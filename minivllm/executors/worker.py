@@ -28,7 +28,8 @@ from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder import launch_all_heads
 from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
-from minivllm.models.loader import build_model, iterate_safetensors
+from minivllm.models.fp8_checkpoint import float_weights
+from minivllm.models.loader import build_model
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -171,7 +172,7 @@ class Worker:
         with self.registry.building("model", model_name):
             model = build_model(
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),
-                config.seed if dummy else iterate_safetensors(fetch(config.model)), self.max_model_len,
+                config.seed if dummy else float_weights(fetch(config.model), device), self.max_model_len,
                 config.quantization,
             )  # fmt: skip
             self.spec = replace(self.spec, scale=attention_scale(cast(nn.Module, model), self.spec))

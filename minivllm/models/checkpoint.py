@@ -12,6 +12,7 @@ from typing import Any
 from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig, end_tokens
 from minivllm.errors import CheckpointError
+from minivllm.models.fp8_config import Fp8Config, fp8_config
 
 DEMO = Path(__file__).parent / "demo"
 LISTED = 8  # names of each kind listed in an error
@@ -107,16 +108,23 @@ def read_model_config(
         raise CheckpointError(f"{path} has no config.json, so it is no checkpoint in Hugging Face's layout; {hint}")
     hf = read_json(file)
     config = ModelConfig.from_hf(read(hf), where=str(file))
-    quantized = hf.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
-        raise CheckpointError(
-            f"{file} says quantization_config ({method}); quantized checkpoints are not supported, "
-            "use the model's bfloat16 or float16 checkpoint"
-        )
+    read_quantization(path)
     generation = path / "generation_config.json"
     ids = end_tokens(read_json(generation), str(generation)) if generation.is_file() else ()
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*ids, *config.eos_token_ids))))
+
+
+def read_quantization(path: Path) -> Fp8Config | None:
+    """How config.json, or ModelOpt's own file, says that weights are quantized; None: they are not.
+
+    Raises:
+        CheckpointError: in a way that is not read.
+    """
+    file, modelopt = path / "config.json", path / "hf_quant_config.json"
+    said = read_json(file).get("quantization_config")
+    if not said and modelopt.is_file():
+        said, file = {"quant_method": "modelopt", **read_json(modelopt)}, modelopt
+    return fp8_config(said, str(file))
 
 
 def read_json(file: Path) -> dict[str, Any]:
