@@ -54,8 +54,9 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     shape = DecoderShape(
         its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
     )
-    mixture = any("experts" in key for key in its.hf_config)  # MLPs of experts have other sizes and are not packed
-    chain, whole, order = Ways(None, None, Order.UNITS) if mixture else packed_ways(shape.products, shape, tp)
+    # MLPs of experts have other sizes and are not packed; nor is what is kept in float8
+    others = config.quantization != "none" or any("experts" in key for key in its.hf_config)
+    chain, whole, order = Ways(None, None, Order.UNITS) if others else packed_ways(shape.products, shape, tp)
     if chain and (chained := packed_chain_config(packed_rows(chain)[0], chain, sms)):
         compile_ahead(packed_kernel(chain, chained))
     if whole and (cut := megakernel_config(whole, 1, sms, order)):

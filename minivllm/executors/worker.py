@@ -167,8 +167,7 @@ class Worker:
         dummy = config.load_format == "dummy"
         if self.tp.exchange is not None:
             compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights load
-        if config.quantization == "none":
-            compile_for_packing(config, model_config, getattr(torch, self.dtype), device)
+        compile_for_packing(config, model_config, getattr(torch, self.dtype), device)
         with self.registry.building("model", model_name):
             model = build_model(
                 model_class, model_config, self.tp, device, getattr(torch, self.dtype),

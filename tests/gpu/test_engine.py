@@ -429,6 +429,37 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
     assert same > 0.75 * 8 * sum(map(len, together))
 
 
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_weights_in_float8_give_the_same_here(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As likely prompts as on the CPU, nearer than those of the weights themselves; the same answers with graphs and
+    without, in steps of many tokens, which the library scales, and of few."""
+    params = GREEDY.clone(prompt_logprobs=0, max_tokens=24)
+    prompts = [*PROMPTS, "Once upon a time there was a small house by the sea. " * 40]
+    found = {}
+    for name, options in {
+        "cpu": {"device": "cpu"},
+        "graphs": {"attention": attention},
+        "eager": {"attention": attention, "enforce_eager": True},
+        "chunks": {"attention": attention, "max_num_batched_tokens": 48},
+        "whole": {"attention": attention, "quantization": None},
+    }.items():
+        keys: dict[str, Any] = {"quantization": "fp8", "max_num_seqs": 16, **options}
+        with LLM("demo", **keys) as llm:
+            assert llm.engine.describe()["weights"].startswith("fp8") == (keys["quantization"] == "fp8")
+            found[name] = llm.generate(prompts, params, use_tqdm=False)
+
+    def likely(output: RequestOutput) -> np.ndarray:
+        told = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
+        return np.array([entry[token].logprob for token, entry in told if entry is not None])
+
+    def apart(one: str, other: str) -> float:
+        pairs = zip(found[one], found[other], strict=True)
+        return float(np.mean(np.concatenate([np.abs(likely(a) - likely(b)) for a, b in pairs])))
+
+    assert apart("graphs", "cpu") < 0.5 * apart("graphs", "whole")
+    assert max(apart("graphs", "eager"), apart("graphs", "chunks")) < 0.5 * apart("graphs", "whole")
+
+
 @pytest.mark.parametrize("eager", [None, True], ids=["graphs", "eager"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_prefixes_that_are_read_once_change_no_token(
