@@ -44,7 +44,10 @@ class TorchBackend(AttentionBackend):
     """The reference: pure torch, on any device, in float32 or wider."""
 
     capabilities = Capabilities(
-        dtypes=("float32", "bfloat16", "float16", "float64"), sliding_window=True, cuda_graphs=CudaGraphs.NEVER
+        dtypes=("float32", "bfloat16", "float16", "float64"),
+        sliding_window=True,
+        cuda_graphs=CudaGraphs.NEVER,
+        fp8_cache=True,
     )
 
     def __init__(self, spec: AttentionSpec) -> None:

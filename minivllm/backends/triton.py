@@ -33,6 +33,7 @@ class TritonBackend(AttentionBackend):
         sliding_window=True,
         cuda_graphs=CudaGraphs.ALWAYS,
         packages=("triton",),
+        fp8_cache=True,
     )
     fused_decode_rows = 16  # in the Triton kernel; beyond, normalizing q in every program costs more than a kernel
     few_decode_rows = 4  # rows; here one long context is spread over more programs than the stream kernel would
@@ -41,7 +42,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec)
         ways = ("plan", "decode", "decode_qkv", "_decode")
         kept = all(getattr(type(self), name) is getattr(TritonBackend, name) for name in ways)
-        self.plain_decode = kept and spec.sliding_window is None
+        self.plain_decode = kept and spec.sliding_window is None and spec.kv_cache_dtype == "auto"
         self.attends_beside = kept and type(self).prefill is TritonBackend.prefill
         self.group = spec.num_heads // spec.num_kv_heads
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))
@@ -63,6 +64,8 @@ class TritonBackend(AttentionBackend):
                 why.insert(0, "on a CPU it runs only under TRITON_INTERPRET=1, for tests")
             elif spec.dtype != "float32":
                 why.append(f"under TRITON_INTERPRET=1 it takes float32, not {spec.dtype}")
+        elif spec.kv_cache_dtype == "fp8" and not why and torch.cuda.get_device_capability() < (8, 9):
+            why.append("it reads a cache in float8 on GPUs of compute capability 8.9 and later")
         if not 16 <= spec.head_dim <= 256:
             why.append(f"it takes head sizes from 16 to 256, not {spec.head_dim}")
         return why
@@ -96,7 +99,8 @@ class TritonBackend(AttentionBackend):
         if s.sliding_window is not None or self.group > BLOCK_M:
             return None
         beside, alone = (programs_a_head(s.num_kv_heads, torch.device(s.device), beside) for beside in (True, False))
-        key_bytes = 2 * s.num_kv_heads * s.head_dim * getattr(torch, s.dtype).itemsize
+        itemsize = 1 if s.kv_cache_dtype == "fp8" else getattr(torch, s.dtype).itemsize
+        key_bytes = 2 * s.num_kv_heads * s.head_dim * itemsize
         return CascadeLimits(
             rows=BLOCK_M // self.group,
             keys=BLOCK_N,

@@ -51,12 +51,14 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """``num_blocks=None``: as many as fit in ``gpu_memory_utilization`` of the GPU, or in 1 GiB on a CPU."""
+    """``num_blocks=None``: as many as fit in ``gpu_memory_utilization`` of the GPU, or in 1 GiB on a CPU. ``dtype`` is
+    auto or fp8."""
 
     block_size: int = 16
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,11 @@ class PackedWeights(Enum):
     false = "false"
 
 
+class CacheDtype(Enum):
+    auto = "auto"
+    fp8 = "fp8"
+
+
 class Quantization(Enum):
     none = "none"
     fp8 = "fp8"
@@ -129,6 +134,11 @@ class CacheSchema:
     num_blocks: int | None = key(None, "cache blocks; null: as many as fit in memory", ge=1)
     gpu_memory_utilization: float = key(0.9, "fraction of the GPU's memory to use", gt=0, le=1)
     enable_prefix_caching: bool = key(True, "share the blocks of equal prefixes")
+    dtype: CacheDtype = key(
+        CacheDtype.auto,
+        "fp8: keep keys and values in float8 (e4m3), without scales: twice as many tokens, and long contexts and large "
+        "batches are faster, but answers differ slightly. auto: in dtype",
+    )
 
 
 @dataclass

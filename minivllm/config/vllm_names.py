@@ -17,6 +17,7 @@ VLLM_NAMES: dict[str, str] = {
     "block_size": "cache.block_size",
     "num_gpu_blocks_override": "cache.num_blocks",
     "enable_prefix_caching": "cache.enable_prefix_caching",
+    "kv_cache_dtype": "cache.dtype",
     "max_num_seqs": "scheduler.max_num_seqs",
     "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
     "max_num_partial_prefills": "scheduler.max_num_partial_prefills",
@@ -74,7 +75,6 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding_disable_fallback": ((bool,), "it is True or False"),  # there is one backend
     "hf_overrides": (({},), "type overrides=['model.hf_config.KEY=VALUE'] with load_format=dummy"),
     "hf_token": ((), "set HF_TOKEN"),
-    "kv_cache_dtype": (("auto",), "not supported yet"),
     "kv_cache_memory_bytes": ((), "type cache.num_blocks or cache.gpu_memory_utilization"),
     "kv_transfer_config": ((), "not supported"),
     "limit_mm_per_prompt": (({},), _MULTIMODAL),

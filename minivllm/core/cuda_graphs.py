@@ -316,7 +316,8 @@ class DecodeGraphs:
         used = torch.from_numpy(np.unique(blocks)).to(run.device)
         cache = run.attention.kv_cache
         for layer in range(cache.shape[0]):
-            cache[layer][:, used.long()] = torch.randn_like(cache[layer][:, used.long()])
+            its = cache[layer]
+            its[:, used.long()] = torch.randn((2, len(used), *its.shape[2:]), device=run.device).to(cache.dtype)
         run.host_tables[:rows, :per_slot] = blocks
         run.block_table[:rows, :per_slot] = torch.from_numpy(blocks).to(run.device)
         first = torch.from_numpy(rng.integers(0, vocab_size, rows)).to(run.device)

@@ -173,6 +173,7 @@ class AttentionSpec:
     # gets these: it is built once for each window, for the layers that have it, of which ``first_layer`` is the first.
     layer_windows: tuple[int | None, ...] = ()
     first_layer: int = 0
+    kv_cache_dtype: str = "auto"  # "fp8": keys and values are rounded to float8_e4m3fn; "auto": they are of ``dtype``
 
 
 class CudaGraphs:
@@ -196,6 +197,7 @@ class Capabilities:
     sliding_window: bool = False
     cuda_graphs: str = CudaGraphs.NEVER
     packages: tuple[str, ...] = ()  # modules that it imports
+    fp8_cache: bool = False  # it reads a cache in float8
 
     def __post_init__(self) -> None:
         for name in ("devices", "dtypes", "head_dims", "block_sizes", "packages"):
@@ -248,6 +250,8 @@ class AttentionBackend(ABC):
             why.append(f"it takes cache.block_size {', '.join(map(str, c.block_sizes))}, not {spec.block_size}")
         if spec.block_size % c.block_size_multiple_of:
             why.append(f"it takes cache.block_size in multiples of {c.block_size_multiple_of}, not {spec.block_size}")
+        if spec.kv_cache_dtype == "fp8" and not c.fp8_cache:
+            why.append("it reads no cache in float8 (cache.dtype=fp8)")
         if spec.sliding_window is not None and not c.sliding_window:
             why.append("it has no sliding window")
         if spec.needs_graphs and c.cuda_graphs == CudaGraphs.NEVER:

@@ -296,7 +296,7 @@ class PromptGraphs:
         run.host_tables[:rows, :per_row] = blocks
         run.block_table[:rows, :per_row] = torch.from_numpy(blocks).to(run.device)
         contexts = cache[:, :, 1 : 1 + rows * per_row : per_row]  # each row's first block
-        values = torch.randn_like(contexts)
+        values = torch.randn(contexts.shape, device=run.device).to(cache.dtype)
         rng = np.random.default_rng(0)
         steps = {key: self._random_step(key, blocks, vocab_size, rng) for key in self._plans}
 

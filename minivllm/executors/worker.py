@@ -23,6 +23,7 @@ from minivllm.errors import ConfigError, EngineDeadError, PluginError, calling
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
+from minivllm.kernels.fp8_linear import FP8
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder import launch_all_heads
@@ -98,6 +99,7 @@ class Worker:
             layer_windows=windows if len(set(windows)) > 1 else (),
             needs_graphs=self.device_type == "cuda" and config.enforce_eager is False,
             cascade=config.attention.cascade and config.cache.enable_prefix_caching,
+            kv_cache_dtype=config.cache.dtype,
         )
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
@@ -290,7 +292,7 @@ class Worker:
         """Keys and values of all layers; block 0 is for padding. Zeroed, as a masked zero times garbage may be NaN."""
         spec = self.spec
         shape = (spec.num_layers, 2, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        dtype = getattr(torch, self.dtype)
+        dtype = self._cache_dtype()
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if device.type == "cpu":  # numpy's zeros are allocated when first written to
@@ -302,8 +304,11 @@ class Worker:
                 "is no room for that; lower cache.num_blocks or cache.block_size, or leave them out"
             ) from error
 
+    def _cache_dtype(self) -> torch.dtype:
+        return FP8 if self.config.cache.dtype == "fp8" else getattr(torch, self.dtype)
+
     def _block_bytes(self) -> int:
-        spec, itemsize = self.spec, getattr(torch, self.dtype).itemsize
+        spec, itemsize = self.spec, self._cache_dtype().itemsize
         return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
 
     def _least_cache_bytes(self) -> int:

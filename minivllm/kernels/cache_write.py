@@ -79,8 +79,16 @@ def write_cache_reference(
 ) -> None:
     block_size = k_cache.shape[1]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[block, offset] = k
-    v_cache[block, offset] = v
+    k_cache[block, offset] = rounded_for(k, k_cache.dtype)
+    v_cache[block, offset] = rounded_for(v, v_cache.dtype)
+
+
+def rounded_for(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x as a cache of that dtype keeps it: in float8 what is too large becomes the largest number."""
+    if dtype == torch.float8_e4m3fn:
+        most = torch.finfo(dtype).max
+        x = x.clamp(-most, most)
+    return x.to(dtype)
 
 
 def write_cache(

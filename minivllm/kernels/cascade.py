@@ -15,7 +15,7 @@ import torch
 from minivllm.core.batch import Cascade
 from minivllm.kernels._triton import LOG2E, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.paged_decode import SharedParts
-from minivllm.kernels.paged_prefill import attend_keys
+from minivllm.kernels.paged_prefill import as_multiplied, attend_keys
 from minivllm.kernels.pdl import use_pdl
 
 BLOCK_M, BLOCK_N = 64, 32  # queries and keys per tile
@@ -97,7 +97,7 @@ def _items_kernel(
         if PDL:  # until here only ``Cascade`` is read, which no kernel writes
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()  # late: the following decode attention reads early
-        query = tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0)
+        query = as_multiplied(tl.load(q + at[:, None] + d[None, :], mask=mask, other=0.0), k_cache)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from minivllm.kernels._triton import LOG2E, cdiv, next_power_of_2, num_sms, tl, triton
-from minivllm.kernels.paged_prefill import page_ids, paged_attention_reference
+from minivllm.kernels.paged_prefill import as_multiplied, page_ids, paged_attention_reference
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import normed_rotated
@@ -132,6 +132,8 @@ def _gather(
 @triton.jit
 def _tile(m, total, acc, query, key, value, seen, scale, PRECISION: tl.constexpr):
     """Process a tile of keys; returns the maximum (BLOCK_G,), sums (BLOCK_G, BLOCK_N), outputs (BLOCK_G, BLOCK_D)."""
+    key = key.to(query.dtype)  # from a cache in float8
+    value = value.to(query.dtype)
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     score = tl.where(seen[None, :], score, float("-inf"))
     new_m = tl.maximum(m, tl.max(score, 1))
@@ -247,9 +249,9 @@ def _decode_kernel(
         q_heads = q_row + (head * G + g)[:, None] * D
         query = normed_rotated(q_heads, (g < G)[:, None], q_weight, angles, eps, D, ROT, BLOCK_D)
         new_head = q_row + (KV * G + head + tl.zeros([1, 1], tl.int32)) * D
-        new_key = normed_rotated(new_head, last, k_weight, angles, eps, D, ROT, BLOCK_D)
+        new_key = normed_rotated(new_head, last, k_weight, angles, eps, D, ROT, BLOCK_D).to(k_cache.dtype.element_ty)
         new_mask = last & (d[None, :] < D)
-        new_value = tl.load(new_head + KV * D + d[None, :], mask=new_mask, other=0.0)
+        new_value = tl.load(new_head + KV * D + d[None, :], mask=new_mask, other=0.0).to(v_cache.dtype.element_ty)
         place = tl.load(slot_mapping + row).to(tl.int64)
         new_k = k_head + place // BLOCK_SIZE * k_stride_block + place % BLOCK_SIZE * k_stride_slot
         new_v = v_head + place // BLOCK_SIZE * v_stride_block + place % BLOCK_SIZE * v_stride_slot
@@ -262,6 +264,7 @@ def _decode_kernel(
         query = tl.load(q_row + (head * G + g)[:, None] * D + d[None, :], mask=q_mask, other=0.0)
     if WINDOW > 0:
         oldest = tl.load(seq_lens + row) - WINDOW
+    query = as_multiplied(query, k_cache)
 
     if PEEL:  # noqa: SIM102 (compile-time conditions stand alone)
         if begin < end:
@@ -339,6 +342,8 @@ def decode_config(head_dim: int, dtype: torch.dtype, num_sms: int, rows: int = 1
     otherwise parts of a long context wait for a free SM, and there are more to merge.
     """
     padded = next_power_of_2(head_dim) * dtype.itemsize  # bytes per key
+    if dtype == torch.float8_e4m3fn and rows > _ROWS[0]:  # more time goes into arithmetic
+        return DecodeConfig(64, num_warps=2, num_stages=3, programs=4 * num_sms)
     if rows > _ROWS[2]:
         return DecodeConfig(min(max((8 << 10) // padded, 16), 64), num_warps=4, num_stages=3, programs=4 * num_sms)
     block_n = min(max((32 << 10) // padded, 16), 128)

@@ -27,6 +27,16 @@ def page_ids(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
+def as_multiplied(query, cache):
+    """The query in the dtype in which it is multiplied: float16 for keys in float8, which become that in one
+    instruction."""
+    if (cache.dtype.element_ty == tl.float8e4nv) & (query.dtype == tl.bfloat16):
+        return query.to(tl.float16)
+    else:
+        return query
+
+
+@triton.jit
 def attend_keys(
     acc,
     m,
@@ -66,6 +76,8 @@ def attend_keys(
         else:
             key = tl.load(k_head + k_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
             value = tl.load(v_head + v_rows[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        key = key.to(query.dtype)  # from a cache in float8
+        value = value.to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if MASKED:
             seen = (start + n)[None, :] <= position[:, None]
@@ -139,7 +151,7 @@ def _prefill_kernel(
     mask = live[:, None] & (d < D)[None, :]
     q_row = (q_begin + first + token).to(tl.int64)
     within = (head * G + r % G)[:, None] * D + d[None, :]
-    query = tl.load(q + q_row[:, None] * q_stride + within, mask=mask, other=0.0)
+    query = as_multiplied(tl.load(q + q_row[:, None] * q_stride + within, mask=mask, other=0.0), k_cache)
     position = before + tl.minimum(token, BLOCK_Q - 1)
 
     table = block_tables + row.to(tl.int64) * table_stride

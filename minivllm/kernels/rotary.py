@@ -169,11 +169,11 @@ def _qk_norm_rope_kernel(
         else:
             slot = token * BLOCK_SIZE
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        to = k_cache + block * k_stride_block + offset * k_stride_slot + heads[:, None] * k_stride_head
-        tl.store(to + first, y1, mask=mask)
-        tl.store(to + ROT // 2 + first, y2, mask=mask)
+        kept = k_cache + block * k_stride_block + offset * k_stride_slot + heads[:, None] * k_stride_head
+        tl.store(kept + first, y1, mask=mask)
+        tl.store(kept + ROT // 2 + first, y2, mask=mask)
         if BLOCK_P > 0:
-            tl.store(to + ROT + p[None, :], x3.to(q_out.dtype.element_ty), mask=pass_mask)
+            tl.store(kept + ROT + p[None, :], x3.to(q_out.dtype.element_ty), mask=pass_mask)
         if STORE or K:
             d = tl.arange(0, BLOCK_D)[None, :]
             value_mask = live[:, None] & (d < D)
@@ -183,8 +183,8 @@ def _qk_norm_rope_kernel(
                 if bias is not None:
                     scaled += tl.load(its_bias + KV * D + d, mask=value_mask, other=0.0).to(tl.float32)
                 value = scaled.to(q_out.dtype.element_ty)
-            to = v_cache + block * v_stride_block + offset * v_stride_slot + heads[:, None] * v_stride_head
-            tl.store(to + d, value, mask=value_mask)
+            kept = v_cache + block * v_stride_block + offset * v_stride_slot + heads[:, None] * v_stride_head
+            tl.store(kept + d, value, mask=value_mask)
         if KEEP:
             tl.debug_barrier()  # other warps with the same elements may still have to read them
             tl.store(source + first, y1, mask=mask)

@@ -157,7 +157,8 @@ class Attention:
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
         usual = usual and goes_with(projection, norm)
         whole = self.head_dim in HEAD_DIMS and self.rotary.cos_sin.shape[1] == self.head_dim
-        return usual and whole and backend.keeps_cache_write()
+        same = backend.spec.kv_cache_dtype == "auto"  # what it writes to the cache is of the weight's dtype
+        return usual and whole and same and backend.keeps_cache_write()
 
     def _heads(self, positions: torch.Tensor, backend: AttentionBackend) -> Heads:
         assert backend.batch is not None
@@ -272,9 +273,10 @@ def launch_all_kinds(attention: Attention, projection: QKVParallelLinear, backen
     with and without row scales, and with and without keeping k and v, if the backend reads them."""
     if attention._path_for(backend) == attention._separate:
         return
-    weight, cache = projection.weight, backend.kv_cache
-    positions = torch.zeros(1, dtype=torch.int64, device=cache.device)
-    qkv, x = (cache.new_zeros((1, n)) for n in weight.shape)
+    weight, device = projection.weight, projection.weight.device
+    positions = torch.zeros(1, dtype=torch.int64, device=device)
+    dtype = getattr(torch, backend.spec.dtype)  # the weight's may be float8
+    qkv, x = (torch.zeros((1, n), dtype=dtype, device=device) for n in weight.shape)
     for scale in (None, RowScale(x, 0.0, projection.bias)) if projection.folded else (None,):
         for keep in {False, backend.fresh_prompts}:
             qk_norm_rope_store(qkv, *attention._heads(positions, backend), scale, keep)

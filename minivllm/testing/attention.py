@@ -18,7 +18,7 @@ from minivllm.layers.attention import Attention
 from minivllm.llm import LLM
 from minivllm.plugins.manager import default_registry
 from minivllm.testing.conformance import DEVICES, Conformance, on_gpu
-from minivllm.testing.steps import LAYER, Captured, Step, plan_eager, relative_error, spec_of
+from minivllm.testing.steps import LAYER, Captured, Step, cache_dtype, plan_eager, relative_error, spec_of
 
 Lens = list[tuple[int, int]]
 
@@ -182,6 +182,18 @@ class AttentionConformance(Conformance):
             self.check(self.step(spec, step), self.build(spec))
 
     @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("step", ["decodes", "chunks", "mixed"])
+    def test_a_cache_in_float8(self, device: str, step: str) -> None:
+        for shape in self.shapes:
+            spec = self.spec(device, shape, kv_cache_dtype="fp8")
+            if not self.backend_class().capabilities.fp8_cache:
+                unsupported = self.backend_class().unsupported
+                assert set(unsupported(spec)) - set(unsupported(self.spec(device, shape))), "no reason tells of it"
+                pytest.skip("it does not declare fp8_cache")
+            if shape == self.shapes[0] or not self.reasons(spec):
+                self.check(self.step(spec, step), self.build(spec))
+
+    @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("size", [1, 8, 16])
     def test_padding_rows_touch_block_0_only(self, device: str, size: int) -> None:
         spec = self.spec(device)
@@ -211,8 +223,11 @@ class AttentionConformance(Conformance):
             )
 
     @pytest.mark.parametrize("device", DEVICES)
-    def test_a_fused_decode_equals_the_separate_kernels(self, device: str) -> None:
-        spec = self.spec(device)
+    @pytest.mark.parametrize("cache", ["auto", "fp8"])
+    def test_a_fused_decode_equals_the_separate_kernels(self, device: str, cache: str) -> None:
+        spec = self.spec(device, kv_cache_dtype=cache)
+        if device == "cpu" and cache == "fp8":
+            pytest.skip("Triton's interpreter rounds to float8 in a way of its own")
         if not (most := self.build(spec).fused_decode_rows):
             pytest.skip("it declares no fused_decode_rows")
         lens = (SMALL if device == "cpu" else LARGE)["decodes"][0]
@@ -291,6 +306,7 @@ class AttentionConformance(Conformance):
     def _some_specs(self) -> list[AttentionSpec]:
         """The specs that are supported here; skips, with reasons, if none is."""
         specs = [self.spec("cuda", shape, max_num_seqs=64) for shape in self.shapes[:3]]
+        specs += [replace(specs[0], kv_cache_dtype="fp8")]
         if not (runs := [spec for spec in specs if not self.reasons(spec)]):
             self.build(specs[0])
         return runs
@@ -299,7 +315,7 @@ class AttentionConformance(Conformance):
         """A zeroed KV cache."""
         blocks = 64 * -(-spec.max_model_len // spec.block_size) + 8
         shape = (2, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device="cuda")
+        return torch.zeros(shape, dtype=cache_dtype(spec), device="cuda")
 
     def _replay(self, graph: Captured, step: Step) -> None:
         graph.cache[:, :, : step.cache.shape[2]] = step.cache

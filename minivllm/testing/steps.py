@@ -13,6 +13,7 @@ import torch
 from minivllm.core.batch import AttentionBatch, Cascade
 from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
+from minivllm.kernels.fp8_linear import FP8
 from minivllm.kernels.paged_prefill import paged_attention_reference
 
 LAYER = SimpleNamespace(index=1)  # the second of the cache's two layers
@@ -100,15 +101,16 @@ class Step:
         head = [ids.pop() for _ in range(common)]
         tables = [head + [ids.pop() for _ in range(n)] for n in own]
         shape = (2, 2, common + int(own.sum()) + 3, size, s.num_kv_heads, s.head_dim)
-        self.cache = torch.randn(shape, device=device, generator=generator).to(getattr(torch, s.dtype))
+        self.cache = torch.randn(shape, device=device, generator=generator)
         if self.poison:
             held = torch.zeros(shape[2:4], dtype=torch.bool)
             for blocks, length in zip(tables, seq, strict=True):
                 at = torch.arange(int(length))
                 held[torch.tensor(blocks)[at // size], at % size] = True
             self.cache[:, :, ~held.to(device)] = float("nan")
+        self.cache = self.cache.to(cache_dtype(s))
         q_shape = (int(query.sum()), s.num_heads, s.head_dim)
-        self.q = torch.randn(q_shape, device=device, generator=generator).to(self.cache)
+        self.q = torch.randn(q_shape, device=device, generator=generator).to(getattr(torch, s.dtype))
         junk = JUNK if self.poison else 0
         self.batch = attention_batch(query, seq, tables, size, self.num_decodes, device, junk=junk)
 
@@ -135,7 +137,7 @@ class Step:
         if not backend.keeps_cache_write():
             return self._run_by_forward(backend)
         b, at = self.batch, self._slots(self.batch)
-        k, v = self.cache[(LAYER.index, slice(None), *at)]
+        k, v = self.cache[(LAYER.index, slice(None), *at)].to(self.q)
         cache = self.cache.clone()
         cache[(LAYER.index, slice(None), *at)] = float("nan")
         backend.bind(cache)
@@ -148,7 +150,8 @@ class Step:
             backend.prefill(self.q[d:], LAYER, out[d:])
         if backend.fresh_prompts:
             self._check_fresh(backend, k[d:], v[d:], out[d:])
-        assert torch.equal(cache.nan_to_num(), self.cache.nan_to_num()), "the cache holds something else than it should"
+        held, its = (which.float().nan_to_num() for which in (cache, self.cache))
+        assert torch.equal(held, its), "the cache holds something else than it should"
         return out
 
     def _check_fresh(self, backend: AttentionBackend, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
@@ -176,7 +179,7 @@ class Step:
         return self._forward(backend, b, self.q)
 
     def _forward(self, backend: AttentionBackend, batch: AttentionBatch, q: torch.Tensor) -> torch.Tensor:
-        k, v = self.cache[(LAYER.index, slice(None), *self._slots(batch))]
+        k, v = self.cache[(LAYER.index, slice(None), *self._slots(batch))].to(self.q)
         plan_eager(backend, batch)
         return backend.forward(q, k, v, LAYER)
 
@@ -216,8 +219,9 @@ class Captured:
         self.seq_lens = torch.ones(rows, dtype=torch.int32, device=device)
         self.tables = torch.zeros((rows, self.width), dtype=torch.int32, device=device)
         self.slots = torch.zeros(decodes + tokens, dtype=torch.int64, device=device)
-        self.q = cache.new_zeros(decodes + tokens, spec.num_heads, spec.head_dim)
-        self.k, self.v = cache.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # prompts' are read
+        dtype = getattr(torch, spec.dtype)
+        self.q = torch.zeros(decodes + tokens, spec.num_heads, spec.head_dim, dtype=dtype, device=device)
+        self.k, self.v = self.q.new_zeros(2, decodes + tokens, spec.num_kv_heads, spec.head_dim)  # prompts' are read
         self.out = torch.empty_like(self.q)
         backend.bind(cache)
         none = np.zeros(prompts, np.int32)
@@ -277,13 +281,18 @@ class Captured:
         self.q[:n], self.q[d : d + t] = step.q[:n], step.q[n:]
         size = self.backend.spec.block_size
         at = b.slot_mapping[n:]
-        self.k[d : d + t], self.v[d : d + t] = self.cache[LAYER.index, :, at // size, at % size]
+        self.k[d : d + t], self.v[d : d + t] = self.cache[LAYER.index, :, at // size, at % size].to(self.q)
         self.out.fill_(float("nan"))
         self._plan(seq_lens.tolist(), step.lens[n:], tables)
         self.graph.replay()
         return torch.cat([self.out[:n], self.out[d : d + t]])
 
 
+def cache_dtype(spec: AttentionSpec) -> torch.dtype:
+    return FP8 if spec.kv_cache_dtype == "fp8" else getattr(torch, spec.dtype)
+
+
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    out, expected = out.double(), expected.double()
     assert out.isfinite().all(), "not every element was written, or garbage was read"
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
+    return float((out - expected).norm() / expected.norm())

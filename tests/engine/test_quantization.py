@@ -1,9 +1,10 @@
-"""``quantization=fp8`` end to end, against transformers whose linear layers round to float8 as ours do."""
+"""``quantization=fp8`` and ``cache.dtype=fp8`` end to end, against transformers that rounds to float8 where we do."""
 
 from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    """The nearest numbers of three bits behind the leading one, each row's largest being 448 of a scale."""
-    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+def rounded(x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """The nearest numbers of three bits behind the leading one, times a scale, of which each row's largest is 448."""
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448 if scale is None else scale
     exponent = torch.frexp(x / scale).exponent.clamp_min(-5)  # subnormals are multiples of 2**-9
     step = torch.ldexp(scale, exponent - 4)
     return torch.round(x / step) * step
@@ -72,6 +73,48 @@ def test_answers_are_those_of_rounded_weights_and_inputs(
                     expected[token].item(), abs=2e-2
                 )  # what is near a tie rounds apart
     assert others, "without rounding the answers are the same, so this proves nothing"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_answers_are_those_of_rounded_keys_and_values(
+    architecture: str, tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of whole prompts, of chunks and of decodes; with prefixes from the cache, the second time."""
+    folder = tiny_checkpoint(architecture)
+    overrides = ["scheduler.max_num_batched_tokens=24", "scheduler.max_num_seqs=8", "cache.num_blocks=100"]
+    options: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "overrides": overrides}
+    with LLM(str(folder), kv_cache_dtype="fp8", **options) as llm:
+        outputs, again = (llm.generate(PROMPTS, PARAMS, use_tqdm=False) for _ in range(2))
+        assert llm.engine.stats.cached_tokens > 0
+    module = sys.modules[type(reference_model(folder)).__module__]
+    plainly: Any = module.eager_attention_forward  # type: ignore[attr-defined]
+
+    def roundly(layer: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        key, value = (rounded(its, torch.ones(())) for its in (key, value))
+        return plainly(layer, query, key, value, *args, **kwargs)
+
+    others = 0
+    for prompt, output, second in zip(PROMPTS, outputs, again, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        assert answer == list(second.outputs[0].token_ids)
+        ids = torch.tensor([[*prompt, *answer[:-1]]])
+        found = []
+        for how in (plainly, roundly):
+            monkeypatch.setattr(module, "eager_attention_forward", how)
+            with torch.inference_mode():
+                found.append(reference_model(folder)(ids, use_cache=False).logits[0, len(prompt) - 1 :].log_softmax(-1))
+        whole, expected = found
+        assert expected.argmax(-1).tolist() == answer
+        others += int(((whole - expected).abs().amax(-1) > 0.01).sum())
+        for entry, its in zip(output.outputs[0].logprobs or [], expected, strict=True):
+            for token, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(its[token].item(), abs=2e-2)  # near ties
+    assert others > 10, "rounding changed nothing, so this proves nothing"
+
+
+def test_other_caches_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match=r"cache.dtype is one of auto, fp8"):
+        LLM(str(tiny_checkpoint("qwen3")), device="cpu", kv_cache_dtype="int8")
 
 
 def test_ranks_scale_their_own_parts(tiny_checkpoint: Callable[..., Path]) -> None:

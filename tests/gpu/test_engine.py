@@ -431,14 +431,15 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
-def test_weights_in_float8_give_the_same_here(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As likely prompts as on the CPU, nearer than those of the weights themselves; the same answers with graphs and
-    without, in steps of many tokens, which the library scales, and of few."""
+def test_weights_in_float8_change_as_much_here_as_on_the_cpu(attention: str) -> None:
+    """With graphs and without, in steps of many tokens, which the library scales, and of few. (The same numbers are not
+    to be expected: what bfloat16 rounds away decides how float8 rounds.)"""
     params = GREEDY.clone(prompt_logprobs=0, max_tokens=24)
     prompts = [*PROMPTS, "Once upon a time there was a small house by the sea. " * 40]
     found = {}
     for name, options in {
         "cpu": {"device": "cpu"},
+        "whole on the cpu": {"device": "cpu", "quantization": None},
         "graphs": {"attention": attention},
         "eager": {"attention": attention, "enforce_eager": True},
         "chunks": {"attention": attention, "max_num_batched_tokens": 48},
@@ -457,8 +458,10 @@ def test_weights_in_float8_give_the_same_here(attention: str, monkeypatch: pytes
         pairs = zip(found[one], found[other], strict=True)
         return float(np.mean(np.concatenate([np.abs(likely(a) - likely(b)) for a, b in pairs])))
 
-    assert apart("graphs", "cpu") < 0.5 * apart("graphs", "whole")
-    assert max(apart("graphs", "eager"), apart("graphs", "chunks")) < 0.5 * apart("graphs", "whole")
+    error = apart("cpu", "whole on the cpu")
+    assert apart("whole", "whole on the cpu") < error / 2
+    for name in ("graphs", "eager", "chunks"):
+        assert 0.5 * error < apart(name, "whole") < 1.5 * error, name
 
 
 @pytest.mark.parametrize("eager", [None, True], ids=["graphs", "eager"])

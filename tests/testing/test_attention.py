@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from minivllm.backends.torch import TorchBackend
@@ -59,6 +61,8 @@ class TestFlashInfer(TestFlash):
 
 class Backwards(TorchBackend):
     """Keeps each block's keys and values last slot first: only what it wrote itself can it read."""
+
+    capabilities = replace(TorchBackend.capabilities, fp8_cache=False)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> None:
         assert self.batch is not None
