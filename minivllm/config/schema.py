@@ -136,8 +136,8 @@ class CacheSchema:
     enable_prefix_caching: bool = key(True, "share the blocks of equal prefixes")
     dtype: CacheDtype = key(
         CacheDtype.auto,
-        "fp8: keep keys and values in float8 (e4m3), without scales: twice as many tokens, and long contexts and large "
-        "batches are faster, but answers differ slightly. auto: in dtype",
+        "fp8: keep keys and values in float8 (e4m3), without scales: twice as many tokens fit, and answers differ "
+        "slightly. With attention=triton or torch. auto: in dtype",
     )
 
 
