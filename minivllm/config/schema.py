@@ -312,7 +312,9 @@ class WorkloadSchema:
 class SweepSchema:
     """Keys of ``bench -m`` only."""
 
-    dir: str | None = key(None, "with -m: a new folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True)
+    dir: str | None = key(
+        None, "with -m: a new or empty folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True
+    )
     resume: str | None = key(None, "folder of an interrupted sweep: run what is missing", text=True)
     timeout: float | None = key(None, "with -m: seconds after which a job is stopped; null: no limit", ge=1)
 
