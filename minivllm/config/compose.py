@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from minivllm.config.engine_config import EngineConfig
@@ -22,6 +23,7 @@ from minivllm.config.settle import (
     settle_model,
 )
 from minivllm.config.vllm_names import (
+    ATTENTION,
     DTYPES,
     EXECUTORS,
     LOAD_FORMATS,
@@ -182,6 +184,9 @@ def _value_here(name: str, value: Any) -> Any:
         return None
     if name in NEGATED:
         return not value
+    if name == "attention_backend":
+        value = value.name if isinstance(value, Enum) else value
+        return ATTENTION.get(value.upper(), value) if isinstance(value, str) else value
     if name == "distributed_executor_backend":
         if value not in EXECUTORS:
             raise ConfigError(f"{name}={value!r}: there is no such executor. Allowed: {listing(sorted(EXECUTORS))}")

@@ -32,6 +32,15 @@ NEGATED = {"disable_cascade_attn": "attention.cascade"}  # the opposite of a key
 
 SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format", "quantization")
 
+# Values of attention_backend; case does not matter. Others, such as XFORMERS and those for MLA, have no equivalent.
+ATTENTION = {
+    "FLASH_ATTN": "flash",
+    "FLASHINFER": "flashinfer",
+    "TRITON_ATTN": "triton",
+    "TORCH_SDPA": "torch",
+    "CPU_ATTN": "torch",
+    "AUTO": "auto",
+}
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -573,6 +574,19 @@ def test_vllms_executors_and_switches(registry: Registry) -> None:
         assert config.attention.cascade is not disabled
 
 
+def test_vllms_attention_backends(registry: Registry) -> None:
+    class TheirEnum(Enum):
+        FLASH_ATTN = "some.module.Class"
+
+    for theirs, ours in {
+        "FLASH_ATTN": "flash", "flash_attn": "flash", TheirEnum.FLASH_ATTN: "flash", "FLASHINFER": "flashinfer",
+        "TRITON_ATTN": "triton", "TORCH_SDPA": "torch", "CPU_ATTN": "torch", "auto": "auto", None: "auto",
+        "hopper": "hopper",
+    }.items():  # fmt: skip
+        config = compose_engine_config("demo", attention_backend=theirs, registry=registry)
+        assert config.attention.name == ours
+
+
 def test_a_torch_dtype_will_do(registry: Registry) -> None:
     torch = pytest.importorskip("torch")
     assert compose_engine_config(dtype=torch.bfloat16, registry=registry).dtype == "bfloat16"
@@ -586,6 +600,9 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"runner": "pooling"}, "Allowed: 'auto', 'generate'"),
         ({"hf_token": "x"}, "set HF_TOKEN. Allowed: None"),
         ({"distributed_executor_backend": "mpi"}, "no such executor. Allowed: external_launcher, mp, ray, uni"),
+        ({"attention_backend": "XFORMERS"}, "XFORMERS: there is no such attention backend. Allowed: auto, flash"),
+        ({"attention_backend": 5}, "attention=5: there is no such attention backend"),
+        ({"attention": "flash", "attention_backend": "TORCH_SDPA"}, "contradicts attention='flash'"),
         ({"quantization": "awq"}, 'quantization="awq": quantization is one of none, fp8, not "awq"'),
         ({"max_model_length": 5}, r"Did you mean max_model_len\? overrides=\['KEY=VALUE'\] sets any key; .*--help"),
         ({"max_logprobs": 21}, "max_logprobs=21: 20 are the most. Allowed: 0 to 20"),
