@@ -75,7 +75,7 @@ def page() -> str:
     names = (f"| `{theirs}` | `{ours}` |" for theirs, ours in VLLM_NAMES.items())
     parts += ["## vLLM's names", "\n".join(["| of `vllm.LLM` | here |", "| --- | --- |", *names, _SPECULATIVE])]
     for name, values in (("attention_backend", ATTENTION), ("distributed_executor_backend", EXECUTORS)):
-        pairs = (f"{_code(theirs)} is {_code(ours)}" for theirs, ours in values.items() if theirs.lower() != ours)
+        pairs = (f"{_code(theirs)} is {_code(ours)}" for theirs, ours in values.items() if ours not in (theirs, "auto"))
         parts += [textwrap.fill(f"Of the values of {_code(name)}, {', '.join(pairs)}.", 120)]
     return "\n\n".join(parts) + "\n"
 

@@ -18,7 +18,7 @@ from minivllm.config.engine_config import EngineConfig
 from minivllm.config.modes import MODES, ChatOptions, GenerateOptions, SamplingOptions
 from minivllm.config.overrides import group_options, quote
 from minivllm.config.schema import EngineSchema, keys_of
-from minivllm.config.vllm_names import NEGATED, NEUTRAL, NOT_HERE, SAME_NAMES, VLLM_NAMES, check_neutral
+from minivllm.config.vllm_names import DEFAULTS, NEGATED, NEUTRAL, NOT_HERE, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
@@ -555,14 +555,36 @@ def test_vllms_keywords_may_ask_for_nothing(registry: Registry) -> None:
         return [*allowed] if isinstance(allowed, range) else [allowed]
 
     given = [(name, value) for name, (neutral, _) in NEUTRAL.items() for one in neutral for value in values(one)]
-    given += [(name, value) for name in NOT_HERE for value in (False, 0, "", {}, [])]
+    given += [(name, value) for name in {*NOT_HERE, *DEFAULTS} for value in (False, 0, "", {}, [])]
+    given += DEFAULTS.items()
     for name, value in given:
         assert check_neutral(name, value)
-    nones = dict.fromkeys(["device", "dtype", *NEUTRAL, *NOT_HERE, *VLLM_NAMES, *NEGATED, *SAME_NAMES])
+    nones = dict.fromkeys(["device", "dtype", *NEUTRAL, *NOT_HERE, *DEFAULTS, *VLLM_NAMES, *NEGATED, *SAME_NAMES])
     assert compose_engine_config("demo", registry=registry, **nones) == plain
     assert compose_engine_config("demo", registry=registry, **dict(given)) == plain
     assert compose_engine_config("demo", registry=registry, max_model_len=-1) == plain
-    assert not NOT_HERE & NEUTRAL.keys()
+    assert not NOT_HERE & NEUTRAL.keys() and not (NOT_HERE | NEUTRAL.keys()) & DEFAULTS.keys()
+
+
+def test_vllms_defaults_may_be_typed(registry: Registry) -> None:
+    typed = {
+        "all2all_backend": "allgather_reducescatter", "block_size": None, "cp_kv_cache_interleave_size": 1,
+        "cpu_offload_gb": 0, "data_parallel_size_local": 1, "dbo_decode_token_threshold": 32,
+        "dbo_prefill_token_threshold": 512, "decode_context_parallel_size": 1, "disable_log_requests": False,
+        "disable_log_stats": False, "enable_log_requests": False, "expert_placement_strategy": "linear",
+        "gpu_memory_utilization": 0.9, "ignore_patterns": ["original/**/*"], "kv_cache_dtype": "auto",
+        "kv_offloading_backend": "native", "linear_backend": "auto", "logprobs_mode": "raw_logprobs",
+        "long_prefill_token_threshold": 0, "mamba_cache_dtype": "auto", "mamba_cache_mode": "none",
+        "mamba_ssm_cache_dtype": "auto", "max_logprobs": 20, "max_long_partial_prefills": 1,
+        "max_num_partial_prefills": 1, "mm_encoder_tp_mode": "weights", "mm_processor_cache_gb": 4,
+        "mm_processor_cache_type": "lru", "mm_shm_cache_max_object_size_mb": 128, "moe_backend": "auto",
+        "numa_bind": False, "offload_backend": "auto", "offload_num_in_group": 1, "offload_params": set(),
+        "optimization_level": 2, "prefill_context_parallel_size": 1, "prefix_caching_hash_algo": "sha256",
+        "pt_load_map_location": "cpu", "renderer_num_workers": 1, "rope_scaling": {},
+        "safetensors_load_strategy": "lazy", "scheduler_reserve_full_isl": True, "shutdown_timeout": 0, "swap_space": 4,
+        "tensor_parallel_size": 1, "tokenizer_mode": "auto", "watermark": 0.0, "worker_cls": "auto",
+    }  # fmt: skip
+    assert compose_engine_config("demo", registry=registry, **typed) == compose_engine_config("demo", registry=registry)
 
 
 def test_vllms_executors_and_switches(registry: Registry) -> None:
@@ -611,6 +633,11 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"guided_decoding_backend": "outlines"}, "give StructuredOutputsParams. Allowed: 'auto', 'guidance'"),
         ({"swap_space": "4"}, "computed again, not swapped. Allowed: a whole number, a number"),
         ({"worker_extension_cls": "a.B"}, "worker_extension_cls='a.B': not supported; leave it out. Allowed: None"),
+        ({"moe_backend": "triton"}, "moe_backend='triton': not supported; leave it out. Allowed: 'auto'"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: not supported; .* Allowed: 1"),
+        ({"numa_bind": True}, "numa_bind=True: not supported; leave it out. Allowed: None"),
+        ({"enable_log_requests": True}, "type `minivllm serve log_requests=true`. Allowed: False"),
+        ({"spec_method": "ngram"}, "type speculative_config="),
         ({"max_model_len": -2}, "max_model_len=-2 is too small"),
         ({"num_blocks": 5}, r"type overrides=\['cache.num_blocks=5'\]"),
         ({"packed_weights": True}, r"type overrides=\['packed_weights=true'\]"),
