@@ -11,7 +11,7 @@ from typing import Any
 from minivllm.config.engine_config import EngineConfig
 from minivllm.config.hydra_tree import compose_tree
 from minivllm.config.modes import MODES, ModeOptions
-from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote
+from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote, tokenizer_source
 from minivllm.config.schema import EngineSchema, keys_of, spelled
 from minivllm.config.settle import (
     check_ranges,
@@ -99,6 +99,7 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     tree = compose_tree(final, schema, registry)
     check_ranges(tree, keys)
     settle_model(tree, final)
+    tree.model.tokenizer = tokenizer_source(tree.model.tokenizer, registry)
     settle_components(tree, registry)
     check_scheduler(tree.scheduler)
     engine = freeze(tree, EngineConfig)

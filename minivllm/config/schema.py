@@ -82,7 +82,7 @@ class ModelSchema:
     path: str | None = key(None, "a checkpoint folder: config.json, tokenizer, safetensors", text=True)
     repo: str | None = key(None, "the repository on the Hugging Face Hub", text=True)
     revision: str | None = key(None, "its branch, tag or commit", text=True)
-    tokenizer: str | None = key(None, "a folder or repository of another tokenizer", text=True)
+    tokenizer: str | None = key(None, "another tokenizer: a folder, a repository or a model option's name", text=True)
     hf_config: dict[str, Any] = key(dict, "the published config.json, which load_format=dummy builds from")
     options: dict[str, Any] = key(dict, "the model's own settings")
 

@@ -587,6 +587,14 @@ def test_vllms_defaults_may_be_typed(registry: Registry) -> None:
     assert compose_engine_config("demo", registry=registry, **typed) == compose_engine_config("demo", registry=registry)
 
 
+def test_a_tokenizer_may_be_an_options(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for typed, meant in {"qwen3": "Qwen/Qwen3-0.6B", "demo": "demo", "a/b": "a/b", "checkpoint": "checkpoint"}.items():
+        assert compose_engine_config("demo", tokenizer=typed, registry=registry).model.tokenizer == meant
+    (tmp_path / "qwen3").mkdir()  # who typed it before there was such an option means it
+    assert compose_engine_config("demo", tokenizer="qwen3", registry=registry).model.tokenizer == "qwen3"
+
+
 def test_vllms_executors_and_switches(registry: Registry) -> None:
     for theirs, ours in {"mp": "multiproc", "uni": "single", None: "auto"}.items():
         config = compose_engine_config("demo", distributed_executor_backend=theirs, registry=registry)
