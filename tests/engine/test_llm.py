@@ -610,6 +610,27 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     usable(llm)
 
 
+def test_chat_says_which_conversation_is_wrong(engine: Engine) -> None:
+    llm, ok = engine(**SMALL), [{"role": "user", "content": "a"}]
+    for wrong, why in (
+        ([{"role": "user", "content": 5}], "a message's content is a string"),
+        ([], "at least one message"),
+        ([{"role": "user"}], "a message is"),
+    ):
+        with pytest.raises(RequestError, match=f"^prompt 1: .*{why}"):
+            llm.chat([ok, wrong], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^a message's content is a string"):
+        llm.chat([{"role": "user", "content": 5}], GREEDY, use_tqdm=False)
+    usable(llm)
+
+
+def test_chat_continues_a_message_or_begins_one(engine: Engine) -> None:
+    llm, messages = engine(**SMALL), [{"role": "assistant", "content": "a"}]
+    with pytest.raises(RequestError, match="pass add_generation_prompt=False, too"):
+        llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True)
+    llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True, add_generation_prompt=False)
+
+
 def test_chat_without_a_template_says_what_to_do(engine: Engine, tiny_checkpoint: Callable[..., Path]) -> None:
     llm = engine(tiny_checkpoint("qwen3", chat=False), **SMALL)
     with pytest.raises(RequestError, match="no chat template; use generate"):
