@@ -10,11 +10,16 @@ _CLOSE = 0.12  # how far below the best ratio further suggestions may be
 
 
 def nearest(value: str, allowed: Iterable[str]) -> list[str]:
-    """The names most like ``value``, best first; case is ignored."""
-    by_lower = {name.lower(): name for name in allowed}
-    matches = difflib.get_close_matches(value.lower(), by_lower, n=3, cutoff=_ALIKE)
-    ratios = [difflib.SequenceMatcher(None, m, value.lower()).ratio() for m in matches]
+    """The names most like ``value``, best first; case is ignored, and dashes in front, which all flags share."""
+    value = _compared(value)
+    by_lower = {_compared(name): name for name in allowed}
+    matches = difflib.get_close_matches(value, by_lower, n=3, cutoff=_ALIKE)
+    ratios = [difflib.SequenceMatcher(None, m, value).ratio() for m in matches]
     return [by_lower[m] for m, ratio in zip(matches, ratios, strict=True) if ratio >= ratios[0] - _CLOSE]
+
+
+def _compared(name: str) -> str:
+    return name.lower().lstrip("-")
 
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:
