@@ -41,7 +41,8 @@ def build_engine(config: EngineConfig) -> LLMEngine:
 
     registry = default_registry()
     path, model_config = find_model(config)
-    check_options("model", config.model.options, [registry.model_for_architecture(model_config.architecture)])
+    component, option = registry.model_for_architecture(model_config.architecture), config.model.name
+    check_options("model", config.model.options, [component], typed=None if option == "checkpoint" else option)
     model_config = replace(model_config, options=config.model.options)
     max_model_len = model_length(config, model_config)
     executor_name = config.executor.name

@@ -191,16 +191,24 @@ class LLM:
             raise RequestError(f"a conversation is a list of messages, not {shown(messages)}")
         is_one = bool(messages) and isinstance(messages[0], dict)
         many: list[Any] = [messages] if is_one else list(messages)
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message=True continues the last message, and add_generation_prompt=True, the default, "
+                "begins another; pass add_generation_prompt=False, too"
+            )
         tokenizer = self.engine.tokenizer
         options = {
             "add_generation_prompt": add_generation_prompt, "chat_template": chat_template,
             "continue_final_message": continue_final_message, "tools": tools or None,
             **check_variables(chat_template_kwargs or {}, tokenizer),
         }  # fmt: skip
-        prompts: list[Prompt] = [
-            tokenizer.render_chat([_message(message) for message in _checked(conversation)], **options)
-            for conversation in many
-        ]
+        prompts: list[Prompt] = []
+        for i, conversation in enumerate(many):
+            try:
+                said = [_message(message) for message in _checked(conversation)]
+                prompts.append(tokenizer.render_chat(said, **options))
+            except RequestError as error:
+                raise of_prompt(error, many, i) from error
         return self._generate(prompts, sampling_params, use_tqdm, add_special_tokens=False)
 
     def get_tokenizer(self) -> Any:

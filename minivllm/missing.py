@@ -28,7 +28,7 @@ _NAMES: dict[str, str] = {
     _GENERATES,
 )  # fmt: skip
 
-# Methods of vllm.LLM.
+# Methods of vllm.LLM, and of its LLMEngine.
 _METHODS: dict[str, str] = {
     "apply_model": "a model of your own is a plugin: `minivllm plugins new NAME --kind model` writes one",
     "beam_search": "generate with SamplingParams(n=...) draws several answers",
@@ -43,6 +43,29 @@ _METHODS: dict[str, str] = {
 } | dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _GENERATES)
 
 
+# Members of vllm's LLMEngine, beside those methods, and of its ModelConfig.
+_OF_ENGINE: dict[str, str] = {
+    "add_lora": "merge the adapter into its checkpoint",
+    "cache_config": "llm_engine.config.cache has the settings",
+    "do_log_stats": "llm_engine.stats counts tokens and steps",
+    "engine_core": "the engine runs in this process; llm_engine.step() is a step",
+    "input_processor": "llm_engine.add_request takes text, too",
+    "model_executor": "llm_engine.executor is the executor",
+    "parallel_config": "llm_engine.config.tp is the number of ranks",
+    "scheduler_config": "llm_engine.config.scheduler has the settings",
+    "vllm_config": "llm_engine.config has the settings, and llm_engine.model_config the model's",
+}
+_OF_MODEL: dict[str, str] = {
+    "get_head_size": "model_config.head_dim has it",
+    "get_hidden_size": "model_config.hidden_size has it",
+    "get_vocab_size": "model_config.vocab_size has it",
+    "max_model_len": "llm_engine.max_model_len has it",
+    "model": "llm_engine.config.model names it",
+    "tokenizer": "llm_engine.get_tokenizer() returns it",
+}
+_MEMBERS = {"LLM": _METHODS, "LLMEngine": _METHODS | _OF_ENGINE, "ModelConfig": _OF_MODEL}
+
+
 def missing_name(module: str, name: str) -> Exception:
     """What a module's ``__getattr__`` raises: of a name of vLLM an ImportError, as ``from … import`` drops what an
     AttributeError says."""
@@ -52,9 +75,11 @@ def missing_name(module: str, name: str) -> Exception:
 
 
 def missing_method(owner: object, name: str) -> AttributeError:
+    """What the ``__getattr__`` of an LLM, an LLMEngine or a ModelConfig raises."""
     kind = type(owner).__name__
-    if name in _METHODS:
-        return AttributeError(f"{kind}.{name} of vLLM is not supported: {_METHODS[name]}")
+    instead = next((_MEMBERS[c.__name__] for c in type(owner).__mro__ if c.__name__ in _MEMBERS), {}).get(name)
+    if instead is not None:
+        return AttributeError(f"{kind}.{name} of vLLM is not supported: {instead}")
     return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
 
 

@@ -10,11 +10,18 @@ _CLOSE = 0.12  # how far below the best ratio further suggestions may be
 
 
 def nearest(value: str, allowed: Iterable[str]) -> list[str]:
-    """The names most like ``value``, best first; case is ignored."""
-    by_lower = {name.lower(): name for name in allowed}
-    matches = difflib.get_close_matches(value.lower(), by_lower, n=3, cutoff=_ALIKE)
-    ratios = [difflib.SequenceMatcher(None, m, value.lower()).ratio() for m in matches]
-    return [by_lower[m] for m, ratio in zip(matches, ratios, strict=True) if ratio >= ratios[0] - _CLOSE]
+    """The names most like ``value``, best first, three at most. Case is ignored, and so is what says nothing of a name:
+    dashes in front, and the group of a key in the same one."""
+    alike = sorted(((_ratio(value, name), name) for name in allowed), key=lambda pair: -pair[0])[:3]
+    return [name for ratio, name in alike if ratio >= max(_ALIKE, alike[0][0] - _CLOSE)]
+
+
+def _ratio(value: str, name: str) -> float:
+    value, name = (its.lower().lstrip("-") for its in (value, name))
+    group, dot, own = value.rpartition(".")
+    if dot and name.startswith(group + dot):
+        value, name = own, name.removeprefix(group + dot)
+    return difflib.SequenceMatcher(None, name, value).ratio()
 
 
 def did_you_mean(value: str, allowed: Iterable[str]) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from minivllm.config.conf_dir import conf_dir
 from minivllm.config.modes import MODES
 from minivllm.config.overrides import group_options
 from minivllm.config.schema import EngineSchema, Key, keys_of, spelled, type_in_words
-from minivllm.config.vllm_names import VLLM_NAMES
+from minivllm.config.vllm_names import ATTENTION, EXECUTORS, VLLM_NAMES
 from minivllm.plugins import load_plugins
 from minivllm.plugins.registry import KINDS, Registry
 from minivllm.plugins.types import CONFIG_GROUPS
@@ -73,6 +74,9 @@ def page() -> str:
     parts += ["## Options of model", _models(), "## Options of workload", _workloads()]
     names = (f"| `{theirs}` | `{ours}` |" for theirs, ours in VLLM_NAMES.items())
     parts += ["## vLLM's names", "\n".join(["| of `vllm.LLM` | here |", "| --- | --- |", *names, _SPECULATIVE])]
+    for name, values in (("attention_backend", ATTENTION), ("distributed_executor_backend", EXECUTORS)):
+        pairs = (f"{_code(theirs)} is {_code(ours)}" for theirs, ours in values.items() if ours not in (theirs, "auto"))
+        parts += [textwrap.fill(f"Of the values of {_code(name)}, {', '.join(pairs)}.", 120)]
     return "\n\n".join(parts) + "\n"
 
 

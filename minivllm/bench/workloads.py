@@ -63,7 +63,10 @@ def check_fits(options: WorkloadOptions, requests: list[BenchRequest], max_model
     over = [r for r in requests if len(r.prompt) + r.max_tokens > max_model_len]
     if over:
         longest = max(over, key=lambda r: len(r.prompt) + r.max_tokens)
-        keys = ("workload.prefix_len, " if options.prefix_len else "") + "workload.input_len or workload.output_len"
+        excess, prefix = len(longest.prompt) + longest.max_tokens - max_model_len, options.prefix_len or 0
+        fits = f" (workload.prefix_len={prefix - excess} fits)" if prefix > excess else ""
+        shared = f"workload.prefix_len{fits}, " if prefix else ""
+        keys = f"{shared}workload.input_len or workload.output_len"
         shorten = f"Shorten those of {options.path}" if options.path else f"Lower {keys}"
         raise ConfigError(
             f"workload={options.name}: {len(over)} of {len(requests)} requests exceed max_model_len={max_model_len}; "

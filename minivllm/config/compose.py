@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from minivllm.config.engine_config import EngineConfig
 from minivllm.config.hydra_tree import compose_tree
 from minivllm.config.modes import MODES, ModeOptions
-from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote
+from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote, tokenizer_source
 from minivllm.config.schema import EngineSchema, keys_of, spelled
 from minivllm.config.settle import (
     check_ranges,
@@ -22,6 +23,8 @@ from minivllm.config.settle import (
     settle_model,
 )
 from minivllm.config.vllm_names import (
+    ATTENTION,
+    CACHE_DTYPES,
     DTYPES,
     EXECUTORS,
     LOAD_FORMATS,
@@ -97,6 +100,7 @@ def compose(overrides: Sequence[str], registry: Registry, *, mode: str | None = 
     tree = compose_tree(final, schema, registry)
     check_ranges(tree, keys)
     settle_model(tree, final)
+    tree.model.tokenizer = tokenizer_source(tree.model.tokenizer, registry)
     settle_components(tree, registry)
     check_scheduler(tree.scheduler)
     engine = freeze(tree, EngineConfig)
@@ -176,12 +180,17 @@ def _overrides(given: Any) -> list[str]:
 
 def _value_here(name: str, value: Any) -> Any:
     """The equivalent here of a ``vllm.LLM`` keyword's value."""
+    if name == "kv_cache_dtype":
+        return CACHE_DTYPES.get(value, value)
     if name == "load_format":
         return LOAD_FORMATS.get(value, value)
     if name == "max_model_len" and value in (-1, "auto"):  # the model's limit
         return None
     if name in NEGATED:
         return not value
+    if name == "attention_backend":
+        value = value.name if isinstance(value, Enum) else value
+        return ATTENTION.get(value.upper(), value) if isinstance(value, str) else value
     if name == "distributed_executor_backend":
         if value not in EXECUTORS:
             raise ConfigError(f"{name}={value!r}: there is no such executor. Allowed: {listing(sorted(EXECUTORS))}")

@@ -228,6 +228,15 @@ def model_keys(model: str, registry: Registry) -> dict[str, Any]:
     return {"model": model}  # compose refuses it, suggesting similar names
 
 
+def tokenizer_source(name: str | None, registry: Registry) -> str | None:
+    """``model.tokenizer`` with an option's name replaced by its folder or repository; a folder of that name wins."""
+    entry = None if name is None else registry.config_options("model").get(name)
+    if name is None or entry is None or os.path.isdir(os.path.expanduser(name)):
+        return name
+    node = option_node(entry.option)
+    return next((node[key] for key in ("path", "repo") if isinstance(node.get(key), str)), name)
+
+
 def option_repos(registry: Registry) -> dict[str, str]:
     """Model option -> repository, for the options that name one."""
     found = {}

@@ -87,7 +87,7 @@ class ModelSchema:
     path: str | None = key(None, "a checkpoint folder: config.json, tokenizer, safetensors", text=True)
     repo: str | None = key(None, "the repository on the Hugging Face Hub", text=True)
     revision: str | None = key(None, "its branch, tag or commit", text=True)
-    tokenizer: str | None = key(None, "a folder or repository of another tokenizer", text=True)
+    tokenizer: str | None = key(None, "another tokenizer: a folder, a repository or a model option's name", text=True)
     hf_config: dict[str, Any] = key(dict, "the published config.json, which load_format=dummy builds from")
     options: dict[str, Any] = key(dict, "the model's own settings")
 
@@ -322,7 +322,9 @@ class WorkloadSchema:
 class SweepSchema:
     """Keys of ``bench -m`` only."""
 
-    dir: str | None = key(None, "with -m: a new folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True)
+    dir: str | None = key(
+        None, "with -m: a new or empty folder for the results; null: ./minivllm-sweeps/DATE-TIME", text=True
+    )
     resume: str | None = key(None, "folder of an interrupted sweep: run what is missing", text=True)
     timeout: float | None = key(None, "with -m: seconds after which a job is stopped; null: no limit", ge=1)
 

@@ -121,14 +121,19 @@ def settle_components(tree: Any, registry: Registry) -> None:
         check_options(kind, node.options, used)
 
 
-def check_options(kind: str, options: Iterable[str], components: Sequence[Component]) -> None:
-    """Raises ConfigError for one that none of the components, which are those named, declares."""
+def check_options(
+    kind: str, options: Iterable[str], components: Sequence[Component], *, typed: str | None = None
+) -> None:
+    """Raises ConfigError for one that none of the components declares. ``typed``: the name of the group's option, if
+    that is not what named them."""
     known = [option for component in components for option in component.options]
     for option in options:
         if option not in known:
             if not components:
                 raise ConfigError(f"{kind}.options.{option}: {kind}=auto takes no options; type {kind}=NAME, too")
             who = " and ".join(c.name for c in components)
+            if typed not in (None, *(c.name for c in components)):
+                who = f"{kind}={typed} is a {who}, and {who}"
             raise ConfigError(
                 f"{kind}.options.{option}: {who} has no such option.{did_you_mean(option, known)} "
                 f"Allowed: {listing(known)}"

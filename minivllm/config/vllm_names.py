@@ -33,11 +33,22 @@ NEGATED = {"disable_cascade_attn": "attention.cascade"}  # the opposite of a key
 
 SAME_NAMES = ("max_model_len", "enforce_eager", "max_cudagraph_capture_size", "seed", "load_format", "quantization")
 
+# Values of attention_backend; case does not matter. Others, such as XFORMERS and those for MLA, have no equivalent.
+ATTENTION = {
+    "FLASH_ATTN": "flash",
+    "FLASHINFER": "flashinfer",
+    "TRITON_ATTN": "triton",
+    "TORCH_SDPA": "torch",
+    "CPU_ATTN": "torch",
+    "AUTO": "auto",
+}
+CACHE_DTYPES = {"fp8_e4m3": "fp8"}  # values of kv_cache_dtype
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"
 _LORA = "it belongs to enable_lora, which is not supported yet"
 _GRAMMARS = "llguidance makes all grammars; give StructuredOutputsParams"
+_SPECULATION = "type speculative_config={'method': 'ngram', 'num_speculative_tokens': 5}"
 _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
 
 # vllm.LLM's keywords that have no effect at these values (and at None), and are not supported at others. A type stands
@@ -45,7 +56,9 @@ _GRAPHS = "type enforce_eager or max_cudagraph_capture_size"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "additional_config": (({},), "a plugin's own keys are .options of its group"),
     "allowed_local_media_path": (("",), _MULTIMODAL),
+    "attention_config": (({},), "type attention_backend"),
     "calculate_kv_scales": ((False,), "not supported yet"),
+    "chat_template": ((), "give it to llm.chat"),
     "compilation_config": (({}, int), f"nothing is compiled by torch; of CUDA graphs {_GRAPHS}"),  # an int is a level
     "config_format": (("auto", "hf"), "a checkpoint has config.json"),
     "convert": (("auto", "none"), "models generate"),
@@ -56,11 +69,13 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((1,), "not supported; start several servers"),
     "disable_async_output_proc": ((False,), "type scheduler.async_scheduling=false"),
     "disable_custom_all_reduce": ((False,), "type executor=multiproc executor.options.all_reduce=nccl"),
-    "disable_log_requests": ((True,), "no requests are logged"),
+    "device_ids": ((), "type executor=multiproc executor.options.devices=[...], or set CUDA_VISIBLE_DEVICES"),
+    "disable_log_requests": ((bool,), "it is True or False"),  # LLM logs none, as vLLM's
     "disable_log_stats": ((bool,), "it is True or False"),  # no statistics are logged; llm.engine.stats has them
     "download_dir": ((), "set HF_HOME"),
     "enable_chunked_prefill": ((True,), "prompts are always chunked; scheduler.max_num_batched_tokens sets how"),
     "enable_expert_parallel": ((False,), "not supported"),
+    "enable_log_requests": ((False,), "type `minivllm serve log_requests=true`"),
     "enable_lora": ((False,), "not supported yet"),
     "enable_prompt_embeds": ((False,), "not supported"),
     "enable_sleep_mode": ((False,), "not supported"),
@@ -75,6 +90,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding_disable_fallback": ((bool,), "it is True or False"),  # there is one backend
     "hf_overrides": (({},), "type overrides=['model.hf_config.KEY=VALUE'] with load_format=dummy"),
     "hf_token": ((), "set HF_TOKEN"),
+    "ignore_patterns": (([], "original/**/*", ["original/**/*"]), "of a repository only what is needed is fetched"),
     "kv_cache_memory_bytes": ((), "type cache.num_blocks or cache.gpu_memory_utilization"),
     "kv_transfer_config": ((), "not supported"),
     "limit_mm_per_prompt": (({},), _MULTIMODAL),
@@ -89,7 +105,11 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_logprobs": ((range(MAX_LOGPROBS + 1),), f"{MAX_LOGPROBS} are the most"),
     "max_lora_rank": ((int,), _LORA),
     "max_loras": ((int,), _LORA),
+    "max_num_queued_reqs": ((), "it is a key of mode serve: `minivllm serve max_waiting=N`"),
     "max_seq_len_to_capture": ((int,), "it is a whole number"),  # CUDA graphs are for all lengths
+    "mm_encoder_fp8_scale_save_margin": ((int, float), _MULTIMODAL),
+    "mm_hasher_algorithm": ((str,), _MULTIMODAL),
+    "mm_ipc_gpu_memory_gb": ((int, float), _MULTIMODAL),
     "mm_processor_cache_gb": ((int, float), _MULTIMODAL),
     "mm_processor_kwargs": (({},), _MULTIMODAL),
     "model_impl": (("auto", "vllm"), "models are minivllm's own, and plugins'"),
@@ -106,13 +126,22 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
         ("builtin", "sha256", "sha256_cbor", "sha256_cbor_64bit", "xxhash", "xxhash_cbor"),
         "it is xxhash, 128 bits of it",
     ),
-    "rope_scaling": ((), "it is in the checkpoint's config.json"),
+    "reasoning_parser": (("",), "it is a key of mode serve: `minivllm serve reasoning_parser=NAME`"),
+    "rope_scaling": (({},), "it is in the checkpoint's config.json"),
     "rope_theta": ((), "it is in the checkpoint's config.json"),
     "runner": (("auto", "generate"), "models generate"),
-    "scheduler_cls": ((), "type scheduler=NAME of a plugin"),
+    "safetensors_prefetch_block_size": ((int,), "it is a whole number"),  # how files are read changes nothing else
+    "safetensors_prefetch_num_threads": ((int,), "it is a whole number"),
+    "scheduler_cls": (
+        ("vllm.core.scheduler.Scheduler", "vllm.v1.core.sched.scheduler.Scheduler"),
+        "type scheduler=NAME of a plugin",
+    ),
     "scheduling_policy": (("fcfs",), "type scheduler=NAME of a plugin that has priorities"),
     "served_model_name": ((), "it is a key of mode serve: `minivllm serve served_model_name=NAME`"),
     "skip_tokenizer_init": ((False,), "not supported yet"),
+    "spec_method": ((), _SPECULATION),
+    "spec_model": ((), _SPECULATION),
+    "spec_tokens": ((), _SPECULATION),
     "speculative_config": ((), "it is a mapping, as {'method': 'ngram', 'num_speculative_tokens': 5}"),
     "stream_interval": ((1,), "an answer is told step by step"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
@@ -124,33 +153,86 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((bool,), "it is True or False"),
     "use_tqdm_on_load": ((bool,), "it is True or False"),
     "use_v2_block_manager": ((bool,), "it is True or False"),
+    "video_pruning_method": ((str,), _MULTIMODAL),
     "worker_cls": (("auto",), "write an executor plugin"),
     "worker_use_ray": ((False,), "type distributed_executor_backend='ray'"),
 }
 
-# Other keywords, current or former, that have no effect if None, False, 0 or empty.
+# Other keywords, current or former, with vLLM's default. They have no effect at it, and if None, False, 0 or empty.
+DEFAULTS: dict[str, Any] = {
+    "all2all_backend": "allgather_reducescatter",
+    "cp_kv_cache_interleave_size": 1,
+    "data_parallel_rpc_port": 29550,
+    "data_parallel_size_local": 1,
+    "dbo_decode_token_threshold": 32,
+    "dbo_prefill_token_threshold": 512,
+    "dcp_comm_backend": "ag_rs",
+    "dcp_kv_cache_interleave_size": 1,
+    "decode_context_parallel_size": 1,
+    "dp_sync_interval": 16,
+    "enable_flashinfer_autotune": True,
+    "eplb_step_interval": 3000,
+    "eplb_window_size": 1000,
+    "expert_placement_strategy": "linear",
+    "jit_monitor_mode": "warn",
+    "kda_prefill_backend": "auto",
+    "kv_cache_metrics_sample": 0.01,
+    "kv_offloading_backend": "native",
+    "linear_backend": "auto",
+    "mamba_backend": "triton",
+    "mamba_cache_dtype": "auto",
+    "mamba_cache_mode": "none",
+    "mamba_ssm_cache_dtype": "auto",
+    "max_prompt_adapters": 1,
+    "mm_encoder_tp_mode": "weights",
+    "mm_processor_cache_type": "lru",
+    "mm_processor_device": "auto",
+    "mm_shm_cache_max_object_size_mb": 128,
+    "mm_tensor_ipc": "direct_rpc",
+    "moe_backend": "auto",
+    "offload_backend": "auto",
+    "offload_num_in_group": 1,
+    "offload_prefetch_step": 1,
+    "per_request_spec_decode_metrics": "none",
+    "prefill_context_parallel_size": 1,
+    "prefill_schedule_interval": 1,
+    "pt_load_map_location": "cpu",
+    "renderer_num_workers": 1,
+    "replayssm_buffer_len": 16,
+    "safetensors_load_strategy": "lazy",
+    "scheduler_reserve_full_isl": True,
+    "tokenizer_pool_type": "ray",
+}
+# Those whose default is None, False, 0 or empty.
 _NOTHING_HERE = """
-    aggregate_engine_logging all2all_backend allowed_media_domains attention_config code_revision
-    collect_detailed_traces cp_kv_cache_interleave_size cpu_offload_params cudagraph_metrics
-    data_parallel_address data_parallel_external_lb data_parallel_hybrid_lb data_parallel_rank
-    data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank dbo_decode_token_threshold
-    dbo_prefill_token_threshold decode_context_parallel_size default_mm_loras disable_chunked_mm_input
-    disable_hybrid_kv_cache_manager disable_mm_preprocessor_cache disable_nccl_for_dp_synchronization
-    disable_sliding_window ec_transfer_config enable_dbo enable_eplb enable_layerwise_nvtx_tracing
-    enable_lora_bias enable_mfu_metrics enable_mm_embeds enable_prompt_adapter enable_reasoning
-    enable_return_routed_experts eplb_config expert_placement_strategy
-    guided_decoding_disable_additional_properties hf_config_path ignore_patterns interleave_mm_strings
-    io_processor_plugin kernel_config kv_cache_dtype_skip_layers kv_cache_metrics kv_events_config
-    kv_offloading_backend kv_offloading_size kv_sharing_fast_prefill logits_processor_pattern mamba_block_size
-    mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype max_parallel_loading_workers max_prompt_adapters
-    media_io_kwargs mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode mm_processor_cache_type
-    model_loader_extra_config moe_backend num_lookahead_slots num_redundant_experts num_speculative_tokens
-    otlp_traces_endpoint override_attention_dtype override_pooler_config pooler_config
-    prefill_context_parallel_size profiler_config pt_load_map_location qlora_adapter_name_or_path
-    ray_workers_use_nsight reasoning_parser_plugin safetensors_load_strategy
-    scheduler_delay_factor show_hidden_metrics_for_version skip_mm_profiling speculative_model
-    tokenizer_pool_extra_config tokenizer_pool_size tokenizer_pool_type ubatch_size video_pruning_rate
-    weight_transfer_config worker_extension_cls
+    aggregate_engine_logging allow_deprecated_quantization allowed_media_domains attn_group_size code_revision
+    collect_detailed_traces cpu_distributed_timeout_seconds cpu_offload_params cudagraph_metrics
+    data_parallel_address data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
+    data_parallel_rank data_parallel_start_rank dcp_q_replicate default_mm_loras diffusion_config
+    disable_chunked_mm_input disable_hybrid_kv_cache_manager disable_mm_preprocessor_cache
+    disable_nccl_for_dp_synchronization disable_sliding_window distributed_timeout_seconds ec_manager_config
+    ec_transfer_config enable_batch_sharded_sampling enable_bf16x3_router_gemm enable_cumem_allocator enable_dbo
+    enable_elastic_ep enable_ep_weight_filter enable_eplb enable_fault_tolerance enable_layerwise_nvtx_tracing
+    enable_logging_iteration_details enable_lora_bias enable_mamba_cache_stochastic_rounding
+    enable_mamba_fine_grained_prefix_cache enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_embeds
+    enable_mm_processor_stats enable_moe_shared_loras enable_multimodal_encoder_data_parallel
+    enable_nccl_comm_suspend enable_prompt_adapter enable_reasoning enable_return_routed_experts
+    enable_tower_connector_lora enable_trace_replay eplb_config eplb_log_balancedness fail_on_environ_validation
+    fault_tolerance_config gdn_prefill_backend guided_decoding_disable_additional_properties hf_config_path
+    interleave_mm_strings io_processor_plugin ir_op_priority jit_monitor_verbose kernel_config
+    kv_cache_dtype_skip_layers kv_cache_metrics kv_events_config kv_offloading_size kv_sharing_fast_prefill
+    language_model_only logits_processor_pattern long_lora_scaling_factors lora_target_modules mamba_block_size
+    mamba_cache_philox_rounds mamba_config mamba_ssu_algorithm max_num_queued_tokens max_num_scheduled_tokens
+    max_parallel_loading_workers max_prompt_adapter_token media_io_kwargs mm_device_do_normalize
+    mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+    mm_encoder_only model_class_overrides model_loader_extra_config model_weights num_lookahead_slots
+    num_redundant_experts num_speculative_tokens numa_bind numa_bind_cpus numa_bind_nodes offload_group_size
+    offload_params otlp_traces_endpoint override_attention_dtype override_pooler_config pooler_config
+    prefix_cache_retention_interval prefix_match_unit profiler_config qlora_adapter_name_or_path quantization_config
+    ray_workers_use_nsight reasoning_config reasoning_parser_plugin scheduler_delay_factor
+    show_hidden_metrics_for_version shutdown_timeout skip_mm_profiling specialize_active_lora speculative_model
+    tokenizer_pool_extra_config tokenizer_pool_size tokens_only ubatch_size use_fp64_gumbel use_replayssm
+    video_pruning_rate watermark weight_transfer_config worker_extension_cls
 """
 NOT_HERE = frozenset(_NOTHING_HERE.split())
 
@@ -161,10 +243,13 @@ _CALLED = {int: "a whole number", float: "a number", bool: "True, False", str: "
 def check_neutral(name: str, value: Any) -> bool:
     """Whether this is a ``vllm.LLM`` keyword that has no effect here. Raises ConfigError if its value asks for
     something unsupported."""
-    neutral, why = NEUTRAL.get(name, ((), "not supported; leave it out"))
-    if name not in NEUTRAL and name not in NOT_HERE:
+    if other := name in NOT_HERE or name in DEFAULTS:
+        neutral, why = (DEFAULTS[name],) if name in DEFAULTS else (), "not supported; leave it out"
+    elif name in NEUTRAL:
+        neutral, why = NEUTRAL[name]
+    else:
         return False
-    if not (value is None or any(map(partial(_is_of, value), neutral)) or (name in NOT_HERE and not value)):
+    if not (value is None or any(map(partial(_is_of, value), neutral)) or (other and not value)):
         raise ConfigError(f"{name}={shown(value)}: {why}. Allowed: {', '.join(map(_shown, neutral)) or None}")
     return True
 

@@ -23,7 +23,7 @@ from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of
-from minivllm.missing import refuse
+from minivllm.missing import missing_method, refuse
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -507,6 +507,15 @@ class LLMEngine:
         self._guided.clear()
         with calling("executor", self.config.executor.name, self.executor, "shutdown"):
             self.executor.shutdown()
+
+    def get_tokenizer(self) -> Any:
+        """The checkpoint's transformers tokenizer, as in vLLM."""
+        return self.tokenizer.hf_tokenizer
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_method(self, name)
 
     def __enter__(self) -> LLMEngine:
         return self

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import CheckpointError, shown
+from minivllm.missing import missing_method
 
 _MOST_LAYERS = 10_000
 _OTHER_NAMES = {  # usual key -> the keys that some architectures use instead
@@ -85,6 +86,11 @@ class ModelConfig:
     dtype: str = "bfloat16"
     hf_config: FrozenDict = field(default_factory=FrozenDict)
     options: FrozenDict = field(default_factory=FrozenDict)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_method(self, name)
 
     def layer_windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window in tokens; None: it attends to the whole context.

@@ -23,7 +23,9 @@ class SingleExecutor(Executor):
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, max_model_len: int, registry: Registry) -> None:
         if config.tp != 1:
-            raise ConfigError(f"tp={config.tp} with executor=single: one process holds one rank; set tp=1")
+            raise ConfigError(
+                f"tp={config.tp} with executor={config.executor.name}: one process holds one rank; set tp=1"
+            )
         self._worker = Worker(config, model_config, max_model_len, registry, TensorParallel())
         self._about: dict[str, Any] = {}
 

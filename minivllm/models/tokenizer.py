@@ -347,10 +347,12 @@ def load_tokenizer(
 
 
 def tokenizer_folder(name: str) -> Path:
-    """The folder of ``model.tokenizer``, which is a folder or a repository to download. Raises CheckpointError."""
+    """The folder of ``model.tokenizer``: a folder, a repository to download, or demo. Raises CheckpointError."""
     folder = Path(expanduser(name))
     if folder.is_dir():
         return folder
+    if name == "demo" and DEMO.is_dir():
+        return DEMO
     if folder.exists():
         there = f"model.tokenizer={folder.parent}"
         raise CheckpointError(f"model.tokenizer={name} is a file; pass the folder that holds it ({there})")

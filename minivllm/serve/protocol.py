@@ -424,6 +424,16 @@ class Conversation(Body):
             raise ClientError(f"tools: {len(names)} functions, of which several are named {twice[0]}", param="tools")
         return tools or None
 
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ClientError(
+                "continue_final_message: the reply either continues the last message or begins another, as "
+                'add_generation_prompt has it, true by default; add "add_generation_prompt": false',
+                param="continue_final_message",
+            )
+        return self
+
     def options(self) -> dict[str, Any]:
         """Options for rendering, in addition to the template's own variables."""
         tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]

@@ -23,8 +23,8 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """``text_offset``: characters of the tokens' texts from the start, which is the prompt's if it is echoed; its first
-    token has no log-probabilities."""
+    """``text_offset``: characters of the texts in ``tokens`` before this one, as in vLLM; in ``text`` it may be at
+    another place (docs/serve.md). With echo the prompt comes first; its first token has no log-probabilities."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -141,6 +141,22 @@ def test_a_sweep_that_cannot_be_is_refused_at_once(overrides, message, capsys, t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_sweep_overwrites_nothing_in_a_folder_of_the_users(fake_jobs, tmp_path, capsys):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("report.html", "a", "b", "c"):
+        (folder / name).write_text("precious")
+    assert main(["bench", "-m", "seed=1", f"sweep.dir={folder}"]) == 2
+    told = capsys.readouterr().err
+    assert "holds a, b, c and 1 more, which a sweep might overwrite: type a new folder" in " ".join(told.split())
+    assert {path.name: path.read_text() for path in folder.iterdir()} == dict.fromkeys(
+        ("report.html", "a", "b", "c"), "precious"
+    )
+    for path in folder.iterdir():
+        path.unlink()
+    assert main(["bench", "-m", "seed=1", f"sweep.dir={folder}"]) == 0  # empty, so nothing can be lost
+
+
 # --------------------------------------------------------------------------- rows that fail
 
 

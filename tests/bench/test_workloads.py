@@ -130,6 +130,13 @@ def test_a_request_that_does_not_fit_is_refused_not_cut():
     check_fits(options, requests, 1025)
     with pytest.raises(ConfigError, match=r"64 of 64 requests exceed max_model_len=1024.*1024 tokens in and 1 out"):
         check_fits(options, requests, 1024)
+    options = workload("workload=prefix")
+    with pytest.raises(ConfigError, match=r"2176 tokens in and 256 out. Lower workload.prefix_len \(.*=1664 fits\), "):
+        check_fits(options, make_requests(options, 99), 2048)
+    fitting = workload("workload=prefix", "workload.prefix_len=1664")
+    check_fits(fitting, make_requests(fitting, 99), 2048)
+    with pytest.raises(ConfigError, match=r"Lower workload.prefix_len, workload.input_len"):
+        check_fits(options, make_requests(options, 99), 256)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def test_overrides_and_flags_come_in_any_order() -> None:
         (["generate", "Hello, world"], "A prompt is typed as prompts='...'"),
         (["Qwen/Qwen3-4B"], "neither a mode nor key=value. For the model type model=qwen3-4b. Modes:"),
         (["--helpp"], "Did you mean --help?"),
+        (["--foo"], "there is no such flag. Settings are typed as key=value"),
         (["--max-tokens", "3"], "Did you mean max_tokens=...? Settings are typed as key=value"),
         (["--model=qwen3"], "Did you mean model=qwen3?"),
         (["--cfg=hydra"], "only --cfg job"),

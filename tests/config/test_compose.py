@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from minivllm.config.engine_config import EngineConfig
 from minivllm.config.modes import MODES, ChatOptions, GenerateOptions, SamplingOptions
 from minivllm.config.overrides import group_options, quote
 from minivllm.config.schema import EngineSchema, keys_of
-from minivllm.config.vllm_names import NEGATED, NEUTRAL, NOT_HERE, SAME_NAMES, VLLM_NAMES, check_neutral
+from minivllm.config.vllm_names import DEFAULTS, NEGATED, NEUTRAL, NOT_HERE, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
@@ -534,10 +535,12 @@ def test_vllms_keywords_are_understood(registry: Registry) -> None:
         "demo", tensor_parallel_size=2, max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.5,
         max_num_seqs=3, max_num_batched_tokens=99, enable_prefix_caching=False, block_size=32, seed=7,
         load_format="dummy", revision="main", tokenizer="x, y", trust_remote_code=False, dtype="half", device="cpu",
-        num_gpu_blocks_override=11, quantization=None, max_num_partial_prefills=2, registry=registry,
+        num_gpu_blocks_override=11, quantization="fp8", kv_cache_dtype="fp8_e4m3", max_num_partial_prefills=2,
+        registry=registry,
     )  # fmt: skip
     assert (config.tp, config.max_model_len, config.enforce_eager, config.seed) == (2, 64, True, 7)
     assert (config.cache.gpu_memory_utilization, config.cache.block_size, config.cache.num_blocks) == (0.5, 32, 11)
+    assert (config.quantization, config.cache.dtype) == ("fp8", "fp8")
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 99)
     assert config.scheduler.max_num_partial_prefills == 2
     assert config.cache.enable_prefix_caching is False
@@ -554,14 +557,44 @@ def test_vllms_keywords_may_ask_for_nothing(registry: Registry) -> None:
         return [*allowed] if isinstance(allowed, range) else [allowed]
 
     given = [(name, value) for name, (neutral, _) in NEUTRAL.items() for one in neutral for value in values(one)]
-    given += [(name, value) for name in NOT_HERE for value in (False, 0, "", {}, [])]
+    given += [(name, value) for name in {*NOT_HERE, *DEFAULTS} for value in (False, 0, "", {}, [])]
+    given += DEFAULTS.items()
     for name, value in given:
         assert check_neutral(name, value)
-    nones = dict.fromkeys(["device", "dtype", *NEUTRAL, *NOT_HERE, *VLLM_NAMES, *NEGATED, *SAME_NAMES])
+    nones = dict.fromkeys(["device", "dtype", *NEUTRAL, *NOT_HERE, *DEFAULTS, *VLLM_NAMES, *NEGATED, *SAME_NAMES])
     assert compose_engine_config("demo", registry=registry, **nones) == plain
     assert compose_engine_config("demo", registry=registry, **dict(given)) == plain
     assert compose_engine_config("demo", registry=registry, max_model_len=-1) == plain
-    assert not NOT_HERE & NEUTRAL.keys()
+    assert not NOT_HERE & NEUTRAL.keys() and not (NOT_HERE | NEUTRAL.keys()) & DEFAULTS.keys()
+
+
+def test_vllms_defaults_may_be_typed(registry: Registry) -> None:
+    typed = {
+        "all2all_backend": "allgather_reducescatter", "block_size": None, "cp_kv_cache_interleave_size": 1,
+        "cpu_offload_gb": 0, "data_parallel_size_local": 1, "dbo_decode_token_threshold": 32,
+        "dbo_prefill_token_threshold": 512, "decode_context_parallel_size": 1, "disable_log_requests": False,
+        "disable_log_stats": False, "enable_log_requests": False, "expert_placement_strategy": "linear",
+        "gpu_memory_utilization": 0.9, "ignore_patterns": ["original/**/*"], "kv_cache_dtype": "auto",
+        "kv_offloading_backend": "native", "linear_backend": "auto", "logprobs_mode": "raw_logprobs",
+        "long_prefill_token_threshold": 0, "mamba_cache_dtype": "auto", "mamba_cache_mode": "none",
+        "mamba_ssm_cache_dtype": "auto", "max_logprobs": 20, "max_long_partial_prefills": 1,
+        "max_num_partial_prefills": 1, "mm_encoder_tp_mode": "weights", "mm_processor_cache_gb": 4,
+        "mm_processor_cache_type": "lru", "mm_shm_cache_max_object_size_mb": 128, "moe_backend": "auto",
+        "numa_bind": False, "offload_backend": "auto", "offload_num_in_group": 1, "offload_params": set(),
+        "optimization_level": 2, "prefill_context_parallel_size": 1, "prefix_caching_hash_algo": "sha256",
+        "pt_load_map_location": "cpu", "renderer_num_workers": 1, "rope_scaling": {},
+        "safetensors_load_strategy": "lazy", "scheduler_reserve_full_isl": True, "shutdown_timeout": 0, "swap_space": 4,
+        "tensor_parallel_size": 1, "tokenizer_mode": "auto", "watermark": 0.0, "worker_cls": "auto",
+    }  # fmt: skip
+    assert compose_engine_config("demo", registry=registry, **typed) == compose_engine_config("demo", registry=registry)
+
+
+def test_a_tokenizer_may_be_an_options(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for typed, meant in {"qwen3": "Qwen/Qwen3-0.6B", "demo": "demo", "a/b": "a/b", "checkpoint": "checkpoint"}.items():
+        assert compose_engine_config("demo", tokenizer=typed, registry=registry).model.tokenizer == meant
+    (tmp_path / "qwen3").mkdir()  # who typed it before there was such an option means it
+    assert compose_engine_config("demo", tokenizer="qwen3", registry=registry).model.tokenizer == "qwen3"
 
 
 def test_vllms_executors_and_switches(registry: Registry) -> None:
@@ -571,6 +604,19 @@ def test_vllms_executors_and_switches(registry: Registry) -> None:
     for disabled in (True, False):
         config = compose_engine_config("demo", disable_cascade_attn=disabled, registry=registry)
         assert config.attention.cascade is not disabled
+
+
+def test_vllms_attention_backends(registry: Registry) -> None:
+    class TheirEnum(Enum):
+        FLASH_ATTN = "some.module.Class"
+
+    for theirs, ours in {
+        "FLASH_ATTN": "flash", "flash_attn": "flash", TheirEnum.FLASH_ATTN: "flash", "FLASHINFER": "flashinfer",
+        "TRITON_ATTN": "triton", "TORCH_SDPA": "torch", "CPU_ATTN": "torch", "auto": "auto", None: "auto",
+        "hopper": "hopper",
+    }.items():  # fmt: skip
+        config = compose_engine_config("demo", attention_backend=theirs, registry=registry)
+        assert config.attention.name == ours
 
 
 def test_a_torch_dtype_will_do(registry: Registry) -> None:
@@ -586,6 +632,9 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"runner": "pooling"}, "Allowed: 'auto', 'generate'"),
         ({"hf_token": "x"}, "set HF_TOKEN. Allowed: None"),
         ({"distributed_executor_backend": "mpi"}, "no such executor. Allowed: external_launcher, mp, ray, uni"),
+        ({"attention_backend": "XFORMERS"}, "XFORMERS: there is no such attention backend. Allowed: auto, flash"),
+        ({"attention_backend": 5}, "attention=5: there is no such attention backend"),
+        ({"attention": "flash", "attention_backend": "TORCH_SDPA"}, "contradicts attention='flash'"),
         ({"quantization": "awq"}, 'quantization="awq": quantization is one of none, fp8, not "awq"'),
         ({"max_model_length": 5}, r"Did you mean max_model_len\? overrides=\['KEY=VALUE'\] sets any key; .*--help"),
         ({"max_logprobs": 21}, "max_logprobs=21: 20 are the most. Allowed: 0 to 20"),
@@ -594,6 +643,11 @@ def test_a_torch_dtype_will_do(registry: Registry) -> None:
         ({"guided_decoding_backend": "outlines"}, "give StructuredOutputsParams. Allowed: 'auto', 'guidance'"),
         ({"swap_space": "4"}, "computed again, not swapped. Allowed: a whole number, a number"),
         ({"worker_extension_cls": "a.B"}, "worker_extension_cls='a.B': not supported; leave it out. Allowed: None"),
+        ({"moe_backend": "triton"}, "moe_backend='triton': not supported; leave it out. Allowed: 'auto'"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size=2: not supported; .* Allowed: 1"),
+        ({"numa_bind": True}, "numa_bind=True: not supported; leave it out. Allowed: None"),
+        ({"enable_log_requests": True}, "type `minivllm serve log_requests=true`. Allowed: False"),
+        ({"spec_method": "ngram"}, "type speculative_config="),
         ({"max_model_len": -2}, "max_model_len=-2 is too small"),
         ({"num_blocks": 5}, r"type overrides=\['cache.num_blocks=5'\]"),
         ({"packed_weights": True}, r"type overrides=\['packed_weights=true'\]"),

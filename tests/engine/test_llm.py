@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -609,6 +610,27 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     usable(llm)
 
 
+def test_chat_says_which_conversation_is_wrong(engine: Engine) -> None:
+    llm, ok = engine(**SMALL), [{"role": "user", "content": "a"}]
+    for wrong, why in (
+        ([{"role": "user", "content": 5}], "a message's content is a string"),
+        ([], "at least one message"),
+        ([{"role": "user"}], "a message is"),
+    ):
+        with pytest.raises(RequestError, match=f"^prompt 1: .*{why}"):
+            llm.chat([ok, wrong], GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^a message's content is a string"):
+        llm.chat([{"role": "user", "content": 5}], GREEDY, use_tqdm=False)
+    usable(llm)
+
+
+def test_chat_continues_a_message_or_begins_one(engine: Engine) -> None:
+    llm, messages = engine(**SMALL), [{"role": "assistant", "content": "a"}]
+    with pytest.raises(RequestError, match="pass add_generation_prompt=False, too"):
+        llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True)
+    llm.chat(messages, GREEDY, use_tqdm=False, continue_final_message=True, add_generation_prompt=False)
+
+
 def test_chat_without_a_template_says_what_to_do(engine: Engine, tiny_checkpoint: Callable[..., Path]) -> None:
     llm = engine(tiny_checkpoint("qwen3", chat=False), **SMALL)
     with pytest.raises(RequestError, match="no chat template; use generate"):
@@ -695,8 +717,24 @@ def test_vllms_other_methods_say_that_they_are_not_supported(engine: Engine) -> 
         llm.nonsense  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_the_engines_other_members_say_what_to_do_instead(engine: Engine) -> None:
+    llm = engine(**SMALL)
+    for owner, name, instead in (
+        (llm.llm_engine, "vllm_config", "LLMEngine.vllm_config of vLLM is not supported: llm_engine.config has"),
+        (llm.llm_engine, "collective_rpc", "LLMEngine.collective_rpc of vLLM is not supported: an executor"),
+        (llm.llm_engine, "nonsense", "'LLMEngine' object has no attribute 'nonsense'"),
+        (llm.llm_engine.model_config, "max_model_len", "ModelConfig.max_model_len .*: llm_engine.max_model_len has it"),
+        (llm.llm_engine.model_config, "sleep", "'ModelConfig' object has no attribute 'sleep'"),
+    ):
+        assert not hasattr(owner, name)
+        with pytest.raises(AttributeError, match=instead):
+            getattr(owner, name)
+    assert pickle.loads(pickle.dumps(llm.llm_engine.model_config)) == llm.llm_engine.model_config
+
+
 def test_the_engine_has_vllms_names(engine: Engine) -> None:
     llm = engine(**SMALL)
+    assert llm.llm_engine.get_tokenizer() is llm.get_tokenizer()
     nothing: dict[str, Any] = dict.fromkeys(["arrival_time", "lora_request", "trace_headers", "tokenization_kwargs"])
     llm.llm_engine.add_request("a", [5, 6], GREEDY, **nothing)
     for name in nothing:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,14 @@ from helpers import edit_json
 from zygote import Zygote
 
 from minivllm import LLM, SamplingParams
+from minivllm.config.compose import compose_engine_config
 from minivllm.errors import CheckpointError, ConfigError, EngineDeadError
 from minivllm.executors import multiproc, processes
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Failed, Hello, Still
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import Progress, nobody_moves
+from minivllm.executors.single import SingleExecutor
 from minivllm.plugins.manager import default_registry
 
 Checkpoints = Callable[..., Path]
@@ -231,6 +234,10 @@ def test_what_cannot_be_split_is_refused_before_ranks_are_told_anything(tiny_che
         make(folder, tp=3)
     with pytest.raises(ConfigError, match="tp=2 with executor=single"):
         make(folder, "executor=single")
+    config = compose_engine_config(tp=2)
+    named = replace(config, executor=replace(config.executor, name="mine"))  # a plugin's that builds on it
+    with pytest.raises(ConfigError, match="tp=2 with executor=mine"):
+        SingleExecutor(named, None, 8, None)  # type: ignore[arg-type]
     assert time.monotonic() - began < 5
 
 

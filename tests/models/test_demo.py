@@ -10,6 +10,7 @@ from helpers import reference_tokens
 
 import minivllm
 from minivllm import LLM, SamplingParams
+from minivllm.errors import ConfigError
 
 DEMO = Path(minivllm.__file__).parent / "models" / "demo"
 NAMES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -59,6 +60,19 @@ def test_the_tokenizer_is_transformers_own_as_in_vllm(llm: LLM) -> None:
     params = SamplingParams(max_tokens=80, temperature=0.0)
     alone = llm.generate(text, params, use_tqdm=False)[0].outputs[0].text
     assert alone == llm.chat(messages, params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_an_unknown_option_of_the_model_is_told_with_the_name_that_was_typed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.options.a: model=demo is a qwen3, and qwen3 has no such option. Allowed: none"
+    ):
+        LLM("demo", device="cpu", overrides=["model.options.a=1"])
+
+
+def test_its_tokenizer_is_found_by_its_name(llm: LLM) -> None:
+    shape = ["load_format=dummy", "cache.num_blocks=8", "attention=torch"]
+    with LLM("demo", tokenizer="demo", device="cpu", overrides=shape) as other:
+        assert other.get_tokenizer().encode("Hello!") == llm.get_tokenizer().encode("Hello!")
 
 
 def ask(llm: LLM, question: str) -> tuple[str, str | None]:

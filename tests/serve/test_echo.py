@@ -92,6 +92,17 @@ def test_logprobs_begin_with_the_prompts(server: Running, alone: LLM) -> None:
     assert streamed_first["text"] == echoed["text"] and streamed_first["logprobs"]["tokens"] == said["tokens"]
 
 
+def test_offsets_add_up_the_texts_of_the_tokens(server: Running, alone: LLM) -> None:
+    """As vLLM's do: also where tokens are parts of characters, or special ones that the text leaves out."""
+    special = alone.engine.tokenizer.eos_token_ids[0]
+    body = {"max_tokens": 2, "temperature": 0, "logprobs": 0, "echo": True}
+    for prompt in ("漢字", [special, *IDS]):
+        (choice,) = choices(server, prompt=prompt, **body)
+        tokens = choice["logprobs"]["tokens"]
+        assert choice["logprobs"]["text_offset"] == [len("".join(tokens[:i])) for i in range(len(tokens))]
+        assert "".join(tokens) != choice["text"]
+
+
 def test_lm_evaluation_harness_reads_what_it_asks_for(server: Running, alone: LLM) -> None:
     """As its ``local-completions`` does: the likelihood of continuations, and whether they are greedy."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

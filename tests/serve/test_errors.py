@@ -74,6 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not", "messages"),
     (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}, "cannot be set there", "chat_template_kwargs"),
     (CHAT, {"chat_template_kwargs": {"messages": 1}}, "messages cannot be set there", "chat_template_kwargs"),
+    (CHAT, {"continue_final_message": True}, 'add "add_generation_prompt": false', "continue_final_message"),
     (CHAT, {"prompt": "a"}, "there is no field 'prompt'", "prompt"),
     (CHAT, {"echo": True}, "echo: True is not supported, other than False", "echo"),
     (COMPLETIONS, {"echo": True, "prompt": [5, 512]}, "prompt: 512 is outside the vocabulary: 0 to 511", "prompt"),
