@@ -35,6 +35,7 @@ _FEW_RUNNING = 2  # with more running, two quiet steps in a row are rare
 _LOOK_AHEAD = 32  # how many waiting sequences a step may skip, so that its cost does not grow with the queue
 _MAX_OVERTAKEN = 64  # after this many later ones were admitted, the head of the queue must go next
 _NEVER = 1 << 62
+_MOST_PROMPT_STEPS = 32  # of ``prefill_first`` in a row, while running sequences wait to decode
 _FEW_STOP_IDS = 16  # stop ids of a sequence that are compared in one vectorized operation
 _WATERMARK = 0.03  # the fraction of the pool that an admission leaves free for running sequences to grow
 
@@ -636,14 +637,28 @@ class MixedScheduler(SlotScheduler):
 
 
 class PrefillFirstScheduler(SlotScheduler):
-    """Steps of prompts only while there are any to compute, then steps of decodes only."""
+    """Steps of prompts only while there are any to compute, then steps of decodes only.
+
+    If prompts never run out, a step of decodes follows every ``_MOST_PROMPT_STEPS`` of them. So a running sequence
+    waits for its next token no longer than that, prompts lose one step in 33, and a batch that comes at once is
+    prefilled without a break, unless that takes more steps.
+    """
+
+    _prompt_steps = 0  # in a row, that decodes had to wait for
 
     def schedule(self) -> Batch | None:
         if self.waits_for_drafts:
             return None
-        chunks = self.take_chunks(self.options.max_num_batched_tokens)
-        decodes = NO_INTS if chunks else self.take_decodes(self.options.max_num_batched_tokens)
-        return self.write_batch(decodes, chunks)
+        budget = self.options.max_num_batched_tokens
+        if self._prompt_steps >= _MOST_PROMPT_STEPS:
+            decodes = self.take_decodes(budget)
+            if len(decodes) or self._drafting:
+                self._prompt_steps = 0
+                return self.write_batch(decodes, [])
+        held_up = len(self.running) > len(self._partial)
+        chunks = self.take_chunks(budget)
+        self._prompt_steps = self._prompt_steps + held_up if chunks else 0
+        return self.write_batch(NO_INTS if chunks else self.take_decodes(budget), chunks)
 
 
 def _length_of(seq: Sequence) -> tuple[int, tuple[int, ...], str]:

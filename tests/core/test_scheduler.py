@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from simulation import STOP, Ask, Story, World, make_scheduler, told
 
@@ -166,6 +167,34 @@ def test_prefill_first_computes_prompts_alone_then_decodes() -> None:
         w.step()
     assert [(b.num_decodes, b.num_new.tolist()) for b in w.batches[1:]] == [(1, [1]), (0, [8]), (0, [5]), (2, [1, 1])]
     w.drain()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@DEPTHS
+def test_prefill_first_lets_decodes_take_a_step_after_32_of_prompts(depth: int, drafts: int) -> None:
+    w = world("prefill_first", depth, max_num_batched_tokens=5, num_speculative_tokens=drafts, prompt_lookup_min=1)
+    runs = w.add(Ask((1, 2, 3), max_tokens=12, repeats=1))
+    decoded: list[int] = []  # the steps that had it
+    while runs.status is not Status.FINISHED:
+        for i in range(2):  # one more than a step has room for
+            w.add(Ask(prompt(5, first=w.steps + i), max_tokens=1))
+        w.step()
+        decoded = [batch.step for batch in w.batches if runs.slot in batch.slots]
+        assert w.steps < 500, "starved"
+    assert max(np.diff(decoded)) == 33
+    w.drain()
+
+
+def test_prefill_first_counts_only_prompts_that_hold_decodes_up() -> None:
+    """A batch that comes at once is prefilled unbroken for 32 steps after its first prompt, however long that is."""
+    w = world("prefill_first", depth=1, block_size=16, num_blocks=200, max_model_len=256, max_num_batched_tokens=2,
+              max_num_seqs=40)  # fmt: skip
+    w.add(Ask(prompt(100), max_tokens=4))
+    for i in range(39):
+        w.add(Ask(prompt(2, first=i), max_tokens=4))
+    w.drain()
+    kinds = "".join("p" if len(b.token_ids) else "d" for b in w.batches)
+    assert kinds.startswith("p" * (50 + 32) + "d" + "p" * 7 + "d")
 
 
 @DEPTHS
