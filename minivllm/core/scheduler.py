@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 _FEW_RUNNING = 2  # with more running, two quiet steps in a row are rare
 _LOOK_AHEAD = 32  # how many waiting sequences a step may skip, so that its cost does not grow with the queue
-_MAX_OVERTAKEN = 64  # after this many later ones were admitted, the head of the queue must go next
+_MAX_OVERTAKEN = 64  # after so many, no later one is admitted before the head of the queue if that keeps it waiting
 _NEVER = 1 << 62
+_MOST_PROMPT_STEPS = 32  # of ``prefill_first`` in a row, while running sequences wait to decode
 _FEW_STOP_IDS = 16  # stop ids of a sequence that are compared in one vectorized operation
 _WATERMARK = 0.03  # the fraction of the pool that an admission leaves free for running sequences to grow
 
@@ -47,8 +48,9 @@ class SlotScheduler(Scheduler):
     - When a decode needs a block and none is free, the running sequence with the last place (here: the latest arrival)
       is preempted: its blocks are freed and its known tokens are recomputed later. The first is never preempted, so
       every step makes progress.
-    - If the head of the queue does not fit yet, later sequences that do go first, at most ``_MAX_OVERTAKEN`` times:
-      any of the first ``_LOOK_AHEAD``, then the shortest of the rest.
+    - While the head of the queue does not fit, later sequences that do go first: any of the first ``_LOOK_AHEAD``, then
+      the shortest of the rest. After ``_MAX_OVERTAKEN`` of them none does while later ones hold what the head lacks; as
+      long as it would not fit without them either, they do not delay it.
     - Sequences with drafts are decodes to ``take_decodes``, which keeps them for ``write_batch`` instead of returning
       them: it adds their rows, as prompt rows. ``take_chunks`` leaves them a token each.
     """
@@ -262,10 +264,8 @@ class SlotScheduler(Scheduler):
         return chunks
 
     def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
-        at, retry_at, no_room = 0, _NEVER, False  # ``at``: how many are skipped
-        while at < len(self.waiting) and budget > 0 and self._free_slots:
-            if at and self.waiting[0].overtaken >= _MAX_OVERTAKEN:
-                break  # the head must go next
+        at, retry_at, no_room, head_is_next = 0, _NEVER, False, False  # ``at``: how many are skipped
+        while at < len(self.waiting) and budget > 0 and self._free_slots and not head_is_next:
             if at > _LOOK_AHEAD:
                 break
             if at == _LOOK_AHEAD:
@@ -298,6 +298,7 @@ class SlotScheduler(Scheduler):
                     long += is_long
                 if at:
                     self.waiting[0].overtaken += 1
+                    head_is_next = self._must_go_next(self.waiting[0])
                 del self.waiting[at]
                 at = min(at, _LOOK_AHEAD)
                 continue
@@ -305,9 +306,21 @@ class SlotScheduler(Scheduler):
                 retry_at = min(retry_at, self.blocks.num_free + lacking)
             else:
                 no_room = True
+            if not at:
+                head_is_next = self._must_go_next(seq)
             at += 1
         blocked = at > 0 and budget > 0 and self._free_slots
-        self._retry_at = retry_at if blocked and not no_room else 0
+        self._retry_at = retry_at if blocked and not no_room and not head_is_next else 0
+
+    def _must_go_next(self, head: Sequence) -> bool:
+        """Whether ``head`` was overtaken often enough, and running sequences behind it hold what it lacks."""
+        if head.overtaken < _MAX_OVERTAKEN:
+            return False
+        ahead = bisect(self.running.tolist(), head.place, key=self._place_of)
+        if not ahead:
+            return True  # alone it fits
+        # Shared blocks count twice here. So this may be True too often, but never False if the later ones are to blame.
+        return self.lacking(head, self.blocks.match(head)) <= int(self.blocks.held[self.running[ahead:]].sum())
 
     def lacking(self, seq: Sequence, cached: list[int]) -> int:
         """How many more free blocks are needed to admit ``seq``, given its ``cached`` blocks; 0 or less: it fits."""
@@ -636,14 +649,28 @@ class MixedScheduler(SlotScheduler):
 
 
 class PrefillFirstScheduler(SlotScheduler):
-    """Steps of prompts only while there are any to compute, then steps of decodes only."""
+    """Steps of prompts only while there are any to compute, then steps of decodes only.
+
+    If prompts never run out, a step of decodes follows every ``_MOST_PROMPT_STEPS`` of them. So a running sequence
+    waits for its next token no longer than that, prompts lose one step in 33, and a batch that comes at once is
+    prefilled without a break, unless that takes more steps.
+    """
+
+    _prompt_steps = 0  # in a row, that decodes had to wait for
 
     def schedule(self) -> Batch | None:
         if self.waits_for_drafts:
             return None
-        chunks = self.take_chunks(self.options.max_num_batched_tokens)
-        decodes = NO_INTS if chunks else self.take_decodes(self.options.max_num_batched_tokens)
-        return self.write_batch(decodes, chunks)
+        budget = self.options.max_num_batched_tokens
+        if self._prompt_steps >= _MOST_PROMPT_STEPS:
+            decodes = self.take_decodes(budget)
+            if len(decodes) or self._drafting:
+                self._prompt_steps = 0
+                return self.write_batch(decodes, [])
+        held_up = len(self.running) > len(self._partial)
+        chunks = self.take_chunks(budget)
+        self._prompt_steps = self._prompt_steps + held_up if chunks else 0
+        return self.write_batch(NO_INTS if chunks else self.take_decodes(budget), chunks)
 
 
 def _length_of(seq: Sequence) -> tuple[int, tuple[int, ...], str]:

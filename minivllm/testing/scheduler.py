@@ -105,7 +105,7 @@ class SchedulerConformance(Conformance):
     examples: ClassVar[int] = 200  # Hypothesis examples
     world: ClassVar[type[World]] = World  # a subclass may check more at each step: ``check_policy``
     steps_per_token: ClassVar[int] = 4  # everything must end within so many steps per token of all requests
-    patience: ClassVar[int] = 400  # steps that a large request may wait while small ones keep coming
+    patience: ClassVar[int] = 400  # steps that a request may take, for which few are enough, while others keep coming
 
     @property
     def _class(self) -> type[Scheduler]:
@@ -236,6 +236,19 @@ class SchedulerConformance(Conformance):
             world.step()
             steps += 1
             assert steps < self.patience, "it still waits"
+        world.drain()
+
+    @pytest.mark.parametrize("length", [3, 12])
+    def test_a_running_request_is_not_starved_by_prompts(self, length: int) -> None:
+        """Before each step a prompt comes that ends with its first token; steps have room for 8 tokens."""
+        world = self.make(max_num_batched_tokens=8)
+        runs = world.add(Ask((1, 2, 3), max_tokens=8))
+        steps = 0
+        while runs.request_id in world.live:
+            world.add(Ask(tuple((steps + i * i) % 11 for i in range(length)), max_tokens=1))
+            world.step()
+            steps += 1
+            assert steps < self.patience, f"it has {world.told[runs.request_id]} of 8 tokens"
         world.drain()
 
     def test_a_request_id_is_taken_once(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from simulation import STOP, Ask, Story, World, make_scheduler, told
 
@@ -94,12 +95,13 @@ def test_nor_is_it_behind_however_many_of_them(name: str, many: int) -> None:
 
 
 @BOTH
-def test_the_head_of_the_queue_is_overtaken_a_bounded_number_of_times(name: str) -> None:
+@pytest.mark.parametrize("length", [58, 61])  # 61: all 16 blocks, none left for others to grow
+def test_the_head_of_the_queue_is_overtaken_a_bounded_number_of_times(name: str, length: int) -> None:
     w = world(name, block_size=4, num_blocks=16, max_num_seqs=8)
     for i in range(8):
         w.add(Ask(prompt(6, first=i), max_tokens=4 + i))
     w.step()
-    big = w.add(Ask(prompt(58, first=9), max_tokens=4))
+    big = w.add(Ask(prompt(length, first=9), max_tokens=3))
     steps = 0
     while big.status is Status.WAITING:
         w.add(Ask(prompt(2 + steps % 3, first=steps % 11), max_tokens=1 + steps % 7))  # there is always a small one
@@ -112,15 +114,69 @@ def test_the_head_of_the_queue_is_overtaken_a_bounded_number_of_times(name: str)
 
 
 @BOTH
-def test_many_at_once_do_not_overtake_the_head_more_often_than_allowed(name: str) -> None:
+def test_any_number_may_pass_a_head_that_waits_for_earlier_ones_only(name: str) -> None:
+    w = world(name, num_blocks=64, max_model_len=256)
+    runs = w.add(Ask(prompt(10), max_tokens=240))
+    w.step()
+    big = w.add(Ask(prompt(250, first=2), max_tokens=4))  # 63 blocks, and one to grow
+    for i in range(80):
+        short = w.add(Ask(prompt(5, first=i), max_tokens=2))
+        w.step()
+        assert short.status is Status.RUNNING, f"short prompt {i} waits, with {w.scheduler.blocks.num_free} free blocks"
+        w.step()
+    assert big.overtaken == 80 and runs.status is Status.RUNNING
+    w.drain()
+
+
+@BOTH
+def test_after_64_none_passes_while_later_ones_hold_what_the_head_lacks(name: str) -> None:
     w = world(name, block_size=1, num_blocks=64, max_num_seqs=32, max_num_batched_tokens=64)
-    w.add(Ask(prompt(4), max_tokens=60))
+    runs = w.add(Ask(prompt(4), max_tokens=20))
     w.step()
     big = w.add(Ask(prompt(60, first=2), max_tokens=4))
-    for i in range(120):  # 31 of them fit into a step
+    long = w.add(Ask(prompt(3, first=3), max_tokens=40))
+    shorts = [w.add(Ask((i % 11,), max_tokens=1)) for i in range(100)]
+    step_until(w, runs, Status.FINISHED)
+    assert big.overtaken == 101 and all(short.status is Status.FINISHED for short in shorts)
+    assert big.status is Status.WAITING and long.status is Status.RUNNING, "the one that passed it keeps it waiting"
+    for i in range(100):
         w.add(Ask((i % 11,), max_tokens=1))
     step_until(w, big, Status.RUNNING)
-    assert big.overtaken <= 64
+    assert long.status is Status.FINISHED and big.overtaken == 101
+    w.drain()
+
+
+@BOTH
+def test_many_at_once_do_not_overtake_the_head_more_often_than_allowed(name: str) -> None:
+    w = world(name, block_size=1, num_blocks=64, max_num_seqs=32, max_num_batched_tokens=64)
+    first = w.add(Ask(prompt(4), max_tokens=1))
+    big = w.add(Ask(prompt(60, first=2), max_tokens=4))  # it lacks one block, then two
+    w.add(Ask((3,), max_tokens=60))
+    for i in range(120):  # 30 of them fit into a step
+        w.add(Ask((i % 11,), max_tokens=30))
+    step_until(w, big, Status.RUNNING)
+    assert first.status is Status.FINISHED and 0 < big.overtaken <= 64
+    w.drain()
+
+
+@BOTH
+def test_a_later_one_passes_as_soon_as_earlier_ones_alone_keep_the_head_waiting(name: str) -> None:
+    """Though no block becomes free: the first in the cache grows."""
+    w = world(name, depth=1, block_size=1, num_blocks=64, prefix=False)
+    w.add(Ask(prompt(8), max_tokens=40))
+    ends = w.add(Ask(prompt(12, first=2), max_tokens=5))
+    w.step()
+    big = w.add(Ask(prompt(46, first=3), max_tokens=4))
+    w.add(Ask(prompt(8, first=4), max_tokens=50))
+    w.step()
+    assert big.overtaken == 1
+    big.overtaken = 64
+    step_until(w, ends, Status.FINISHED)
+    small = w.add(Ask(prompt(2, first=5), max_tokens=2))
+    w.step()
+    assert small.status is Status.WAITING, "without the one behind it, the head would fit"
+    step_until(w, small, Status.RUNNING, limit=6)
+    assert big.status is Status.WAITING
     w.drain()
 
 
@@ -166,6 +222,34 @@ def test_prefill_first_computes_prompts_alone_then_decodes() -> None:
         w.step()
     assert [(b.num_decodes, b.num_new.tolist()) for b in w.batches[1:]] == [(1, [1]), (0, [8]), (0, [5]), (2, [1, 1])]
     w.drain()
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@DEPTHS
+def test_prefill_first_lets_decodes_take_a_step_after_32_of_prompts(depth: int, drafts: int) -> None:
+    w = world("prefill_first", depth, max_num_batched_tokens=5, num_speculative_tokens=drafts, prompt_lookup_min=1)
+    runs = w.add(Ask((1, 2, 3), max_tokens=12, repeats=1))
+    decoded: list[int] = []  # the steps that had it
+    while runs.status is not Status.FINISHED:
+        for i in range(2):  # one more than a step has room for
+            w.add(Ask(prompt(5, first=w.steps + i), max_tokens=1))
+        w.step()
+        decoded = [batch.step for batch in w.batches if runs.slot in batch.slots]
+        assert w.steps < 500, "starved"
+    assert max(np.diff(decoded)) == 33
+    w.drain()
+
+
+def test_prefill_first_counts_only_prompts_that_hold_decodes_up() -> None:
+    """A batch that comes at once is prefilled unbroken for 32 steps after its first prompt, however long that is."""
+    w = world("prefill_first", depth=1, block_size=16, num_blocks=200, max_model_len=256, max_num_batched_tokens=2,
+              max_num_seqs=40)  # fmt: skip
+    w.add(Ask(prompt(100), max_tokens=4))
+    for i in range(39):
+        w.add(Ask(prompt(2, first=i), max_tokens=4))
+    w.drain()
+    kinds = "".join("p" if len(b.token_ids) else "d" for b in w.batches)
+    assert kinds.startswith("p" * (50 + 32) + "d" + "p" * 7 + "d")
 
 
 @DEPTHS

@@ -25,12 +25,21 @@ class TestShortSight(TestMixed):
     """Most that wait are behind those that a step looks at; of them only the shortest may be admitted."""
 
     patched: pytest.MonkeyPatch
+    limits = {"_LOOK_AHEAD": 1}
 
     @classmethod
     def setup_class(cls) -> None:
         cls.patched = pytest.MonkeyPatch()
-        cls.patched.setattr(scheduler, "_LOOK_AHEAD", 1)
+        for name, limit in cls.limits.items():
+            cls.patched.setattr(scheduler, name, limit)
 
     @classmethod
     def teardown_class(cls) -> None:
         cls.patched.undo()
+
+
+class TestImpatience(TestShortSight):
+    """Decodes soon get a step, and few may pass the head of the queue."""
+
+    scheduler = "prefill_first"
+    limits = {"_MOST_PROMPT_STEPS": 1, "_MAX_OVERTAKEN": 1}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minivllm.backends.torch import TorchBackend
+from minivllm.core.batch import NO_INTS, Batch
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.core.sequence import Sequence
@@ -112,6 +113,13 @@ class SmallestFirst(MixedScheduler):
         return len(seq.known), seq.arrival
 
 
+class PromptsAlwaysFirst(MixedScheduler):
+    def schedule(self) -> Batch | None:
+        chunks = self.take_chunks(self.options.max_num_batched_tokens)
+        decodes = NO_INTS if chunks else self.take_decodes(self.options.max_num_batched_tokens)
+        return self.write_batch(decodes, chunks)
+
+
 class KeepsItsGenerations(MixedScheduler):
     def _release(self, seq: Sequence) -> None:
         super()._release(seq)
@@ -125,6 +133,7 @@ class KeepsItsGenerations(MixedScheduler):
         (TakesAnything, "test_what_can_never_fit_is_refused_with_the_numbers", ()),
         (OverBudget, "test_prompts_go_in_chunks_of_the_budget", (3,)),
         (SmallestFirst, "test_a_large_request_is_not_starved_by_small_ones", ()),
+        (PromptsAlwaysFirst, "test_a_running_request_is_not_starved_by_prompts", (3,)),
         (KeepsItsGenerations, "test_a_pool_for_one_serves_many", (2,)),
     ],
 )
