@@ -1,7 +1,7 @@
 """The interfaces of schedulers, block managers, attention backends, models, samplers and executors.
 
 Every component that can be swapped by name implements one of these. ``core`` names no implementation; it is given
-them. Plugins may rely only on what is declared here.
+them. Plugins may rely only on what is declared here (and in ``fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from minivllm.core.batch import NO_INTS
+from minivllm.core.fast_paths import FastPaths
 from minivllm.core.model_config import FrozenDict
 
 if TYPE_CHECKING:
@@ -24,11 +25,9 @@ if TYPE_CHECKING:
 
     from minivllm.config.engine_config import EngineConfig, SchedulerOptions
     from minivllm.core.batch import AttentionBatch, Batch, TokenMasks
-    from minivllm.core.cascade import CascadeLimits
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.sequence import FinishReason, Sequence
-    from minivllm.kernels.rms_norm import RowScale
     from minivllm.kernels.sampling import Shard
     from minivllm.plugins.registry import Registry
 
@@ -214,23 +213,14 @@ class AttentionLayer(Protocol):
     index: int
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(FastPaths, ABC):
     """Writes keys and values into the paged cache and attends to it.
 
-    A subclass implements ``plan``, ``decode`` and ``prefill``. Rows of q are ordered as in ``AttentionBatch``: decodes
-    first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim): keys, then values.
+    A subclass implements ``plan``, ``decode`` and ``prefill``; ``FastPaths`` are optional. Rows of q are ordered as in
+    ``AttentionBatch``: decodes first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim): keys, then values.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
-    plans_on_host: bool = False  # whether ``plan`` reads host arrays; if not, replays of decode-only steps skip it
-    captures_prompts: bool = True  # False: steps with prompts cannot be captured for this spec, ``ALWAYS`` or not
-    fused_decode_rows: int = 0  # decode-only steps of at most this many rows go to ``decode_qkv``; 0: none
-    # Whether ``decode`` is plain causal attention to the whole context: a kernel of all layers may then replace it.
-    plain_decode: bool = False
-    # Whether ``decode`` and ``prefill`` may run concurrently: they share no memory that they write to.
-    attends_beside: bool = False
-    cascade_limits: CascadeLimits | None = None  # set if ``spec.cascade`` and it uses ``AttentionBatch.cascade``
-    fresh_prompts: bool = False  # set by ``plan``: this step's prompts (``whole_prompts``) go to ``prefill_fresh``
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -269,13 +259,6 @@ class AttentionBackend(ABC):
         """Keep the cache: (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
         self.kv_cache = kv_cache
 
-    def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
-        """Int32 data that ``prefill`` needs on the device, computed on the host from the prompt rows' query and context
-        lengths, (p,) int32 each. It is copied with the rest of the step and comes back as
-        ``AttentionBatch.prompt_words``. ``captured``: the graph's prompt tokens (0: eager); the number of words may
-        depend only on it and on p."""
-        return NO_INTS
-
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Called on the host once per step, before the model runs; also before capture and before each replay of a step
@@ -288,31 +271,6 @@ class AttentionBackend(ABC):
     @abstractmethod
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         """Attention of the prompt chunks. q, out: (tokens, num_heads, head_dim); writes every row of ``out``."""
-
-    def prefill_fresh(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
-    ) -> None:
-        """Like ``prefill``, for steps where ``plan`` set ``fresh_prompts``; also gets this step's k and v.
-
-        k, v: (tokens, num_kv_heads, head_dim), contiguous in the last dimension. They are in the cache as well.
-        """
-        raise NotImplementedError
-
-    def decode_qkv(
-        self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, eps: float,
-        cos_sin: torch.Tensor, positions: torch.Tensor, layer: AttentionLayer, scale: RowScale | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """For decode-only steps that ``takes_qkv`` accepts: q/k-norm (weights (head_dim,) or None), rotary embedding
-        (``cos_sin`` (max_position, rotary_dim) float32), cache write and attention in one call.
-
-        qkv: (rows, (num_heads + 2 * num_kv_heads) * head_dim); its rows are to be multiplied by ``scale`` first, which
-        is passed only if there is one. Returns (rows, num_heads, head_dim).
-        """
-        raise NotImplementedError
-
-    def takes_qkv(self, rows: int, scaled: bool, rotary_dim: int) -> bool:
-        """Whether a step of ``rows`` decodes and nothing else goes to ``decode_qkv``; ``scaled``: with a scale."""
-        return rows <= self.fused_decode_rows and not scaled
 
     @classmethod
     def keeps_cache_write(cls) -> bool:

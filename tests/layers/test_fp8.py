@@ -127,6 +127,14 @@ def test_each_rank_scales_its_own_slice(size):
         torch.testing.assert_close(floats(module["wide"]), mine(wide))
 
 
+def test_a_checkpoint_with_a_scale_a_row_keeps_its_numbers():
+    values, scales, _ = quantize(torch.randn(64, 96) * torch.logspace(-3, 3, 64)[:, None])
+    product = kept(lambda: RowParallelLinear(96, 64, TensorParallel()))
+    load_piece(product.weight, values.float() * scales[:, None])
+    assert torch.equal(product.weight.view(torch.uint8), values.view(torch.uint8))
+    torch.testing.assert_close(product.weight_scale, scales)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_with_norms_and_sums_are_those_of_their_weights(bias):
     torch.manual_seed(1)
