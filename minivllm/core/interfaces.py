@@ -217,7 +217,8 @@ class AttentionBackend(FastPaths, ABC):
     """Writes keys and values into the paged cache and attends to it.
 
     A subclass implements ``plan``, ``decode`` and ``prefill``; ``FastPaths`` are optional. Rows of q are ordered as in
-    ``AttentionBatch``: decodes first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim): keys, then values.
+    ``AttentionBatch``: decodes first. The cache is (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim):
+    keys, then values.
     """
 
     capabilities: ClassVar[Capabilities] = Capabilities()
