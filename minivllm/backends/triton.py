@@ -64,8 +64,11 @@ class TritonBackend(AttentionBackend):
                 why.insert(0, "on a CPU it runs only under TRITON_INTERPRET=1, for tests")
             elif spec.dtype != "float32":
                 why.append(f"under TRITON_INTERPRET=1 it takes float32, not {spec.dtype}")
-        elif spec.kv_cache_dtype == "fp8" and not why and torch.cuda.get_device_capability() < (8, 9):
-            why.append("it reads a cache in float8 on GPUs of compute capability 8.9 and later")
+        elif spec.kv_cache_dtype == "fp8":
+            if spec.dtype == "float32":  # tiles that are widened would not fit in shared memory
+                why.append("it reads a cache in float8 with dtype bfloat16 or float16, not float32")
+            if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+                why.append("it reads a cache in float8 on GPUs of compute capability 8.9 and later")
         if not 16 <= spec.head_dim <= 256:
             why.append(f"it takes head sizes from 16 to 256, not {spec.head_dim}")
         return why
@@ -99,8 +102,7 @@ class TritonBackend(AttentionBackend):
         if s.sliding_window is not None or self.group > BLOCK_M:
             return None
         beside, alone = (programs_a_head(s.num_kv_heads, torch.device(s.device), beside) for beside in (True, False))
-        itemsize = 1 if s.kv_cache_dtype == "fp8" else getattr(torch, s.dtype).itemsize
-        key_bytes = 2 * s.num_kv_heads * s.head_dim * itemsize
+        key_bytes = 2 * s.num_kv_heads * s.head_dim * s.cache_dtype.itemsize
         return CascadeLimits(
             rows=BLOCK_M // self.group,
             keys=BLOCK_N,

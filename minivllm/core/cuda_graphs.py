@@ -10,7 +10,7 @@ How a step's tokens get to the host: ``core/landing.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cache, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -80,6 +80,12 @@ def difference(expected: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
     """The relative difference of a replay's hidden states to the eager step's: a scalar on the device."""
     expected = expected.float()
     return (expected - replayed.float()).norm() / expected.norm().clamp_min(1e-6)
+
+
+def random_values(shape: Sequence[int], cache: torch.Tensor) -> torch.Tensor:
+    """Random keys and values for a cache, which may be of float8."""
+    dtype = cache.dtype if cache.dtype.itemsize > 1 else torch.bfloat16
+    return torch.randn(shape, dtype=dtype, device=cache.device).to(cache.dtype)
 
 
 def check_differences(differences: dict[str, torch.Tensor], attention: AttentionBackend) -> None:
@@ -316,8 +322,7 @@ class DecodeGraphs:
         used = torch.from_numpy(np.unique(blocks)).to(run.device)
         cache = run.attention.kv_cache
         for layer in range(cache.shape[0]):
-            its = cache[layer]
-            its[:, used.long()] = torch.randn((2, len(used), *its.shape[2:]), device=run.device).to(cache.dtype)
+            cache[layer][:, used.long()] = random_values((2, len(used), *cache.shape[3:]), cache)
         run.host_tables[:rows, :per_slot] = blocks
         run.block_table[:rows, :per_slot] = torch.from_numpy(blocks).to(run.device)
         first = torch.from_numpy(rng.integers(0, vocab_size, rows)).to(run.device)

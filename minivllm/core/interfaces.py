@@ -174,6 +174,12 @@ class AttentionSpec:
     first_layer: int = 0
     kv_cache_dtype: str = "auto"  # "fp8": keys and values are rounded to float8_e4m3fn; "auto": they are of ``dtype``
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else getattr(torch, self.dtype)
+
 
 class CudaGraphs:
     """Which steps of a backend can be captured: none, decode-only steps, or all."""

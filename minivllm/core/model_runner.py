@@ -333,8 +333,8 @@ class ModelRunner:
 
     def _some_logits(self, rows: int) -> torch.Tensor:
         """Logits of ``rows`` hidden states of zeros."""
-        weight = next(iter(self.model.parameters()))  # type: ignore[attr-defined]
-        hidden = torch.zeros((rows, self.hidden_size), dtype=weight.dtype, device=self.device)
+        dtype = getattr(torch, self.attention.spec.dtype)
+        hidden = torch.zeros((rows, self.hidden_size), dtype=dtype, device=self.device)
         return self.model.compute_logits(hidden)
 
     # ------------------------------------------------------------------ to the host

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from minivllm.core.batch import AttentionBatch, Batch, captured_batch
-from minivllm.core.cuda_graphs import capture_graph, check_differences, difference
+from minivllm.core.cuda_graphs import capture_graph, check_differences, difference, random_values
 from minivllm.core.model_runner import PICKED_FROM
 from minivllm.core.staging import Packing, Staging
 from minivllm.kernels.capture import rehearsal
@@ -296,7 +296,7 @@ class PromptGraphs:
         run.host_tables[:rows, :per_row] = blocks
         run.block_table[:rows, :per_row] = torch.from_numpy(blocks).to(run.device)
         contexts = cache[:, :, 1 : 1 + rows * per_row : per_row]  # each row's first block
-        values = torch.randn(contexts.shape, device=run.device).to(cache.dtype)
+        values = random_values(contexts.shape, cache)
         rng = np.random.default_rng(0)
         steps = {key: self._random_step(key, blocks, vocab_size, rng) for key in self._plans}
 

@@ -23,7 +23,6 @@ from minivllm.errors import ConfigError, EngineDeadError, PluginError, calling
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
-from minivllm.kernels.fp8_linear import FP8
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder import launch_all_heads
@@ -167,7 +166,7 @@ class Worker:
         model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
-        if self.tp.exchange is not None:
+        if self.tp.exchange is not None and config.quantization == "none":
             compile_for_parts(model_config.head_dim, getattr(torch, self.dtype), device)  # while weights load
         compile_for_packing(config, model_config, getattr(torch, self.dtype), device)
         with self.registry.building("model", model_name):
@@ -259,8 +258,11 @@ class Worker:
             runner.prompt_graphs = prompts
         runner.mixed_graphs = mixed
 
-    def _kept_in(self) -> str:
-        return self.dtype if self.config.quantization == "none" else self.config.quantization
+    def _weights(self) -> str:
+        """What is kept how, for people."""
+        kept = self.dtype if self.config.quantization == "none" else self.config.quantization
+        cache = ", fp8 cache" if self.config.cache.dtype == "fp8" else ""
+        return f"{kept} weights{', packed' if self.packed_weights else ''}{cache}"
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self.device_index) if self.device_type == "cuda" else "cpu"
@@ -272,7 +274,8 @@ class Worker:
             "attention_why": self.choice.why,
             "cuda_graphs": graphs,
             "packed_weights": self.packed_weights,
-            "weights": f"{self._kept_in()} weights{', packed' if self.packed_weights else ''}",
+            "kv_cache_dtype": str(self.spec.cache_dtype).removeprefix("torch."),
+            "weights": self._weights(),
         }
 
     def shutdown(self) -> None:
@@ -292,7 +295,7 @@ class Worker:
         """Keys and values of all layers; block 0 is for padding. Zeroed, as a masked zero times garbage may be NaN."""
         spec = self.spec
         shape = (spec.num_layers, 2, num_blocks + 1, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        dtype = self._cache_dtype()
+        dtype = spec.cache_dtype
         nbytes = math.prod(shape) * dtype.itemsize
         try:
             if device.type == "cpu":  # numpy's zeros are allocated when first written to
@@ -304,11 +307,8 @@ class Worker:
                 "is no room for that; lower cache.num_blocks or cache.block_size, or leave them out"
             ) from error
 
-    def _cache_dtype(self) -> torch.dtype:
-        return FP8 if self.config.cache.dtype == "fp8" else getattr(torch, self.dtype)
-
     def _block_bytes(self) -> int:
-        spec, itemsize = self.spec, self._cache_dtype().itemsize
+        spec, itemsize = self.spec, self.spec.cache_dtype.itemsize
         return 2 * spec.num_layers * spec.block_size * spec.num_kv_heads * spec.head_dim * itemsize
 
     def _least_cache_bytes(self) -> int:

@@ -2,7 +2,7 @@
 ("dynamic per-token" quantization: FP8 Formats for Deep Learning, Micikevicius et al. 2022, arXiv:2209.05433, for the
 format). The products are the library's; around them stand kernels that make rows of float8, and apply scales.
 
-Up to ``MAX_UNSCALED_ROWS`` rows the library multiplies without scales, which it does at twice the pace of its kernel
+Up to ``MAX_SCALED_LATER`` rows the library multiplies without scales, which it does at twice the pace of its kernel
 that takes them, and whatever follows applies them: SiLU * up, the residual addition, or ``_scale_kernel``.
 
 Bytes moved: a product reads n * k bytes of weight, half of bfloat16's. Making rows of float8 reads 2 * k bytes a row
@@ -22,7 +22,7 @@ from minivllm.kernels.silu_mul import silu_mul
 
 FP8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of both sizes of a weight: the library takes no others
-MAX_UNSCALED_ROWS = 512
+MAX_SCALED_LATER = 512
 _LARGEST = 448.0  # of e4m3
 _LEAST = 1e-12  # that counts as the largest of a row, so that no scale is zero
 _MOST, _SOME = tl.constexpr(_LARGEST), tl.constexpr(_LEAST)
@@ -235,7 +235,7 @@ def fp8_linear_reference(rows: Fp8Rows, weight: torch.Tensor, scale: torch.Tenso
 def _product(rows: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The product (t, n), and whether the scales are still to be applied: bfloat16 can hold the numbers without."""
     recipe = F.ScalingType
-    unscaled = len(rows.values) <= MAX_UNSCALED_ROWS
+    unscaled = len(rows.values) <= MAX_SCALED_LATER
     if unscaled:
         of_rows = of_columns = _one(weight.device)
         kind = recipe.TensorWise

@@ -195,6 +195,7 @@ class DecoderLayer(nn.Module):
             and type(attention.attention).of_stream is Attention.of_stream
             and type(attention.qkv_proj) is QKVParallelLinear
             and is_plain(attention.qkv_proj, LinearBase)
+            and attention.qkv_proj.weight_scale is None
             and adds_parts(attention.o_proj)
         )
 

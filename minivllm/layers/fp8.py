@@ -7,17 +7,28 @@ Weights are quantized tensor by tensor as they are loaded, so that a GPU never h
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from minivllm.errors import ConfigError
 from minivllm.kernels.fp8_linear import MULTIPLE
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from minivllm.layers.linear import LinearBase, ReplicatedLinear, RowParallelLinear
+from minivllm.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.parameter import has_whole_rows, keep_in_fp8
 
+_KINDS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)  # no routers
 _ADVICE = "leave quantization out"
-_FORWARDS = (LinearBase.forward, RowParallelLinear.forward)  # others may read the weight themselves
+# What may read the weight itself: layers that override any of these keep it as it is.
+_READERS = ("forward", "after_norm", "unscaled", "add_to", "add_own", "write")
 
 
 def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -34,11 +45,13 @@ def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dty
         if dtype != torch.bfloat16:
             its = str(dtype).removeprefix("torch.")
             raise ConfigError(f"quantization=fp8 on a GPU computes in dtype=bfloat16, not {its}; type dtype=bfloat16")
-    kept, others = 0, 0
-    for module in model.modules():
+    own = {mlp.gate_up_proj for mlp in model.modules() if isinstance(mlp, GatedMLP) and not mlp.takes_fp8()}
+    kept, left = 0, 0
+    largest = 0, ""
+    for path, module in model.named_modules():
         if isinstance(module, VocabParallelEmbedding | ParallelLMHead):
             continue
-        fits = _fits(module)
+        fits = module not in own and _fits(module)
         for name, param in module.named_parameters(recurse=False):
             if param.dim() < 2:
                 continue
@@ -46,17 +59,19 @@ def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dty
                 keep_in_fp8(param)
                 kept += param.numel()
             else:
-                others += param.numel()
-    if kept <= others:
+                left += param.numel()
+                largest = max(largest, (param.numel(), f"{path}.{name} {list(param.shape)}"))
+    if kept <= left:
         raise ConfigError(
-            f"quantization=fp8 would keep {kept / 1e6:.0f} of the {(kept + others) / 1e6:.0f} million weights of "
-            f"{type(model).__name__}'s layers in float8: only linear layers can, of sizes that {MULTIPLE} divides, and "
-            f"no experts; {_ADVICE}"
+            f"quantization=fp8 would keep {100 * kept // max(kept + left, 1)}% of the weights of "
+            f"{type(model).__name__}'s layers in float8, and not {largest[1] or 'any'}: only linear layers can be, of "
+            f"sizes that {MULTIPLE} divides, and no experts; {_ADVICE}"
         )
 
 
 def _fits(module: nn.Module) -> bool:
-    if not isinstance(module, LinearBase) or isinstance(module, ReplicatedLinear):
+    base = next((kind for kind in _KINDS if isinstance(module, kind)), None)
+    if base is None or any(getattr(type(module), name, None) is not getattr(base, name, None) for name in _READERS):
         return False
-    known = type(module).forward in _FORWARDS and has_whole_rows(module.weight)
-    return known and not any(size % MULTIPLE for size in module.weight.shape)
+    weight = cast(LinearBase, module).weight
+    return has_whole_rows(weight) and not any(size % MULTIPLE for size in weight.shape)

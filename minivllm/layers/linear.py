@@ -33,20 +33,18 @@ SUMMED_IN_HALVES = 4096
 
 class LinearBase(nn.Module):
     """x (t, in) -> (t, out). ``weight`` is (out, in), as in checkpoints; ``packed_weight`` is a packed copy made at
-    load time, for steps of few rows (``layers/packed.py``)."""
+    load time, for steps of few rows (``layers/packed.py``). If there is a ``weight_scale`` (out,) float32, by which it
+    is still to be multiplied, ``weight`` is float8_e4m3fn (``layers/fp8.py``)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     packed_weight: PackedWeight | None = None
-
-    @property
-    def weight_scale(self) -> torch.Tensor | None:
-        """(out,) float32 for a weight in float8_e4m3fn (``layers/fp8.py``), else None."""
-        return getattr(self.weight, "scale", None)
+    weight_scale: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight_scale is not None:
-            return fp8_linear(quantize(x), self.weight, self.weight_scale, self.bias)
+            rows = quantize(x.flatten(0, -2))
+            return fp8_linear(rows, self.weight, self.weight_scale, self.bias).unflatten(0, x.shape[:-1])
         return linear(x, self.weight, self.bias)
 
 

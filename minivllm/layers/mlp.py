@@ -41,6 +41,10 @@ class GatedMLP(nn.Module):
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
         return self.down_proj.add_to(x, self._activated(x, norm))
 
+    def takes_fp8(self) -> bool:
+        """Whether gate and up may be in float8: an activation of one's own reads their weight itself."""
+        return self.activation is norm_gate_up
+
     def in_parts(self, stream: PartedStream, norm: RMSNorm, eps: float) -> None:
         """``forward``, see ``DecoderLayer.goes_in_parts``; returns with sums in flight. ``eps``: of the next norm."""
         up = self.gate_up_proj
@@ -56,8 +60,11 @@ class GatedMLP(nn.Module):
 
     def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj
-        if up.weight_scale is not None and is_plain(up, LinearBase) and is_plain(norm, RMSNorm):
+        usual = self.activation is norm_gate_up
+        if usual and up.weight_scale is not None and is_plain(up, LinearBase) and is_plain(norm, RMSNorm):
             return fp8_gate_up(quantize(x, norm.weight, norm.eps), up.weight, up.weight_scale, up.bias)
-        if self.activation is norm_gate_up and not goes_with(up, norm):
+        if usual and not goes_with(up, norm):
             return silu_mul(up(norm(x)))
+        if up.weight_scale is not None:
+            raise TypeError("an activation of one's own gets the weight of gate and up, which quantization=fp8 changes")
         return self.activation(x, norm.weight, norm.eps, up.weight, up.bias, up.folded)

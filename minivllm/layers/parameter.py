@@ -58,9 +58,10 @@ def keep_in_fp8(param: nn.Parameter) -> None:
 
 
 def has_whole_rows(param: nn.Parameter) -> bool:
-    """Whether ``load_piece`` fills a matrix by pieces that are whole rows of it, so that each row can have a scale."""
+    """Whether ``load_piece`` fills all of a matrix by pieces that are whole rows, so that each row can have a scale."""
     pieces = pieces_of(param).values()
     by_rows = param.dim() == 2 and all(piece.dim == 0 or piece.length == param.shape[1] for piece in pieces)
+    by_rows = by_rows and sum(len(param) if piece.dim else piece.length for piece in pieces) == len(param)
     return by_rows and getattr(param, "weight_loader", load_piece) is load_piece
 
 
@@ -70,7 +71,8 @@ def allocate(meta: nn.Parameter, device: torch.device | str, dtype: torch.dtype)
     param = nn.Parameter(torch.empty(meta.shape, dtype=kept_in, device=device), requires_grad=False)
     param.__dict__.update(meta.__dict__)
     if kept_in == FP8:
-        param.scale = torch.ones(len(param), dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        unloaded = torch.full((len(param),), float("nan"), dtype=torch.float32, device=device)
+        param.scale = unloaded  # type: ignore[attr-defined]
         param.loaded_dtype = dtype  # type: ignore[attr-defined]
     zero_uncovered(param)
     return param
@@ -78,8 +80,9 @@ def allocate(meta: nn.Parameter, device: torch.device | str, dtype: torch.dtype)
 
 def _store_fp8(param: nn.Parameter, piece: Piece, source: torch.Tensor) -> None:
     rows = slice(piece.offset, piece.offset + piece.length) if piece.dim == 0 else slice(None)
-    there = torch.empty(source.shape, dtype=source.dtype, device=param.device).copy_(source)
-    values, scales, _ = quantize(there)
+    if source.device != param.device:  # by a copy of the kind that PinnedUpload does
+        source = torch.empty(source.shape, dtype=source.dtype, device=param.device).copy_(source)
+    values, scales, _ = quantize(source)
     param.data[rows] = values
     param.scale[rows] = scales  # type: ignore[attr-defined]
 

@@ -121,7 +121,8 @@ def read_quantization(path: Path) -> Fp8Config | None:
         CheckpointError: in a way that is not read.
     """
     file, modelopt = path / "config.json", path / "hf_quant_config.json"
-    said = read_json(file).get("quantization_config")
+    hf = read_json(file)
+    said = hf.get("quantization_config") or hf.get("compression_config")  # the latter: compressed-tensors' former name
     if not said and modelopt.is_file():
         said, file = {"quant_method": "modelopt", **read_json(modelopt)}, modelopt
     return fp8_config(said, str(file))

@@ -20,7 +20,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.decoder import CausalLM, DecoderLayer
 from minivllm.layers.fp8 import keep_weights_in_fp8
-from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.packed import pack_products_again
 from minivllm.layers.parameter import ShardId, allocate, load_piece, pieces_of, whole_of
@@ -255,6 +255,7 @@ def build_model(
     else:
         with PinnedUpload():
             model.load_weights(weights)
+    _refuse_unscaled(model)
     for norm, product in norm_pairs(model):
         if product.foldable:
             product.fold(norm)
@@ -267,22 +268,39 @@ def build_model(
 
 
 def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype, tp: TensorParallel) -> None:
-    needed = sum(param.numel() * getattr(param, "kept_in", dtype).itemsize for param in model.parameters())
+
+    def size(floats: torch.dtype) -> int:
+        return sum(param.numel() * getattr(param, "kept_in", floats).itemsize for param in model.parameters())
+
+    needed = size(dtype)
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by an earlier engine
         room, has = torch.cuda.mem_get_info(device)[0] + kept, "are free on this GPU"
         advice = f", or more GPUs: tp={2 * tp.size}"
     elif hasattr(os, "sysconf"):
         room, has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has"
-        advice = ", or dtype=bfloat16" if needed > room >= needed * 2 // dtype.itemsize else ""
+        advice = ", or dtype=bfloat16" if needed > room >= size(torch.bfloat16) else ""
     else:
         return
     if needed > room:
         each = f" of each of {tp.size} ranks" if tp.size > 1 else ""
+        kinds = {str(getattr(param, "kept_in", dtype)).removeprefix("torch.") for param in model.parameters()}
         raise ConfigError(
-            f"the weights{each} take {needed / 2**30:.1f} GiB in {str(dtype).removeprefix('torch.')}, more than the "
+            f"the weights{each} take {needed / 2**30:.1f} GiB in {' and '.join(sorted(kinds))}, more than the "
             f"{room / 2**30:.1f} GiB that {has}; take a smaller model, as model=qwen3{advice}"
         )
+
+
+def _refuse_unscaled(model: nn.Module) -> None:
+    """Raises CheckpointError if a weight in float8 has no scales: it was not loaded by its ``weight_loader``, or holds
+    what is no number."""
+    for path, module in model.named_modules():
+        scale = module.weight_scale if isinstance(module, LinearBase) else None
+        if scale is not None and not bool(scale.isfinite().all()):
+            raise CheckpointError(
+                f"quantization=fp8: {path}.weight holds what is no finite number, or its model's load_weights wrote to "
+                "it itself; load through load_weights of minivllm.models.loader, or the weight's weight_loader"
+            )
 
 
 def _refuse_meta(model: nn.Module) -> None:
@@ -304,3 +322,5 @@ def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
             if id(meta) not in made:
                 made[id(meta)] = allocate(meta, device, dtype)
             setattr(owner, name, made[id(meta)])
+            if name == "weight" and isinstance(owner, LinearBase):
+                owner.weight_scale = getattr(made[id(meta)], "scale", None)

@@ -18,7 +18,7 @@ from minivllm.layers.attention import Attention
 from minivllm.llm import LLM
 from minivllm.plugins.manager import default_registry
 from minivllm.testing.conformance import DEVICES, Conformance, on_gpu
-from minivllm.testing.steps import LAYER, Captured, Step, cache_dtype, plan_eager, relative_error, spec_of
+from minivllm.testing.steps import LAYER, Captured, Step, plan_eager, relative_error, spec_of
 
 Lens = list[tuple[int, int]]
 
@@ -315,7 +315,7 @@ class AttentionConformance(Conformance):
         """A zeroed KV cache."""
         blocks = 64 * -(-spec.max_model_len // spec.block_size) + 8
         shape = (2, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        return torch.zeros(shape, dtype=cache_dtype(spec), device="cuda")
+        return torch.zeros(shape, dtype=spec.cache_dtype, device="cuda")
 
     def _replay(self, graph: Captured, step: Step) -> None:
         graph.cache[:, :, : step.cache.shape[2]] = step.cache

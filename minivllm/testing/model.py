@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.errors import CheckpointError
+from minivllm.errors import CheckpointError, ConfigError
+from minivllm.kernels.fp8_linear import quantize
 from minivllm.llm import LLM
 from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors, read_model_config
 from minivllm.plugins.manager import default_registry
@@ -179,6 +181,39 @@ class ModelConformance(Conformance):
         for name, param in self.build(checkpoint, iterate_safetensors(tmp_path)).state_dict().items():
             assert param.isfinite().all(), f"{name} is not filled"
             assert torch.equal(param, whole[name]), f"{name} depends on the order of the tensors"
+
+    def test_weights_in_float8(self, checkpoint: Path, tmp_path: Path) -> None:
+        """``quantization=fp8`` changes log-probabilities about as much as rounding the checkpoint's matrices does."""
+        from safetensors.torch import save_file
+
+        rounded = tmp_path / "rounded"
+        shutil.copytree(checkpoint, rounded, ignore=shutil.ignore_patterns("*.safetensors*"))
+        tensors = {name: tensor.clone() for name, tensor in iterate_safetensors(checkpoint)}
+        for name, tensor in tensors.items():
+            if tensor.dim() == 2 and "embed" not in name and "lm_head" not in name:
+                values, scales, _ = quantize(tensor)
+                tensors[name] = values.float() * scales[:, None]
+        save_file(tensors, rounded / "model.safetensors")
+        prompts = self.prompts()
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        said = []
+        for folder, quantization in ((checkpoint, "none"), (rounded, "none"), (checkpoint, "fp8")):
+            try:
+                with self.engine(folder, quantization=quantization) as llm:
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+            except ConfigError as error:
+                assert quantization == "fp8"
+                pytest.skip(str(error))
+            found = [
+                entry[token].logprob
+                for output in outputs
+                for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
+                if entry is not None
+            ]
+            said.append(torch.tensor(found))
+        whole, expected, ours = said
+        change, usual = ((other - whole).abs().mean().item() for other in (ours, expected))
+        assert usual / 4 < change < 4 * usual
 
     def test_a_missing_tensor_is_named(self, checkpoint: Path) -> None:
         tensors = dict(iterate_safetensors(checkpoint))

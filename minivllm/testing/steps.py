@@ -13,7 +13,6 @@ import torch
 from minivllm.core.batch import AttentionBatch, Cascade
 from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
-from minivllm.kernels.fp8_linear import FP8
 from minivllm.kernels.paged_prefill import paged_attention_reference
 
 LAYER = SimpleNamespace(index=1)  # the second of the cache's two layers
@@ -108,7 +107,7 @@ class Step:
                 at = torch.arange(int(length))
                 held[torch.tensor(blocks)[at // size], at % size] = True
             self.cache[:, :, ~held.to(device)] = float("nan")
-        self.cache = self.cache.to(cache_dtype(s))
+        self.cache = self.cache.to(s.cache_dtype)
         q_shape = (int(query.sum()), s.num_heads, s.head_dim)
         self.q = torch.randn(q_shape, device=device, generator=generator).to(getattr(torch, s.dtype))
         junk = JUNK if self.poison else 0
@@ -286,10 +285,6 @@ class Captured:
         self._plan(seq_lens.tolist(), step.lens[n:], tables)
         self.graph.replay()
         return torch.cat([self.out[:n], self.out[d : d + t]])
-
-
-def cache_dtype(spec: AttentionSpec) -> torch.dtype:
-    return FP8 if spec.kv_cache_dtype == "fp8" else getattr(torch, spec.dtype)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

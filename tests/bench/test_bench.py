@@ -24,6 +24,7 @@ SMALL = ("workload.num_requests=5", "workload.input_len=[3,20]", "workload.outpu
 FIELDS = {
     "minivllm", "commit", "date", "cpu", "cpu_count", "load_average", "python", "torch", "triton", "overrides",
     "model", "device", "dtype", "attention", "attention_why", "cuda_graphs", "packed_weights", "weights",
+    "kv_cache_dtype",
     "num_blocks",
     "block_size", "max_model_len", "scheduler", "tp", "load_format", "enforce_eager", "max_num_seqs",
     "max_num_batched_tokens",

@@ -16,6 +16,7 @@ from torch import nn
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
+from minivllm.kernels.cache_write import write_cache
 
 PROMPTS = [[random.Random(n).randrange(512) for _ in range(n)] for n in (1, 3, 17, 40, 90)]
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -118,18 +119,46 @@ def test_other_caches_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
 
 
 def test_ranks_scale_their_own_parts(tiny_checkpoint: Callable[..., Path]) -> None:
-    folder = str(tiny_checkpoint("qwen3"))
-    said = []
-    for tp in (1, 2):
-        with LLM(folder, device="cpu", tp=tp, quantization="fp8", max_model_len=128) as llm:
-            outputs = llm.generate(PROMPTS, PARAMS.clone(max_tokens=1), use_tqdm=False)
-            said.append([{t: its.logprob for t, its in o.outputs[0].logprobs[0].items()} for o in outputs])
-    alone, together = said
-    for one, two in zip(alone, together, strict=True):
-        shared = one.keys() & two.keys()
-        assert shared
-        assert all(one[token] == pytest.approx(two[token], abs=1.0) for token in shared)
-    assert alone != together  # inputs of o and down have a scale on each rank
+    """o and down have the columns of a half on each rank: weights and inputs are rounded by halves, and added up."""
+    folder = tiny_checkpoint("qwen3")
+    with LLM(str(folder), device="cpu", tp=2, quantization="fp8", max_model_len=128) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    model = copy.deepcopy(reference_model(folder))
+
+    def by_halves(module: nn.Module, args: Any, out: Any) -> torch.Tensor:
+        halves = zip(args[0].chunk(2, -1), module.weight.chunk(2, 1), strict=True)  # type: ignore[operator]
+        return sum(rounded(x) @ rounded(weight).t() for x, weight in halves)  # type: ignore[return-value]
+
+    for layer in model.model.layers:
+        for name, linear in layer.named_modules():
+            if name.endswith(("o_proj", "down_proj")):
+                linear.register_forward_hook(by_halves)
+            elif isinstance(linear, nn.Linear):
+                linear.weight.data = rounded(linear.weight.data)
+                linear.register_forward_pre_hook(lambda module, args: (rounded(args[0]),))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+        for entry, expected in zip(output.outputs[0].logprobs or [], logits.log_softmax(-1), strict=True):
+            for token, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(expected[token].item(), abs=2e-2)
+
+
+def test_a_cache_in_float8_holds_more_and_what_is_too_large_becomes_the_largest() -> None:
+    blocks = []
+    for dtype in ("auto", "fp8"):
+        with LLM("demo", device="cpu", dtype="bfloat16", kv_cache_dtype=dtype) as llm:
+            blocks.append(llm.engine.num_blocks)
+            about = llm.engine.describe()
+            assert about["kv_cache_dtype"] == ("float8_e4m3fn" if dtype == "fp8" else "bfloat16")
+            assert about["weights"] == "bfloat16 weights" + (", fp8 cache" if dtype == "fp8" else "")
+    assert blocks[1] == 2 * blocks[0] or abs(blocks[1] - 2 * blocks[0]) == 1
+    rows = torch.tensor([[[500.0, -1e9, 1.0, 0.3]]])
+    k, v = torch.zeros(2, 1, 1, 1, 4, dtype=torch.float8_e4m3fn)
+    write_cache(rows, -rows, k, v, torch.zeros(1, dtype=torch.int64))
+    assert k.float().flatten().tolist() == [448, -448, 1, 0.3125]
+    assert v.float().flatten().tolist() == [-448, 448, -1, -0.3125]
 
 
 def test_it_is_told_and_refused(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -111,6 +111,9 @@ def test_what_packs_is_compiled_while_weights_come(
         gpu.compiled.clear()
         compile_for_packing(EngineConfig(), config, BF16, CUDA)
         assert {kernel.name for kernel in gpu.compiled} == {"pack_weights"} | names
+    gpu.compiled.clear()
+    compile_for_packing(EngineConfig(quantization="fp8"), wide, BF16, CUDA)
+    assert {kernel.name for kernel in gpu.compiled} == {"pack_weights", "packed_linear"}
 
 
 @pytest.mark.parametrize(

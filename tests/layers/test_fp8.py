@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError
+from minivllm.errors import CheckpointError, ConfigError
 from minivllm.kernels.fp8_linear import FP8, quantize
 from minivllm.layers.fp8 import keep_weights_in_fp8
 from minivllm.layers.linear import (
@@ -18,10 +20,12 @@ from minivllm.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    goes_with,
 )
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import load_piece, sharded_parameter
+from minivllm.layers.parts import adds_parts
 from minivllm.models.loader import build_model, dummy_weights, load_weights, materialize
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
@@ -171,6 +175,13 @@ class Own(RowParallelLinear):
         return x @ self.weight.t()
 
 
+class Adds(RowParallelLinear):
+    """The same, elsewhere."""
+
+    def add_to(self, residual, x):
+        return residual.addmm_(x, self.weight.t())
+
+
 def test_layers_that_read_their_weight_themselves_keep_it():
     tp = TensorParallel()
 
@@ -185,11 +196,69 @@ def test_layers_that_read_their_weight_themselves_keep_it():
             self.usual = MergedColumnParallelLinear(64, [1024], tp)
             self.router, self.own, self.loader = ReplicatedLinear(64, 8), Own(64, 64, tp), own_loader()
             self.odd, self.row = ColumnParallelLinear(64, 40, tp), RowParallelLinear(64, 64, tp)
+            self.adds, self.mlp = Adds(64, 64, tp), GatedMLP(config(), tp)
+            self.mlp.activation = gelu_gate_up
 
     module = kept(Mixed)
-    dtypes = {name: child.weight.dtype for name, child in module.named_children()}
-    expected = dict.fromkeys(("router", "own", "loader", "odd"), torch.float32) | {"usual": FP8, "row": FP8}
-    assert dtypes == expected
+    dtypes = {name: child.weight.dtype for name, child in module.named_modules() if hasattr(child, "weight")}
+    whole = "router", "own", "loader", "odd", "adds", "mlp.gate_up_proj"
+    assert dtypes == dict.fromkeys(whole, torch.float32) | dict.fromkeys(("usual", "row", "mlp.down_proj"), FP8)
+
+
+def gelu_gate_up(x, norm_weight, eps, weight, bias=None, folded=False):
+    gate, up = nn.functional.linear(nn.functional.rms_norm(x, x.shape[1:], norm_weight, eps), weight, bias).chunk(2, 1)
+    return nn.functional.gelu(gate) * up
+
+
+def test_an_activation_of_ones_own_gets_the_weight_as_it_is():
+    def block():
+        mlp = GatedMLP(config(intermediate_size=512), TensorParallel())
+        mlp.activation = gelu_gate_up
+        return nn.ModuleDict({"mlp": mlp, "more": ColumnParallelLinear(64, 1024, TensorParallel())})
+
+    mlp = kept(block)["mlp"]
+    dummy_weights(mlp, 0, {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)})
+    norm, x = RMSNorm(64, 1e-6), torch.randn(5, 64)
+    norm.weight.data = torch.rand(64) + 0.5
+    y = in_float8(gelu_gate_up(x, norm.weight, norm.eps, mlp.gate_up_proj.weight))
+    torch.testing.assert_close(mlp(x.clone(), norm), x + y @ floats(mlp.down_proj).t())
+    late = kept(lambda: GatedMLP(config(), TensorParallel()))
+    late.activation = gelu_gate_up
+    with pytest.raises(TypeError, match="gets the weight of gate and up, which quantization=fp8 changes"):
+        late(x, norm)
+
+
+def test_a_weight_that_is_written_past_its_loader_is_refused():
+    class Writes(Qwen3ForCausalLM):
+        def load_weights(self, weights):
+            for param in self.parameters():
+                param.data.copy_(torch.ones_like(param, dtype=torch.float32))
+
+    with pytest.raises(CheckpointError, match=r"quantization=fp8: model\.layers\.0\.self_attn\.qkv_proj\.weight holds"):
+        build_model(Writes, config(), TensorParallel(), CPU, torch.float32, iter(()), 64, "fp8")
+
+
+def test_memory_is_counted_as_it_is_kept(monkeypatch):
+    """A model that fits in float8 only."""
+    sizes = {"num_layers": 8, "vocab_size": 16}
+    whole = sum(p.numel() for p in Qwen3ForCausalLM(config(**sizes), TensorParallel()).parameters()) * 4
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": whole // 2}.__getitem__)
+    args = Qwen3ForCausalLM, config(**sizes), TensorParallel(), CPU, torch.float32, 0, 64
+    build_model(*args, "fp8")
+    with pytest.raises(ConfigError, match="GiB in float32, more than"):
+        build_model(*args)
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": whole // 8}.__getitem__)
+    with pytest.raises(ConfigError, match="GiB in float32 and float8_e4m3fn, more than"):
+        build_model(*args, "fp8")
+
+
+def test_large_vocabularies_do_not_count_and_inputs_may_have_more_dimensions():
+    model = build_model(Qwen3ForCausalLM, config(vocab_size=5000), TensorParallel(), CPU, torch.float32, 0, 64, "fp8")
+    product, x = model.model.layers[0].mlp.down_proj, torch.randn(2, 3, 96)
+    torch.testing.assert_close(product(x), torch.stack([product(x[0]), product(x[1])]))
+    assert not goes_with(product, model.model.norm) and not adds_parts(product)
+    again = copy.deepcopy(product)
+    torch.testing.assert_close(again(x), product(x))
 
 
 def test_a_model_of_which_little_would_be_in_float8_is_refused():
@@ -199,7 +268,8 @@ def test_a_model_of_which_little_would_be_in_float8_is_refused():
             self.dense = RowParallelLinear(64, 64, TensorParallel())
             self.experts = sharded_parameter((8, 64, 64), {})
 
-    with pytest.raises(ConfigError, match=r"0 of the 0 million weights of Experts's layers .* no experts; leave"):
+    told = r"keep 11% of the weights of Experts's layers in float8, and not \.experts \[8, 64, 64\].* no experts; leave"
+    with pytest.raises(ConfigError, match=told):
         kept(Experts)
 
 
