@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from minivllm.errors import CheckpointError
-from minivllm.kernels.fp8_linear import FP8
 from minivllm.models.checkpoint import listed, read_quantization
 from minivllm.models.fp8_config import Fp8Config
 from minivllm.models.loader import iterate_safetensors
 
+_FP8 = torch.float8_e4m3fn
 _OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # A weight's scale has its module's name and one of these. The weight is multiplied by either: "inv" says that it is the
 # inverse of what the weight was multiplied by when it was made.
@@ -57,7 +57,7 @@ def dequantized(
             if owner in scales:
                 misfits.append(f"{name} beside {scales[owner][0]}")
             scales[owner] = name, tensor
-        elif tensor.dtype == FP8:
+        elif tensor.dtype == _FP8:
             waiting[name] = tensor
         elif tensor.dtype in _OTHER_FP8:
             others.append(_with_dtype(name, tensor))
@@ -92,7 +92,7 @@ def _refuse(problems: dict[str, list[str]]) -> None:
 def _without_fp8(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     found: list[str] = []
     for name, tensor in weights:
-        if tensor.dtype == FP8 or tensor.dtype in _OTHER_FP8:
+        if tensor.dtype == _FP8 or tensor.dtype in _OTHER_FP8:
             found.append(_with_dtype(name, tensor))
         else:
             yield name, tensor

@@ -23,6 +23,7 @@ from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import SelfAttention, launch_all_heads
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.testing.steps import spec_of
 
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 48, 4, 2, 64, 16
 LENS = [9, 14]  # of two prompts; more rows than those that always keep their norm
@@ -174,8 +175,10 @@ def test_the_projection_takes_in_what_nobody_overrides() -> None:
         dim: int = 64,
         rotary: SimpleNamespace = rotary,
         norm: RMSNorm = plain,
+        cache: str = "auto",
     ) -> bool:
-        return attention(0, 2, 2, dim, rotary)._usual(norm, projection, backend)  # type: ignore[arg-type]
+        spec = spec_of(2, 2, dim, BLOCK, device="cpu", dtype="float32", kv_cache_dtype=cache)
+        return attention(0, 2, 2, dim, rotary)._usual(norm, projection, backend(spec))  # type: ignore[arg-type]
 
     assert takes_in()
     assert takes_in(dim=128, rotary=SimpleNamespace(cos_sin=torch.zeros(9, 128)))
@@ -184,6 +187,10 @@ def test_the_projection_takes_in_what_nobody_overrides() -> None:
     assert not takes_in(projection=type("OwnProjection", (QKVParallelLinear,), {})(12, 2, 2, 64, TensorParallel()))
     assert not takes_in(norm=type("OwnNorm", (RMSNorm,), {"forward": lambda self, x: x})(12, 1e-6))
     assert not takes_in(backend=OwnWrite)
+    assert not takes_in(cache="fp8")
+    usual.weight_scale = torch.ones(384)
+    assert not takes_in()
+    usual.weight_scale = None
     assert not takes_in(rotary=half)
     assert not takes_in(dim=32, rotary=half)
 

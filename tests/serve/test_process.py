@@ -116,7 +116,9 @@ def refused(url: str) -> bool:
 def test_it_says_what_to_type_and_ctrl_c_lets_a_stream_end(started: dict[str, Process]) -> None:
     server = started["drains"]
     hello, curl = server.hello()
-    found = re.fullmatch(r"minivllm serves it's me on (http://\S+) \(cpu, attention torch\)\. Try:\n", hello)
+    found = re.fullmatch(
+        r"minivllm serves it's me on (http://\S+) \(cpu, attention torch, float32 weights\)\. Try:\n", hello
+    )
     assert found
     url = found[1]
     program, address, header, content_type, data, body = shlex.split(curl)
