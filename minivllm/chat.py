@@ -30,7 +30,7 @@ def run(composed: Composed) -> int:
     with LLM.from_config(composed.engine) as llm:
         about, terminal = llm.engine.describe(), sys.stdin.isatty()
         if terminal:
-            how = f"attention {about['attention']}, {about.get('weights', 'weights')}"
+            how = f"attention {about['attention']}, {about['weights']}"
             print(f"{about['model']} on {about['device']}, {how}. {_HELP}")
         start: list[Message] = [{"role": "system", "content": options.system}] if options.system else []
         messages = list(start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _ALIKE = 0.6  # the lowest difflib ratio of a suggestion
 _CLOSE = 0.12  # how far below the best ratio further suggestions may be
@@ -37,3 +37,9 @@ def either(names: list[str]) -> str:
 
 def listing(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Names of which there may be many: the first few, and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -243,10 +243,9 @@ def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
     """Print the figures, with what was measured above and below."""
     work = options.workload
     graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
-    weights = f"{record['load_format']} {record.get('weights', 'weights')}"
     print(
-        f"{record['model']} ({weights}), {record['dtype']}, tp={record['tp']}, {record['device']}"
-        f", {graphs}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
+        f"{record['model']} ({record['load_format']} {record['weights']}), {record['dtype']}, tp={record['tp']}, "
+        f"{record['device']}, {graphs}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
     )
     drafted, accepted = record["draft_tokens"], record["accepted_tokens"]
     drafts = f", {accepted:,} of {drafted:,} draft tokens accepted" if drafted else ""

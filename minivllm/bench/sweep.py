@@ -21,7 +21,7 @@ from minivllm.config.compose import compose
 from minivllm.config.modes import BenchOptions, SweepOptions
 from minivllm.config.overrides import Override
 from minivllm.errors import ConfigError
-from minivllm.naming import listing
+from minivllm.naming import listed
 from minivllm.plugins.registry import Registry
 
 FOLDER = "minivllm-sweeps"
@@ -32,7 +32,6 @@ _REFUSED = {
     "mode": "a sweep is of bench",
     "url": "a sweep starts engines of its own; measure a server once for each setting",
 }
-_NAMED = 3  # files of a folder in use that an error names
 _WORDS = ("true", "false", "gpu", "png")
 
 
@@ -109,10 +108,9 @@ def _make_folder(name: str | None) -> Path:
                 f"sweep.dir={name} holds a sweep already: type sweep.resume={name} to go on with it, or take another"
             )
         if held := sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []:
-            more = f" and {len(held) - _NAMED} more" if len(held) > _NAMED else ""
             raise ConfigError(
-                f"sweep.dir={name} holds {listing(held[:_NAMED])}{more}, which a sweep might overwrite: type a new "
-                "folder, or an empty one"
+                f"sweep.dir={name} holds {listed(held, 3)}, which a sweep might overwrite: type a new folder, or an "
+                "empty one"
             )
     try:
         (folder / "jobs").mkdir(parents=True, exist_ok=True)

@@ -464,8 +464,10 @@ class LLMEngine:
     # ------------------------------------------------------------------ life and death
 
     def describe(self) -> dict[str, Any]:
-        """What is running: ``model``, ``device``, ``attention``, ``dtype``, ``num_blocks``, ``block_size`` …"""
+        """What is running: ``model``, ``device``, ``attention``, ``dtype``, ``weights``, ``num_blocks`` …"""
+        runs = self.executor.describe()
         about = {
+            "weights": f"{runs['dtype']} weights",  # unless the executor says more
             "model": self.config.model.path or self.config.model.name,
             "num_blocks": self.num_blocks,
             "block_size": self.config.cache.block_size,
@@ -473,7 +475,7 @@ class LLMEngine:
             "scheduler": self.config.scheduler.name,
             "tp": self.config.tp,
         }
-        return about | self.executor.describe()
+        return about | runs
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes; running requests keep their blocks."""

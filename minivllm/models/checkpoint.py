@@ -15,7 +15,6 @@ from minivllm.errors import CheckpointError
 from minivllm.models.fp8_config import Fp8Config, fp8_config
 
 DEMO = Path(__file__).parent / "demo"
-LISTED = 8  # names of each kind listed in an error
 _WEIGHTS = "*.safetensors"
 _DOWNLOADED = ["*.json", _WEIGHTS, "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab.*"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*"]  # subfolders, and a second copy of the weights
@@ -136,9 +135,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds a JSON {type(value).__name__} where an object is expected")
     return value
-
-
-def listed(names: list[str]) -> str:
-    """Names for an error message: the first few, and how many more."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from minivllm.errors import CheckpointError
-from minivllm.models.checkpoint import listed, read_quantization
+from minivllm.models.checkpoint import read_quantization
 from minivllm.models.fp8_config import Fp8Config
 from minivllm.models.loader import iterate_safetensors
+from minivllm.naming import listed
 
 _FP8 = torch.float8_e4m3fn
 _OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

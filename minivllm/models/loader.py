@@ -26,8 +26,9 @@ from minivllm.layers.packed import pack_products_again
 from minivllm.layers.parameter import ShardId, allocate, load_piece, pieces_of, whole_of
 from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
-from minivllm.models.checkpoint import fetch, listed, read_json, read_model_config
+from minivllm.models.checkpoint import fetch, read_json, read_model_config
 from minivllm.models.upload import PinnedUpload
+from minivllm.naming import listed
 
 __all__ = [
     "build_model",

@@ -78,7 +78,7 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
     key = find_key(options)
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    how = f"{about['device']}, attention {about['attention']}, {about.get('weights', 'weights')}"
+    how = f"{about['device']}, attention {about['attention']}, {about['weights']}"
     hello = f"minivllm serves {name} on {url} ({how}). Try:"
     server = ServerOptions(
         name,
