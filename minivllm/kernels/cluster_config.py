@@ -25,6 +25,7 @@ class Tile:
     programs: int  # at least so many fit an SM's registers
     gated: bool = False  # half of the features are gate's, half up's
     head_dim: int = 0  # not 0: the features are heads of queries, keys and values
+    float8: bool = False  # x and weight are float8_e4m3fn, and have scales
 
     @property
     def features(self) -> int:
@@ -58,8 +59,9 @@ class Tile:
 @cache
 def tile_kernel(tile: Tile) -> Kernel:
     macros = {"GROUPS": tile.groups, "COLUMNS": tile.columns, "ROWS_FIRST": int(tile.rows_first),
-              "MIN_PROGRAMS": tile.programs, "GATED": int(tile.gated), "HEAD": tile.head_dim}  # fmt: skip
-    return Kernel("cluster_linear", (tile.columns,), tuple(macros.items()))
+              "MIN_PROGRAMS": tile.programs, "GATED": int(tile.gated), "HEAD": tile.head_dim,
+              "FLOAT8": int(tile.float8)}  # fmt: skip
+    return Kernel("cluster_linear", (tile.columns,), tuple(macros.items()), float8=tile.float8)
 
 
 SMALL, MEDIUM, LARGE = Tile(1, 32, False, 3), Tile(1, 64, False, 2), Tile(1, 128, False, 2)
@@ -80,7 +82,7 @@ def cluster_config(
 ) -> ClusterConfig | None:
     """How to launch a product; None if no tile gives the SMs even shares.
 
-    n: lines (rows of the weight), gate's and up's together.
+    n: lines (rows of the weight), gate's and up's together. k: in bfloat16; two of float8 count as one.
     """
     if head_dim:
         return _heads_config(rows, n, k, sms, head_dim)

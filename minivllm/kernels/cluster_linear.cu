@@ -1,10 +1,11 @@
-// out[r, f] = sum_k x[r, k] * weight[f, k]  (+ out[r, f]),  bfloat16, sums in float32.
+// out[r, f] = sum_k x[r, k] * weight[f, k]  (+ out[r, f]),  bfloat16, sums in float32. FLOAT8: x and weight are float8
+// (e4m3), and the sum is multiplied by x's scale of row r and the weight's of line f.
 // GATED: out = silu(x @ gate) * (x @ up), the weight's two halves. HEAD: the features are heads of HEAD dimensions:
 // queries, keys and values; queries and keys are normed and rotated, keys and values go to the cache. See
 // cluster_linear.py.
 //
-// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD), after hopper.cuh and `multiply`
-// (wgmma.m64n{COLUMNS}k16). A program (thread block) has GROUPS warpgroups that multiply, each 64 lines of the first
+// Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD, FLOAT8), after hopper.cuh and `multiply`
+// (wgmma.m64n{COLUMNS}, 32 bytes of k). Tensor maps take two float8 for one bfloat16. A program (thread block) has GROUPS warpgroups that multiply, each 64 lines of the first
 // operand by COLUMNS lines of the second, and a warp that loads tiles. The first operand is the weight, or x if
 // ROWS_FIRST. Grid and cluster are (feature tiles, row tiles, splits of k). The programs of a cluster have the same
 // feature tile. Those of one split share the weight's tiles: each loads a part and multicasts it. For the reduction
@@ -36,11 +37,24 @@ __device__ __forceinline__ float2 rounded(float a, float b) {
   const u32 pair = pack(a, b);
   return make_float2(low(pair), high(pair));
 }
+struct Scales {  // of eight adjacent lines
+  float4 its[2];
+
+  __device__ __forceinline__ void load(const float* from) {
+    its[0] = __ldg((const float4*)from), its[1] = __ldg((const float4*)from + 1);
+  }
+  __device__ __forceinline__ void apply(float (&y)[8], float of_row) const {
+    const float all[8] = {its[0].x, its[0].y, its[0].z, its[0].w, its[1].x, its[1].y, its[1].z, its[1].w};
+#pragma unroll
+    for (int e = 0; e < 8; e++) y[e] *= all[e] * of_row;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32 + (GATED || HEAD ? SQUARING : 0), MIN_PROGRAMS)
-cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, u16* out, int rows,
-               int features, int steps_all, int tile_rows, int stages, int sharing, int splits, int add,
-               float inverse_k, float eps, const __grid_constant__ Heads heads) {
+cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, u16* out,
+               const float* row_scales, const float* line_scales, int rows, int features, int steps_all, int tile_rows,
+               int stages, int sharing, int splits, int add, float inverse_k, float eps,
+               const __grid_constant__ Heads heads) {
   extern __shared__ unsigned char memory[];
   __shared__ u64 barriers[2 * MAX_STAGES + 1];
   if (!HEAD) asm volatile("griddepcontrol.launch_dependents;");
@@ -159,6 +173,11 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     const int head = HEAD ? (f0 + f) / (HEAD + !HEAD) : 0, d0 = HEAD ? (f0 + f) % (HEAD + !HEAD) : 0;
     const bool turned = head < heads.queries + heads.keys_each;  // a query or a key
     const u16* norm = head < heads.queries ? heads.query_norm : turned ? heads.key_norm : nullptr;
+    Scales by, up_by;  // of this thread's outputs
+    if (FLOAT8 && f0 + f < features) {
+      by.load(line_scales + f0 + f);
+      if (GATED) up_by.load(line_scales + features + f0 + f);
+    }
     int position[TURNS], slot[TURNS];
     uint4 norms = make_uint4(0, 0, 0, 0);
     if (HEAD) {
@@ -181,7 +200,7 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
       const u64 b = matrix(at + (ROWS_FIRST ? 0 : W_BYTES));
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 16 of k: 32 bytes
+      for (int k = 0; k < 4; k++) multiply(sums, a + 2 * k, b + 2 * k);  // 32 bytes of k
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       if (steps > stages) {  // otherwise no stage is reused
         asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -230,6 +249,11 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
     }
     u16* to = out + (u64)(r0 + start + row) * features + f0 + f;
     uint4 old[TURNS];
+    float of_row[TURNS];
+    if (FLOAT8) {
+#pragma unroll
+      for (int t = 0; t < TURNS; t++) of_row[t] = row + t * TURN < stop ? row_scales[r0 + start + row + t * TURN] : 0.f;
+    }
     if (!GATED && !HEAD && add) {
 #pragma unroll
       for (int t = 0; t < TURNS; t++)
@@ -251,14 +275,6 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
                                                  d0 % (HEAD / 2 + !HEAD));
 #pragma unroll
           for (int i = 0; i < 4; i++) turns[t][i] = angles[i / 2 * (HEAD / 8) + i % 2];
-        }
-      }
-      if (!GATED && !HEAD && add) {
-#pragma unroll
-        for (int t = 0; t < AT_ONCE; t++) {
-          const uint4 r = old[first_turn + t];
-          y[t][0] = low(r.x), y[t][1] = high(r.x), y[t][2] = low(r.y), y[t][3] = high(r.y);
-          y[t][4] = low(r.z), y[t][5] = high(r.z), y[t][6] = low(r.w), y[t][7] = high(r.w);
         }
       }
       if (splits > 1) barrier_wait(sent, 0);
@@ -294,9 +310,16 @@ cluster_linear(const __grid_constant__ TensorMap weight, const __grid_constant__
 #pragma unroll
           for (int e = 0; e < 8; e++) y[t][e] *= scale, up[t][e] *= scale;
         }
+        if (FLOAT8) by.apply(y[t], of_row[turn]);
+        if (FLOAT8 && GATED) up_by.apply(up[t], of_row[turn]);
         if (GATED) {
 #pragma unroll
           for (int e = 0; e < 8; e++) y[t][e] = y[t][e] / (1.f + __expf(-y[t][e])) * up[t][e];
+        }
+        if (!GATED && !HEAD && add) {
+          const u32 pairs[4] = {old[turn].x, old[turn].y, old[turn].z, old[turn].w};
+#pragma unroll
+          for (int e = 0; e < 8; e += 2) y[t][e] += low(pairs[e / 2]), y[t][e + 1] += high(pairs[e / 2]);
         }
         u16* end = to + (u64)(turn * TURN) * features;
         if (HEAD) {

@@ -2,6 +2,7 @@
 
 Epilogues: the residual addition, SiLU(gate) * up, or all that stands between a projection and attention; the last two
 optionally with the norm in front, if its weight is folded into theirs. Also used for fewer rows if the weight is large.
+Also for float8 (e4m3), where the epilogue applies the scales of rows and weight.
 
 The kernel is CUDA C++ (``cluster_linear.cu``): it needs thread-block clusters, whose programs share loads and reduce
 through each other's shared memory, and Triton 3.6 cannot express that. Tiles are loaded by TMA and multiplied by wgmma;
@@ -14,7 +15,9 @@ often all, are loaded before ``gdc_wait`` (see pdl.py), so that after a kernel o
 takes 3.7 µs, 1.3 of them for the launch.
 """
 
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -60,6 +63,30 @@ def use_cluster(
     return config is not None and loads(tile_kernel(config.tile), device)
 
 
+class Scales(NamedTuple):
+    """What a product of float8 is multiplied by: rows (t,) and lines (n,), both float32."""
+
+    rows: torch.Tensor
+    lines: torch.Tensor
+
+
+def use_cluster_in_float8(
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
+) -> bool:
+    """The same for x and weight in float8, also of one row; ``dtype``: of the output."""
+    if dtype != torch.bfloat16 or n % 16 or k % 16 or not nvrtc.available(device):
+        return False
+    size = n * k // 2  # in bfloat16
+    if head_dim:
+        faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if size > LARGE_WEIGHT else 64)
+    else:
+        faster = rows <= (64 if size > LARGE_WEIGHT else 128 if size > SMALL_WEIGHT else MAX_ROWS)
+    if not faster:
+        return False
+    config = cluster_config(rows, n, k // 2, num_sms(device), gated, head_dim)
+    return config is not None and loads(tile_kernel(replace(config.tile, float8=True)), device)
+
+
 def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:
     """Whether ``cluster_gate_up`` with the norm fused is faster than after a norm kernel. If many programs square the
     same rows, or there are many rows, the tensor cores wait for the squares."""
@@ -68,12 +95,12 @@ def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:
 
 @cache
 def _plan(
-    rows: int, lines: int, n: int, k: int, add: bool, gated: bool, head_dim: int, eps: float | None,
+    rows: int, lines: int, n: int, k: int, add: bool, gated: bool, head_dim: int, eps: float | None, float8: bool,
     config: ClusterConfig | None, device: torch.device,
 ) -> Plan:  # fmt: skip
     config = config or cluster_config(rows, lines, k, num_sms(device), gated, head_dim)
     assert config is not None
-    tile = config.tile
+    tile = replace(config.tile, float8=float8)
     assert (tile.gated, tile.head_dim) == (gated, head_dim) and (eps is None or tile.squaring)
     box_rows = tile_rows(tile.rows, rows)
     assert cdiv(rows, box_rows) % config.sharing == 0
@@ -99,34 +126,41 @@ def _launch(
     gated: bool = False,
     eps: float | None = None,
     heads: Heads | None = None,
+    scales: Scales | None = None,
     config: ClusterConfig | None = None,
 ) -> torch.Tensor:
     """x (t, k), weight (n or 2 * n, k), out (t, n) contiguous; ``features``: n, if out holds fewer."""
     if compiling():
         return out
     assert out.is_contiguous()
+    if scales is not None:  # two float8 move as one bfloat16
+        x, weight = x.view(torch.bfloat16), weight.view(torch.bfloat16)
     (rows, k), n, head_dim = x.shape, features or out.shape[1], 0 if heads is None else heads.head_dim
-    plan = _plan(rows, weight.shape[0], n, k, add, gated, head_dim, eps, config, x.device)
-    launch(plan, x, weight, [out], heads_argument(heads))
+    plan = _plan(rows, weight.shape[0], n, k, add, gated, head_dim, eps, scales is not None, config, x.device)
+    launch(plan, x, weight, [out, *(scales or (None, None))], heads_argument(heads))
     return out
 
 
-def cluster_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (t, k), weight (n, k), both bfloat16; returns (t, n)."""
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out)
+def cluster_linear(x: torch.Tensor, weight: torch.Tensor, scales: Scales | None = None) -> torch.Tensor:
+    """x (t, k), weight (n, k), both bfloat16, or both float8_e4m3fn with ``scales``; returns (t, n) bfloat16."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.bfloat16, device=x.device)
+    return _launch(x, weight, out, scales=scales)
 
 
-def cluster_gate_up(x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+def cluster_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, eps: float | None = None, scales: Scales | None = None
+) -> torch.Tensor:
     """SiLU(gate) * up by ``cluster_linear``: weight (2 * n, k), gate's rows first; returns (t, n). With ``eps``, x's
-    rows are first divided by their rms."""
-    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, gated=True, eps=eps)
+    rows are first divided by their rms; not in float8."""
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=torch.bfloat16, device=x.device)
+    return _launch(x, weight, out, gated=True, eps=eps, scales=scales)
 
 
-def cluster_linear_add(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """``residual`` (t, n) += x @ weight.T, in place and rounded once; returns it."""
-    return _launch(x, weight, residual, add=True)
+def cluster_linear_add(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, scales: Scales | None = None
+) -> torch.Tensor:
+    """``residual`` (t, n) += ``cluster_linear``, in place and rounded once; returns it."""
+    return _launch(x, weight, residual, add=True, scales=scales)
 
 
 def cluster_qkv(
@@ -134,8 +168,9 @@ def cluster_qkv(
     weight: torch.Tensor,
     heads: Heads,
     eps: float | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """``qk_norm_rope_store`` by ``cluster_linear``: weight ((heads + 2 * kv heads) * head_dim, k); returns q (t, heads,
-    head_dim). The whole head rotates; its dimension is 64 or 128. ``eps`` as above."""
-    out = torch.empty((x.shape[0], heads.num_heads, heads.head_dim), dtype=x.dtype, device=x.device)
-    return _launch(x, weight, out, features=weight.shape[0], heads=heads, eps=eps)
+    head_dim). The whole head rotates; its dimension is 64 or 128. ``eps`` and ``scales`` as above."""
+    out = torch.empty((x.shape[0], heads.num_heads, heads.head_dim), dtype=torch.bfloat16, device=x.device)
+    return _launch(x, weight, out, features=weight.shape[0], heads=heads, eps=eps, scales=scales)

@@ -1,6 +1,7 @@
 """Linear layers in float8 (e4m3): weights have a scale per output feature, inputs one per row, found as they come
 ("dynamic per-token" quantization: FP8 Formats for Deep Learning, Micikevicius et al. 2022, arXiv:2209.05433, for the
-format). The products are the library's; around them stand kernels that make rows of float8, and apply scales.
+format). Products of few rows are ``cluster_linear``'s, which applies the scales and does what follows. The others are
+the library's; around them stand kernels that make rows of float8, and apply scales.
 
 Up to ``MAX_SCALED_LATER`` rows the library multiplies without scales, which it does at twice the pace of its kernel
 that takes them, and whatever follows applies them: SiLU * up, the residual addition, or ``_scale_kernel``.
@@ -16,6 +17,13 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels.cluster_linear import (
+    Scales,
+    cluster_gate_up,
+    cluster_linear,
+    cluster_linear_add,
+    use_cluster_in_float8,
+)
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import inverse_rms, rms_norm_reference
 from minivllm.kernels.silu_mul import silu_mul
@@ -247,6 +255,11 @@ def _product(rows: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor) -> tuple[
     return y, unscaled
 
 
+def _clusters(rows: Fp8Rows, weight: torch.Tensor, gated: bool = False) -> bool:
+    n, k = weight.shape
+    return use_cluster_in_float8(len(rows.values), n, k, rows.dtype, weight.device, gated=gated)
+
+
 @cache
 def _one(device: torch.device) -> torch.Tensor:
     return torch.ones((), device=device)
@@ -266,6 +279,13 @@ def fp8_linear(
     """
     if not weight.is_cuda:
         y = fp8_linear_reference(rows, weight, scale)
+    elif bias is None and _clusters(rows, weight):
+        scales = Scales(rows.scales, scale)
+        if residual is None:
+            return cluster_linear(rows.values, weight, scales)
+        if residual.is_contiguous():
+            return cluster_linear_add(rows.values, weight, residual, scales)
+        return residual.add_(cluster_linear(rows.values, weight, scales))
     else:
         y, unscaled = _product(rows, weight, scale)
         if unscaled:
@@ -281,5 +301,7 @@ def fp8_gate_up(
     """SiLU(gate) * up of ``fp8_linear``: weight (2 * i, k), gate's rows first; returns (t, i)."""
     if not weight.is_cuda or bias is not None:
         return silu_mul(fp8_linear(rows, weight, scale, bias))
+    if _clusters(rows, weight, gated=True):
+        return cluster_gate_up(rows.values, weight, scales=Scales(rows.scales, scale))
     y, unscaled = _product(rows, weight, scale)
     return scaled_silu_mul_triton(y, rows.scales, scale) if unscaled else silu_mul(y)

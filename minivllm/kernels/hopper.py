@@ -28,8 +28,8 @@ FIXED_BYTES = 2048  # of it: barriers, and aligning tiles to 1,024
 class Kernel:
     """The source ``name``.cu in this folder, after ``macros``, hopper.cuh, generated wgmma products, and the .cuh files
     of ``behind``. The products multiply 64 lines by N: for each N of ``columns`` ``multiply`` (and ``multiply_first``,
-    which overwrites the sums); of ``held`` ``multiply_held``, with the 64 lines in registers and contiguous columns; of
-    ``by`` ``multiply_by``, with the 64 lines in registers."""
+    which overwrites the sums), of bfloat16 or ``float8`` (e4m3); of ``held`` ``multiply_held``, with the 64 lines in
+    registers and contiguous columns; of ``by`` ``multiply_by``, with the 64 lines in registers."""
 
     name: str
     columns: tuple[int, ...]
@@ -37,6 +37,7 @@ class Kernel:
     behind: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     by: tuple[int, ...] = ()
+    float8: bool = False
 
     @property
     def source(self) -> str:
@@ -44,16 +45,25 @@ class Kernel:
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         files = ("hopper.cuh", *(f"{name}.cuh" for name in self.behind), f"{self.name}.cu")
         first, *others = ((folder / file).read_text() for file in files)
-        products = [*map(_multiply, self.columns), *map(_multiply_held, self.held), *map(_multiply_by, self.by)]
+        multiply = _multiply_float8 if self.float8 else _multiply
+        products = [*map(multiply, self.columns), *map(_multiply_held, self.held), *map(_multiply_by, self.by)]
         return macros + first + "".join(products) + "".join(others)
 
 
 def _multiply(n: int) -> str:
+    return _multiply_both(n, _product(n), "1, 1, 0, 0")
+
+
+def _multiply_float8(n: int) -> str:
+    return _multiply_both(n, _product(n, "k32.f32.e4m3.e4m3"), "1, 1")
+
+
+def _multiply_both(n: int, product: str, signs: str) -> str:
     both = (("multiply", "+", 1), ("multiply_first", "=", 0))
     a, b = (f"%{n // 2 + i}" for i in range(2))
     return "".join(
         f"__device__ __forceinline__ void {name}(float (&d)[{n // 2}], u64 a, u64 b) {{\n"
-        f'  asm volatile("{_product(n)}, {a}, {b}, {adds}, 1, 1, 0, 0;" : {_sums(n, sign)} : "l"(a), "l"(b));\n}}\n'
+        f'  asm volatile("{product}, {a}, {b}, {adds}, {signs};" : {_sums(n, sign)} : "l"(a), "l"(b));\n}}\n'
         for name, sign, adds in both
     )
 
@@ -78,8 +88,8 @@ def _multiply_by(n: int) -> str:
     )
 
 
-def _product(n: int) -> str:
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{', '.join(f'%{i}' for i in range(n // 2))}}}"
+def _product(n: int, kind: str = "k16.f32.bf16.bf16") -> str:
+    return f"wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{', '.join(f'%{i}' for i in range(n // 2))}}}"
 
 
 def _sums(n: int, sign: str) -> str:

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
-from minivllm.kernels.cluster_linear import cluster_qkv, use_cluster
+from minivllm.kernels.cluster_linear import Scales, cluster_qkv, use_cluster, use_cluster_in_float8
+from minivllm.kernels.fp8_linear import quantize
 from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
 from minivllm.kernels.skinny_linear import linear_into
-from minivllm.layers.linear import QKVParallelLinear, goes_with
+from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
 from minivllm.layers.plain import is_plain
@@ -112,12 +113,18 @@ class Attention:
         fresh, some, many = backend.fresh_prompts, False, False
         if self._usual(norm, projection, backend):
             product = (len(x), *projection.weight.shape, x.dtype, x.device)
-            some = not fresh and use_cluster(*product, head_dim=self.head_dim)
-            many = not some and use_persistent(*product, head_dim=self.head_dim)
+            in_float8 = projection.weight_scale is not None
+            use_some = use_cluster_in_float8 if in_float8 else use_cluster
+            some = not fresh and use_some(*product, head_dim=self.head_dim)
+            many = not some and not in_float8 and use_persistent(*product, head_dim=self.head_dim)
         if not some and not many:
             qkv, scale = projection.unscaled(x, norm)
             return self(qkv, positions, backend, scale)
         heads, weight, folded = self._heads(positions, backend), projection.weight, projection.folded
+        if projection.weight_scale is not None:
+            rows = quantize(x, norm.weight, norm.eps)
+            q = cluster_qkv(rows.values, weight, heads, scales=Scales(rows.scales, projection.weight_scale))
+            return backend.attend(q, self).view(-1, self.num_heads * self.head_dim)
         normed = x if folded else norm(x)
         if some:
             q = cluster_qkv(normed, weight, heads, norm.eps if folded else None)
@@ -155,7 +162,7 @@ class Attention:
     def _usual(self, norm: RMSNorm, projection: QKVParallelLinear, backend: AttentionBackend) -> bool:
         """Whether the projection's kernel may also apply q/k norm and rotary and write the cache."""
         usual = type(self) is Attention and type(projection) is QKVParallelLinear and projection.bias is None
-        usual = usual and goes_with(projection, norm)
+        usual = usual and is_plain(projection, LinearBase) and is_plain(norm, RMSNorm)
         whole = self.head_dim in HEAD_DIMS and self.rotary.cos_sin.shape[1] == self.head_dim
         same = backend.spec.kv_cache_dtype == "auto"  # what it writes to the cache is of the weight's dtype
         return usual and whole and same and backend.keeps_cache_write()

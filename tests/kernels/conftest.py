@@ -144,7 +144,7 @@ def told(monkeypatch):
     launches = SimpleNamespace(seen=[], maps=[], driver=driver)
     pointer, number, long, fraction = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
     maps_and_rest = {
-        "cluster_linear": (2, [pointer, *[number] * 8, fraction, fraction, hopper.HeadsArgument]),
+        "cluster_linear": (2, [*[pointer] * 3, *[number] * 8, fraction, fraction, hopper.HeadsArgument]),
         "persistent_linear": (3, [pointer, pointer, *[number] * 5, hopper.HeadsArgument]),
         "chain_linear": (8, [*[pointer] * 5, number, fraction]),
         "large_chain": (9, [*[pointer] * 7, number, fraction, fraction]),

@@ -24,7 +24,8 @@ from minivllm.kernels.cluster_config import (
     tile_kernel,
     tile_rows,
 )
-from minivllm.kernels.cluster_linear import cluster_qkv
+from minivllm.kernels.cluster_linear import Scales, cluster_qkv
+from minivllm.kernels.fp8_linear import FP8, quantize
 from minivllm.kernels.rms_norm import rms_norm
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.kernels.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
@@ -109,6 +110,7 @@ def test_while_kernels_are_only_compiled_none_is_waited_for_or_launched(monkeypa
 def test_every_tile_compiles_and_is_kept(compiled, reads_in_time):
     widest = [Tile(groups, most, True, programs, True) for (groups, programs), most in MOST_FEATURES.items()]
     tiles = [*TILES, *widest, replace(SMALL, gated=True), replace(WIDE, gated=True), Tile(2, 128, True, 1, head_dim=64)]
+    tiles += [replace(tile, float8=True) for tile in (*widest[:2], LARGE, tiles[-1])]
     for i, tile in enumerate(tiles, 1):
         cubin = cluster.nvrtc.compile_cubin(tile_kernel(tile).source)
         assert b"cluster_linear" in cubin
@@ -147,7 +149,7 @@ def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
     for config, kernel, (*values, heads) in told.seen:
         assert kernel == tile_kernel(tile)
         sizes = [rows, n, k // 64, in_tile, chosen.stages, chosen.sharing, chosen.splits, int(add)]
-        assert values == [5, 5, out.data_ptr(), *sizes, 1 / k, eps or 0]
+        assert values == [5, 5, out.data_ptr(), None, None, *sizes, 1 / k, eps or 0]
         assert not any(bytes(heads))
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         assert grid == (cdiv(lines, tile.features), cdiv(rows, in_tile), chosen.splits)
@@ -160,6 +162,21 @@ def test_the_driver_is_told_the_launch(told, rows, gated, add, eps):
             assert (size.x, size.y, size.z) == (1, chosen.sharing, chosen.splits)
     boxes = tile.features // (2 if gated else 1) // chosen.sharing
     assert told.maps[:2] == [(weight.data_ptr(), lines, k, k, boxes, 64), (x.data_ptr(), rows, k, k, in_tile, 64)]
+
+
+def test_in_float8_the_driver_is_told_the_scales(told):
+    """Of x and weight half as much as in bfloat16 is loaded, with the same boxes."""
+    rows, n, k = 24, 1024, 4096
+    x, weight = torch.zeros(rows, k, dtype=FP8), torch.zeros(n, k, dtype=FP8)
+    scales = Scales(torch.ones(rows), torch.ones(n))
+    out = cluster.cluster_linear(x, weight, scales)
+    assert out.shape == (rows, n) and out.dtype == torch.bfloat16
+    chosen = cluster_config(rows, n, k // 2)
+    ((_, kernel, (*values, _)),) = told.seen
+    assert kernel == tile_kernel(replace(chosen.tile, float8=True))
+    assert "e4m3.e4m3" in kernel.source and "bf16.bf16 {" not in kernel.source
+    assert values[2:8] == [out.data_ptr(), scales.rows.data_ptr(), scales.lines.data_ptr(), rows, n, k // 128]
+    assert told.maps[0] == (weight.data_ptr(), n, k // 2, k // 2, chosen.tile.features // chosen.sharing, 64)
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -176,7 +193,7 @@ def test_the_kernel_is_told_where_heads_go(told, normed):
     )
     assert q.shape == (rows, heads, dim)
     ((config, _, (*values, sent)),) = told.seen
-    assert values[2:5] == [q.data_ptr(), rows, len(weight)] and values[-2:] == [1 / hidden, 0.5]
+    assert values[2:7] == [q.data_ptr(), None, None, rows, len(weight)] and values[-2:] == [1 / hidden, 0.5]
     assert config.blockDimX == 128 + 64 + 32, "threads that square x are missing"
     read = (angles, positions, slots, *cache[1])
     assert [sent.angles, sent.positions, sent.slots, sent.keys, sent.values] == [t.data_ptr() for t in read]
@@ -228,6 +245,35 @@ def test_even_shares_of_large_weights_are_right(gpu, rows, n, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64, 65, 128, 200, 256])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES[:4], (272, 144), (16, 16), (5120, 17408), (34816, 5120)])
+def test_products_of_float8_are_right(gpu, rows, n, k):
+    """Rows and lines of very different scales, into guarded outputs."""
+    x = quantize((torch.randn(rows, k, device=gpu) * torch.logspace(-2, 2, rows, device=gpu)[:, None]).bfloat16())
+    weight = quantize(torch.randn(n, k, device=gpu) / k**0.5 * torch.logspace(-1, 1, n, device=gpu)[:, None])
+    scales = Scales(x.scales, weight.scales)
+    torch.cuda.synchronize()
+    product = (x.values.float() * x.scales[:, None]) @ (weight.values.float() * weight.scales[:, None]).T
+    for add, gated in [(False, False), (True, False), (False, True)]:
+        if (n % 32 and gated) or cluster_config(rows, n, k // 2, gated=gated) is None:
+            continue
+        expected = product
+        if gated:
+            gate, up = product.chunk(2, -1)
+            expected = torch.nn.functional.silu(gate) * up
+        guarded = torch.full((rows + 8, expected.shape[1]), 7.0, device=gpu, dtype=torch.bfloat16)
+        out = guarded[:rows].fill_(float("nan"))
+        if add:
+            out.normal_()
+            expected = expected + out.float()
+        cluster._launch(x.values, weight.values, out, add=add, gated=gated, scales=scales)
+        for mine, its in zip(out.float(), expected, strict=True):  # a row's error counts as much as another's
+            error = ((mine - its).norm() / its.norm()).item()
+            assert error < 1e-2, f"add={add} gated={gated}: {error:.2e}"
+        assert (guarded[rows:] == 7).all(), "rows past the end were written"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [9, 16, 17, 32, 64, 65, 100, 128, 200, 256])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "hidden"),
@@ -245,19 +291,26 @@ def test_a_projection_that_norms_rotates_and_stores(gpu, rows, heads, kv_heads, 
     positions = torch.randint(0, 500, (rows,), device=gpu)
     slots = torch.randperm(64 * 16, device=gpu)[:rows]
     torch.cuda.synchronize()
-    for eps, norms in [(None, (q_weight, k_weight)), (EPS, (q_weight, k_weight)), (EPS, (None, None))]:
+    ways = [(None, (q_weight, k_weight)), (EPS, (q_weight, k_weight)), (EPS, (None, None))]
+    ways += [] if hidden % 16 else [("float8", (q_weight, k_weight)), ("float8", (None, None))]
+    for way, norms in ways:
         caches, expected = torch.full((2, 2, 64, 16, kv_heads, head_dim), 7.0, device=gpu)
         caches = caches.bfloat16()
-        product = x.float() @ weight.float().T
+        its_x, its_weight, eps, scales = x, weight, way, None
+        if way == "float8":
+            (its_x, of_rows, _), (its_weight, of_lines, _) = quantize(x), quantize(weight)
+            eps, scales = None, Scales(of_rows, of_lines)
+        product = its_x.float() @ its_weight.float().T
+        if scales is not None:
+            product *= scales.rows[:, None] * scales.lines
         if eps:
             product /= (x.float().square().mean(-1, keepdim=True) + eps).sqrt()
         wide = [w if w is None else w.float() for w in norms]
         wanted = qk_norm_rope_store_reference(
             product, *wide, EPS, angles, positions, *expected, slots, heads, kv_heads, head_dim
         )
-        q = cluster_qkv(
-            x, weight, Heads(*norms, EPS, angles, positions, *caches, slots, heads, kv_heads, head_dim), eps
-        )
+        its_heads = Heads(*norms, EPS, angles, positions, *caches, slots, heads, kv_heads, head_dim)
+        q = cluster_qkv(its_x, its_weight, its_heads, eps, scales)
         assert ((q.float() - wanted).norm() / wanted.norm()).item() < 6e-3
         assert ((caches.float() - expected).norm() / (expected - 7).norm()).item() < 6e-3
         untouched = expected == 7

@@ -15,6 +15,8 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.cluster_linear import Scales
+from minivllm.kernels.fp8_linear import Fp8Rows, fp8_linear_reference, quantize
 from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.layers import attention as module
@@ -102,6 +104,11 @@ def cluster_reference(x: torch.Tensor, weight: torch.Tensor, heads: Heads, eps: 
     return qk_norm_rope_store_reference(product, *heads)
 
 
+def float8_reference(x: torch.Tensor, weight: torch.Tensor, heads: Heads, *, scales: Scales) -> torch.Tensor:
+    product = fp8_linear_reference(Fp8Rows(x, scales.rows, torch.float32), weight, scales.lines)
+    return qk_norm_rope_store_reference(product, *heads)
+
+
 def persistent_reference(
     x: torch.Tensor, weight: torch.Tensor, heads: Heads, factors: torch.Tensor | None = None, *, keep: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
@@ -127,9 +134,13 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def call(name: str, reference: Any) -> Any:
         return lambda *args, **kwargs: ways.taken.append(name) or reference(*args, **kwargs)
 
-    for name, reference in {"cluster": cluster_reference, "persistent": persistent_reference}.items():
+    def cluster(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return (float8_reference if "scales" in kwargs else cluster_reference)(*args, **kwargs)
+
+    for name, reference in {"cluster": cluster, "persistent": persistent_reference}.items():
         monkeypatch.setattr(module, f"use_{name}", answer(name))
         monkeypatch.setattr(module, f"{name}_qkv", call(name, reference))
+    monkeypatch.setattr(module, "use_cluster_in_float8", answer("cluster in float8"))
     return ways
 
 
@@ -163,6 +174,25 @@ def test_every_way_gives_and_stores_the_same(
     assert changed[1].sum() == 2 * sum(LENS) and not changed[0].any()
 
 
+def test_a_projection_in_float8_gives_and_stores_the_same(ways: SimpleNamespace) -> None:
+    """It takes none of the kernels for bfloat16, and its own only where the backend does not need k and v."""
+    world = World(folded=False)
+    values, scales, _ = quantize(world.projection.weight.data)
+    world.projection.weight = torch.nn.Parameter(values, requires_grad=False)
+    world.projection.weight_scale = scales
+    ways.open = {"cluster", "persistent"}
+    apart, apart_cache, _ = world.run(fresh=False)
+    assert not ways.taken
+    ways.open |= {"cluster in float8"}
+    world.run(fresh=True)
+    assert not ways.taken
+    out, cache, given = world.run(fresh=False)
+    assert ways.taken == ["cluster"]
+    torch.testing.assert_close(out, apart, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(cache, apart_cache, rtol=1e-4, atol=1e-5)
+    assert [t is None for t in given] == [False, True, True]
+
+
 def test_the_projection_takes_in_what_nobody_overrides() -> None:
     rotary, half = SimpleNamespace(cos_sin=torch.zeros(9, 64)), SimpleNamespace(cos_sin=torch.zeros(9, 32))
     usual = QKVParallelLinear(12, 2, 2, 64, TensorParallel())
@@ -188,9 +218,6 @@ def test_the_projection_takes_in_what_nobody_overrides() -> None:
     assert not takes_in(norm=type("OwnNorm", (RMSNorm,), {"forward": lambda self, x: x})(12, 1e-6))
     assert not takes_in(backend=OwnWrite)
     assert not takes_in(cache="fp8")
-    usual.weight_scale = torch.ones(384)
-    assert not takes_in()
-    usual.weight_scale = None
     assert not takes_in(rotary=half)
     assert not takes_in(dim=32, rotary=half)
 
