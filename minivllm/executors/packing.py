@@ -20,6 +20,7 @@ from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, pa
 from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
 from minivllm.kernels.packed_weights import PACK_KERNEL, Order, packable, packed_bytes
 from minivllm.layers.embedding import rank_rows
+from minivllm.layers.fused import chain_shape, dense_shape
 from minivllm.layers.packed import (
     Product,
     Ways,
@@ -156,8 +157,10 @@ def _layers(model: nn.Module, plain: bool) -> _Part:
     ways: dict[ChainShape, Ways] = {}
     products: dict[Product, Order] = {}
     for decoder in packable_decoders(model):
-        if chain := decoder.chain_shape():
-            ways[chain] = packed_ways(chain, decoder.dense_shape() if plain else None, decoder.tp.size)
+        layers = list(decoder.layers)
+        if chain := chain_shape(layers):
+            whole = dense_shape(layers, decoder.tp) if plain else None
+            ways[chain] = packed_ways(chain, whole, decoder.tp.size)
             products |= dict.fromkeys(products_of(decoder), ways[chain].order)
     unfit = None
     if none := next((chain for chain, its in ways.items() if not its), None):

@@ -25,7 +25,7 @@ from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
 from minivllm.layers.attention import attention_scale
-from minivllm.layers.decoder import launch_all_heads
+from minivllm.layers.decoder_layer import launch_all_heads
 from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
 from minivllm.models.fp8_checkpoint import float_weights

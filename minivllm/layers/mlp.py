@@ -46,7 +46,7 @@ class GatedMLP(nn.Module):
         return self.activation is norm_gate_up
 
     def in_parts(self, stream: PartedStream, norm: RMSNorm, eps: float) -> None:
-        """``forward``, see ``DecoderLayer.goes_in_parts``; returns with sums in flight. ``eps``: of the next norm."""
+        """``forward`` in parts (``layers/fused.py``); returns with sums in flight. ``eps``: of the next norm."""
         up = self.gate_up_proj
         product = (stream.shape[0], *up.weight.shape, up.weight.dtype, up.weight.device)
         waits = stream.under_way and up.folded and self.activation is norm_gate_up

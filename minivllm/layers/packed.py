@@ -21,6 +21,7 @@ from minivllm.kernels.packed_chain import packed_rows
 from minivllm.kernels.packed_weights import Order, pack_again, pack_all
 from minivllm.layers.decoder import Decoder, DecoderLayer
 from minivllm.layers.embedding import ParallelLMHead
+from minivllm.layers.fused import chain_shape
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear
 
 Product: TypeAlias = LinearBase | ParallelLMHead
@@ -29,7 +30,7 @@ Product: TypeAlias = LinearBase | ParallelLMHead
 def packable_decoders(model: nn.Module) -> list[Decoder]:
     """Decoders that would read packed weights: ``forward`` is not overridden, and two or more layers share a shape."""
     found = (module for module in model.modules() if isinstance(module, Decoder) and len(module.layers) > 1)
-    return [its for its in found if type(its).forward is Decoder.forward and its.chain_shape() is not None]
+    return [its for its in found if type(its).forward is Decoder.forward and chain_shape(list(its.layers)) is not None]
 
 
 class Ways(NamedTuple):

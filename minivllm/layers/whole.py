@@ -1,10 +1,10 @@
 """Runs a decode step of a few sequences through all layers as one kernel (``kernels/megakernel.py``), if the layers and
-the attention backend allow it. Called by ``Decoder``; keeps no state of a step.
+the attention backend allow it. Called by ``layers/fused.py``; keeps no state of a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,12 +24,10 @@ from minivllm.kernels.megakernel import (
     use_megakernel,
 )
 from minivllm.kernels.packed_weights import Order, PackedWeight
+from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
 from minivllm.layers.experts import RoutedExperts, RoutedMLP
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.plain import is_plain
-
-if TYPE_CHECKING:
-    from minivllm.layers.decoder import DecoderLayer, SelfAttention
 
 
 def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None, ranks: int = 1) -> DecoderShape:
@@ -97,7 +95,7 @@ def decode_whole(
 
 
 def _self_attention(layer: DecoderLayer) -> SelfAttention:
-    return cast("SelfAttention", layer.self_attn)
+    return cast(SelfAttention, layer.self_attn)
 
 
 def _attention_of(layer: DecoderLayer) -> tuple[object, ...]:

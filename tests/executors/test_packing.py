@@ -26,6 +26,7 @@ from minivllm.kernels.megakernel import megakernel_config, megakernel_of
 from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows
 from minivllm.kernels.packed_linear import linear_config, linear_kernel
 from minivllm.kernels.packed_weights import Order, packed_bytes
+from minivllm.layers.fused import chain_shape, dense_shape
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.packed import packed_ways
 from minivllm.models.llama import LlamaForCausalLM
@@ -140,7 +141,8 @@ def test_those_are_the_kernels_that_are_asked_for(
     asked = {packed_weights.PACK_KERNEL}
     if lines * k >= packing.MIN_WEIGHTS:
         asked.add(linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132))))
-    chain, whole, order = packed_ways(model.model.chain_shape(), model.model.dense_shape(), tp)
+    layers = list(model.model.layers)
+    chain, whole, order = packed_ways(chain_shape(layers), dense_shape(layers, model.model.tp), tp)
     if chain is not None:
         asked.add(packed_kernel(chain, config_of(packed_chain_config(packed_rows(chain)[0], chain, 132))))
     if whole is not None:
@@ -234,7 +236,7 @@ def test_each_shape_of_layers_lies_as_its_kernels_read_it(
     gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.ModuleDict({"small": build(tiny_checkpoint), "large": build(tiny_checkpoint, intermediate_size=768)})
-    weights = {name: its.model.chain_shape().weights for name, its in model.items()}
+    weights = {name: chain_shape(list(its.model.layers)).weights for name, its in model.items()}
     monkeypatch.setattr(packed_chain, "_ROWS", ((weights["large"], range(1, 65)),))
     monkeypatch.setattr(megakernel, "_PACKED_ROWS", {Order.UNITS: (), Order.LINES: ((weights["small"], range(1, 3)),)})
     assert ask(model) and packed(model) == 24

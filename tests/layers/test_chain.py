@@ -18,7 +18,8 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
-from minivllm.layers.decoder import DecoderLayer, SelfAttention
+from minivllm.layers.decoder import SelfAttention
+from minivllm.layers.fused import chain_shape
 from minivllm.layers.linear import MergedColumnParallelLinear
 from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM
@@ -72,8 +73,8 @@ def chained(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             return F.linear(F.rms_norm(x, (x.shape[1],), eps=eps_behind), qkv, bias), None
         return x @ qkv.T, RowScale(x, eps_behind, bias)
 
-    monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, shape, dtype, device: True)
-    monkeypatch.setattr("minivllm.layers.decoder.chain_linear", reference)
+    monkeypatch.setattr("minivllm.layers.fused.use_chain", lambda rows, shape, dtype, device: True)
+    monkeypatch.setattr("minivllm.layers.fused.chain_linear", reference)
     return calls
 
 
@@ -91,7 +92,7 @@ def test_the_shape_is_that_of_the_weights(folder: Path) -> None:
     width = config.num_heads * config.head_dim
     qkv = width + 2 * config.num_kv_heads * config.head_dim
     shape = ChainShape(config.hidden_size, width, config.intermediate_size, qkv)
-    assert {layer.chain_shape() for layer in world.layers} == {shape}
+    assert chain_shape(list(world.layers)) == shape
 
 
 class OwnGateUp(MergedColumnParallelLinear):
@@ -160,10 +161,10 @@ def test_one_layer_with_something_of_its_own_leaves_all_as_they_are(
     world = World(folder)
     change(world)
     if change is unfold:  # what the weights hold is left as it is: only the answer is asked for
-        assert world.layers[1].chain_shape() is None and world.layers[0].chain_shape() is not None
+        assert chain_shape([world.layers[1]]) is None and chain_shape([world.layers[0]]) is not None
         return
     if change is not pick_early:  # of a layer that is not the last one nothing sensible comes
         plain = World(folder, fold=False)
         change(plain)
         torch.testing.assert_close(world.step(), plain.step())
-    assert not chained and not world.model.model._shape_of(world.layers, torch.zeros(9, 64), DecoderLayer.chain_shape)
+    assert not chained and chain_shape(list(world.layers)) is None

@@ -20,9 +20,9 @@ from minivllm.kernels.fp8_linear import Fp8Rows, fp8_linear_reference, quantize
 from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.layers import attention as module
-from minivllm.layers import decoder
+from minivllm.layers import decoder_layer
 from minivllm.layers.attention import Attention
-from minivllm.layers.decoder import SelfAttention, launch_all_heads
+from minivllm.layers.decoder_layer import SelfAttention, launch_all_heads
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.testing.steps import spec_of
@@ -261,7 +261,7 @@ def test_kernels_are_found_for_layers_of_ours_only(
     torch.nn.Module.__init__(layer)
     layer.attention, layer.qkv_proj = world.attention, world.projection
     layer.attention.__class__, layer.qkv_proj.__class__ = attention, projection
-    monkeypatch.setattr(decoder, "launch_all_kinds", lambda *args: said.append(args))
+    monkeypatch.setattr(decoder_layer, "launch_all_kinds", lambda *args: said.append(args))
     model: Any = torch.nn.ModuleList([torch.nn.Identity(), layer, layer])
     backend = world.backend(True)
     launch_all_heads(model, backend)

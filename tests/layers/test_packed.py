@@ -92,10 +92,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         return not packed
 
     for name, value in {"packed_chain": packed, "chain_linear": chained, "goes_whole": whole}.items():
-        monkeypatch.setattr(f"minivllm.layers.decoder.{name}", value)
+        monkeypatch.setattr(f"minivllm.layers.fused.{name}", value)
     for name in ("use_packed", "use_chain"):
-        monkeypatch.setattr(f"minivllm.layers.decoder.{name}", lambda rows, shape, dtype, device: True)
-    monkeypatch.setattr("minivllm.layers.decoder.packed_rows", lambda shape: range(1, 65))
+        monkeypatch.setattr(f"minivllm.layers.fused.{name}", lambda rows, shape, dtype, device: True)
+    monkeypatch.setattr("minivllm.layers.fused.packed_rows", lambda shape: range(1, 65))
     return calls
 
 
@@ -112,7 +112,7 @@ def test_other_numbers_of_rows_read_the_weights_themselves(
 ) -> None:
     expected = World(folder, pack=False).steps()
     calls.clear()
-    monkeypatch.setattr("minivllm.layers.decoder.packed_rows", lambda shape: range(1, 5))
+    monkeypatch.setattr("minivllm.layers.fused.packed_rows", lambda shape: range(1, 5))
     assert torch.equal(World(folder).steps(), expected)
     assert set(calls) == {("chained", 9), ("packed", 1), ("chained", 6)}
 
@@ -122,7 +122,7 @@ def test_it_is_near_what_the_layers_compute_one_by_one(
 ) -> None:
     got = World(folder).steps()
     for name in ("use_chain", "goes_whole"):
-        monkeypatch.setattr(f"minivllm.layers.decoder.{name}", lambda *args: False)
+        monkeypatch.setattr(f"minivllm.layers.fused.{name}", lambda *args: False)
     calls.clear()
     expected = World(folder, pack=False).steps().float()
     assert (got.float() - expected).norm() < 0.03 * expected.norm() and not calls
@@ -160,7 +160,7 @@ def hook(world: World) -> None:
 def test_all_or_none_of_the_layers_read_them(
     folder: Path, calls: list[tuple[str, int]], change: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minivllm.layers.decoder.goes_whole", lambda *args: False)
+    monkeypatch.setattr("minivllm.layers.fused.goes_whole", lambda *args: False)
     world = World(folder)
     change(world)
     world.steps()
@@ -200,7 +200,7 @@ def whole(calls: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> list
         return backend.batch.num_decodes == backend.batch.num_seqs == len(x)
 
     monkeypatch.setattr("minivllm.layers.whole.megakernel", reference)
-    monkeypatch.setattr("minivllm.layers.decoder.goes_whole", takes)
+    monkeypatch.setattr("minivllm.layers.fused.goes_whole", takes)
     return calls
 
 
@@ -211,7 +211,7 @@ def test_all_layers_at_once_read_them_first(
     got, others = World(folder, order=order).steps(), "packed" if order is Order.UNITS else "chained"
     assert set(whole) == {(others, 9), ("whole, packed", 1), (others, 6)}, "one kernel alone reads Order.LINES"
     whole.clear()
-    monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda *args: False)
+    monkeypatch.setattr("minivllm.layers.fused.use_chain", lambda *args: False)
     expected = World(folder, pack=False).steps().float()
     assert set(whole) == {("whole", 1)}, "prompts go layer by layer"
     assert (got.float() - expected).norm() < 0.03 * expected.norm()

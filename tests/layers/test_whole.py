@@ -18,7 +18,6 @@ from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing, megakernel_reference
 from minivllm.layers.attention import Attention
-from minivllm.layers.decoder import Decoder
 from minivllm.layers.experts import RoutedExperts
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
@@ -271,8 +270,8 @@ def test_too_many_sequences_and_steps_with_prompts_are_left_alone(folder: Path, 
 
 def test_where_the_chain_is_taken_it_stays(folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr("minivllm.layers.decoder.use_chain", lambda rows, *args: bool(asked.append(rows)) or rows == 2)
-    monkeypatch.setattr(Decoder, "_chained", lambda self, layers, x, *args: x)
+    monkeypatch.setattr("minivllm.layers.fused.use_chain", lambda rows, *args: bool(asked.append(rows)) or rows == 2)
+    monkeypatch.setattr("minivllm.layers.fused._chained", lambda layers, x, *args: x)
     World(folder).steps()
     assert 2 in asked and [rows for _, rows in whole] == [1, 1, 1]
 
