@@ -25,7 +25,7 @@ from minivllm.kernels.cluster_linear import (
     use_cluster_in_float8,
 )
 from minivllm.kernels.pdl import use_pdl
-from minivllm.kernels.rms_norm import inverse_rms, rms_norm_reference
+from minivllm.kernels.rms_norm import inverse_rms, row_factors_reference
 from minivllm.kernels.silu_mul import silu_mul
 
 FP8 = torch.float8_e4m3fn
@@ -78,10 +78,12 @@ def _quantize_kernel(
         tl.extra.cuda.gdc_wait()
     read = tl.load(x + row * x_stride + cols, mask=mask, other=0.0)
     h = read.to(tl.float32)
+    by = 1.0
     if NORM:
-        h = ((h * inverse_rms(h, eps, N)).to(read.dtype) * w).to(read.dtype).to(tl.float32)  # rounded as rms_norm does
+        by = inverse_rms(h, eps, N)
+        h *= w.to(tl.float32)
     top = tl.maximum(tl.max(tl.abs(h), 0), _SOME)
-    tl.store(scales + row, top / _MOST)
+    tl.store(scales + row, top / _MOST * by)
     h = tl.minimum(tl.maximum(h * (_MOST / top), -_MOST), _MOST)
     tl.store(out + row * N + cols, h.to(out.dtype.element_ty), mask=mask)
 
@@ -104,14 +106,16 @@ def quantize_triton(x: torch.Tensor, norm_weight: torch.Tensor | None = None, ep
 
 
 def quantize_reference(x: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 0.0) -> Fp8Rows:
-    h = (x if norm_weight is None else rms_norm_reference(x, norm_weight, eps)).float()
+    h = x.float() if norm_weight is None else x.float() * norm_weight.float()
     top = h.abs().amax(1).clamp_min(_LEAST)
     scaled = (h * (_LARGEST / top)[:, None]).clamp(-_LARGEST, _LARGEST)
-    return Fp8Rows(scaled.to(FP8), top / _LARGEST, x.dtype)
+    scales = top / _LARGEST
+    return Fp8Rows(scaled.to(FP8), scales if norm_weight is None else scales * row_factors_reference(x, eps), x.dtype)
 
 
 def quantize(x: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 0.0) -> Fp8Rows:
-    """x (t, k), or ``rms_norm`` of it by ``norm_weight`` (k,), in float8, each row by its largest number."""
+    """x (t, k), or ``rms_norm`` of it by ``norm_weight`` (k,), in float8, each row by its largest number. 1 / rms is
+    part of the row's scale, so that nothing is rounded twice."""
     return (quantize_triton if x.is_cuda else quantize_reference)(x, norm_weight, eps)
 
 

@@ -9,11 +9,13 @@ struct MlpLoads {
 };
 
 // Ends with down's sums in shared memory.
-__device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&, u64* copies, const u64* its_copy,
+__device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer& its, u64* copies, const u64* its_copy,
                                         float eps, u32 flag, u32 nothing) {
+  copy_norm(memory, its.norm);
   Batch<Cut<GATE_SUMS, HIDDEN, HIDDEN_CHUNK>> gate_up;
   gate_up.read(ring, 0, 0, nothing);
   const float square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
+  to_float8<HIDDEN, true>(memory);
   multiply_lines(memory, ring, gate_up, nothing);
   leave_squares(memory, square);
   meet();
@@ -34,6 +36,7 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
     down.read(ring, 0, 0, nothing);
     if (piece) meet();  // all threads are done with the previous piece
     take<PIECE / 2, false, INNER_WORDS>(memory, parts, flag);
+    to_float8<INNER>(memory);
     multiply_lines(memory, ring, down, nothing, piece);
   }
   meet();

@@ -1,22 +1,23 @@
 // Unpacked weights in megakernel.cu: a stage holds a chunk of k of eight lines (weight rows).
 
 // Bytes of one line in a stage, padded so that the eight lines are in different banks.
-__device__ constexpr int line_bytes(int chunk) { return 2 * chunk + 64; }
+__device__ constexpr int line_bytes(int chunk) { return BYTES * chunk + 64; }
 
 // Loads a stage: OF elements of k of up to eight lines, each lane with one line's address. If each lane issues its own
 // load, they take 400 cycles: too long for stages of 8 KB, but with larger ones it keeps programs at the same pace.
 template <int OF>
 __device__ __forceinline__ void load_lines(const Stored* from, int lines, Ring& ring, int lane, u64 policy) {
-  keep_pace<8 * OF * 2>(ring);
-  const u32 bar = make_room(ring, lines * OF * 2, lane);
-  if constexpr (OF > 512) {
-    if (lane < lines) load_bytes(ring.at() + lane * line_bytes(OF), from, OF * 2, bar, policy);
+  constexpr int LENGTH = OF * BYTES;
+  keep_pace<8 * LENGTH>(ring);
+  const u32 bar = make_room(ring, lines * LENGTH, lane);
+  if constexpr (LENGTH > 1024) {
+    if (lane < lines) load_bytes(ring.at() + lane * line_bytes(OF), from, LENGTH, bar, policy);
   } else {
     const bool elected = is_elected();
 #pragma unroll
     for (int i = 0; i < 8; i++) {
       const Stored* its = (const Stored*)__shfl_sync(~0u, (u64)from, i);
-      if (elected && i < lines) load_bytes(ring.at() + i * line_bytes(OF), its, OF * 2, bar, policy);
+      if (elected && i < lines) load_bytes(ring.at() + i * line_bytes(OF), its, LENGTH, bar, policy);
     }
   }
   ring.next();
@@ -40,22 +41,18 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
 
 // Reads a lane's part of a stage, 16 bytes of one line at a time, which are MMA operands without rearranging. Returns a
 // value that depends on every load.
-template <int OF> __device__ __forceinline__ u32 read_stage(uint4 (&w)[OF / WARPS / 32], u32 stage, bool, u32) {
+template <int OF>
+__device__ __forceinline__ u32 read_stage(uint4 (&w)[OF * BYTES / WARPS / 64], u32 stage, bool, u32) {
   const int lane = threadIdx.x % 32;
-  const u32 from = stage + lane / 4 * line_bytes(OF) + threadIdx.x / 32 * (OF / WARPS) * 2 + lane % 4 * 16;
+  const u32 from = stage + lane / 4 * line_bytes(OF) + threadIdx.x / 32 * (OF / WARPS) * BYTES + lane % 4 * 16;
   u32 seen = 0;
 #pragma unroll
-  for (int j = 0; j < OF / WARPS / 32; j++) w[j] = read16(from + 64 * j), seen |= w[j].x;
+  for (int j = 0; j < OF * BYTES / WARPS / 64; j++) w[j] = read16(from + 64 * j), seen |= w[j].x;
   return seen;
 }
-// Byte offset of a lane's x in 32 of k (64 bytes): of each eight elements the pairs are stored in order 0, 2, 1, 3.
+// Byte offset of a lane's x in 64 bytes of k: of each four words the order is 0, 2, 1, 3.
 __device__ __forceinline__ int x_of_lane(int lane) { return lane % 4 * 16 + lane / 4 % 2 * 8; }
 __device__ __forceinline__ int x_of_four(int at) { return at / 2 * 4 + at % 2; }  // at: in fours; returns words
 
-// Where a program's lines begin among its sums, and what their sums are multiplied by; see mega_packed.cuh.
+// Where a program's lines begin among its sums; see mega_packed.cuh.
 template <int LINES> __device__ __forceinline__ int first_sum() { return 0; }
-__device__ __forceinline__ float scale_of(const Memory&, int) { return 1.f; }
-struct Scales {
-  __device__ __forceinline__ Scales(const Layer&) {}
-  __device__ __forceinline__ void put(Memory&) const {}
-};

@@ -79,33 +79,3 @@ __device__ __forceinline__ int x_of_four(int at) {  // at: in fours; returns wor
 
 // Where a program's lines begin among its sums.
 template <int LINES> __device__ __forceinline__ int first_sum() { return LINES % 8 ? blockIdx.x * LINES % 8 : 0; }
-// What a line's sum is multiplied by; ``i`` counts the lines of all of a layer's products.
-__device__ __forceinline__ float scale_of(const Memory& memory, int i) { return memory.scales[i]; }
-struct Scales {
-  static constexpr int EACH = (ALL_SCALES + THREADS - 1) / THREADS;
-  float its[EACH];
-
-  __device__ __forceinline__ Scales(const Layer& layer) {
-#pragma unroll
-    for (int j = 0; j < EACH; j++) {
-      its[j] = __ldg(place(layer, min((int)threadIdx.x + j * THREADS, ALL_SCALES - 1)));
-      asm volatile("" : "+f"(its[j])::"memory");
-    }
-  }
-  __device__ __forceinline__ void put(Memory& memory) const {
-#pragma unroll
-    for (int j = 0; j < EACH; j++)
-      if (const int i = threadIdx.x + j * THREADS; i < ALL_SCALES) memory.scales[i] = its[j];
-  }
-
- private:
-  // Scales of gate and up alternate in eights, as their lines do in memory.
-  static __device__ __forceinline__ const float* place(const Layer& layer, int i) {
-    constexpr int OWN = GATE_LINES / 2;
-    if (i < O_SCALES) return layer.qkv_scales + blockIdx.x * QKV_LINES + i;
-    if (i < DOWN_SCALES) return layer.o_scales + blockIdx.x * ADD_LINES + i - O_SCALES;
-    if (i < GATE_SCALES) return layer.down_scales + blockIdx.x * ADD_LINES + i - DOWN_SCALES;
-    const int line = blockIdx.x * OWN + (i - GATE_SCALES) % OWN;
-    return layer.gate_up_scales + line / 8 * 16 + (i < UP_SCALES ? 0 : 8) + line % 8;
-  }
-};

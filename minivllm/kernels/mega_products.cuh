@@ -3,15 +3,15 @@
 
 // How a product of LINES lines is blocked for registers: batches of MANY groups of eight lines, DEEP stages of each.
 template <int LINES, int K, int OF> struct Cut {
-  static constexpr int PART = OF / WARPS, LOADS = PART / 32;  // a warp's elements of k in a stage
+  static constexpr int PART = OF / WARPS, LOADS = PART * BYTES / 64;  // a warp's elements of k in a stage
   static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages held in registers
-  static constexpr int STAGE = OF, STEP_BYTES = 2 * OF;
+  static constexpr int STAGE = OF, STEP_BYTES = BYTES * OF;
   static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = (K + OF - 1) / OF;
   static constexpr int SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
   static constexpr int DEEP = (STEPS + SETS_OF_STEPS - 1) / SETS_OF_STEPS, MOST = AT_ONCE / DEEP;
   static constexpr int SETS = (EIGHTS + MOST - 1) / MOST, MANY = (EIGHTS + SETS - 1) / SETS;
   static_assert(MANY == 1 || SETS_OF_STEPS == 1, "stages come line by line");
-  static_assert(OF % (32 * WARPS) == 0 && K % PART == 0, "megakernel.py");
+  static_assert(OF * BYTES % (64 * WARPS) == 0 && K % PART == 0, "megakernel.py");
 
   static __device__ __forceinline__ bool has(int set, int deep_set, int i, int step) {
     return (EIGHTS % MANY == 0 || set * MANY + i < EIGHTS) && (STEPS % DEEP == 0 || deep_set * DEEP + step < STEPS);
@@ -57,7 +57,11 @@ template <class C> struct Batch {
 #pragma unroll
             for (int t = 0; t < X_TILES; t++) {
               const uint4 a = w[i][step][j];
-              multiply(sums[i][X_TILES == 1 ? j % 2 : t], a.x, a.y, a.z, a.w, x[t].x, x[t].y);
+              float(&its)[4] = sums[i][X_TILES == 1 ? j % 2 : t];
+              if constexpr (FLOAT8)
+                multiply_float8(its, a.x, a.y, a.z, a.w, x[t].x, x[t].y);
+              else
+                multiply(its, a.x, a.y, a.z, a.w, x[t].x, x[t].y);
             }
       }
     }
@@ -70,7 +74,7 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
                                                bool adds = false, int only = -1) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 x_at =
-      shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * C::PART * 2 + x_of_lane(lane);
+      shared_address(memory.x) + lane / 8 % min(ROWS, 4) * X_BYTES + warp * C::PART * BYTES + x_of_lane(lane);
 #pragma unroll 1
   for (int set = 0; set < C::SETS; set++) {
     float sums[C::MANY][SUMS_OF][4] = {};
@@ -94,8 +98,12 @@ __device__ __forceinline__ void multiply_lines(Memory& memory, Ring& ring, Batch
       }
   }
 }
-// Stores four elements of this thread's row, the ``at``-th four.
+// Stores four elements of this thread's row, the ``at``-th four; if FLOAT8, for ``to_float8``.
 __device__ __forceinline__ void put_four(Memory& memory, int at, u32 front, u32 back) {
+  if constexpr (FLOAT8) {
+    *((uint2*)memory.taken[threadIdx.x / TEAM] + at) = make_uint2(front, back);
+    return;
+  }
   u32* to = (u32*)memory.x[threadIdx.x / TEAM] + x_of_four(at);
   to[0] = front, to[2] = back;
 }
@@ -106,7 +114,8 @@ __device__ __forceinline__ float sum_of(const Memory& memory, int line, int row)
 // A program's output of one of its LINES, whose sums and scales begin at SUMS and SCALES.
 template <int LINES, int SCALES, int SUMS = 0>
 __device__ __forceinline__ float output(const Memory& memory, int line, int row) {
-  return sum_of(memory, SUMS + first_sum<LINES>() + line, row) * scale_of(memory, SCALES + line);
+  const float scale = scale_of(memory, SCALES + line) * (FLOAT8 ? memory.x_scales[row] : 1.f);
+  return sum_of(memory, SUMS + first_sum<LINES>() + line, row) * scale;
 }
 
 // Copies a product's input to shared memory: of each row, WORDS words (pairs) that other programs write. Returns the
@@ -153,6 +162,7 @@ __device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag
         if (SQUARED) square += square_of((u32)two[i][0]) + square_of((u32)two[i][1]);
       }
   }
+  if (FLOAT8 && SQUARED) wait_for_copies();  // of the norm's weights
   meet();
   return square;
 }

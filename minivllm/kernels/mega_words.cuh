@@ -15,7 +15,9 @@ constexpr int O_SCALES = QKV_LINES, DOWN_SCALES = O_SCALES + ADD_LINES, GATE_SCA
 constexpr int UP_SCALES = GATE_SCALES + GATE_LINES / 2, ALL_SCALES = GATE_SCALES + GATE_LINES;
 constexpr int PIECE = CHOSEN * INNER / PIECES;  // pieces of down's input, which may not fit in shared memory whole
 constexpr int MOST_K = PIECE > WIDTH ? PIECE > HIDDEN ? PIECE : HIDDEN : WIDTH > HIDDEN ? WIDTH : HIDDEN;
-constexpr int X_BYTES = 2 * MOST_K + (ROWS > 1 ? 64 : 0);  // per input row; padded: rows in different banks
+constexpr int BYTES = FLOAT8 ? 1 : 2;  // of an element of unpacked weights, and of x where it is multiplied
+constexpr float LARGEST = 448.f;       // of e4m3
+constexpr int X_BYTES = BYTES * MOST_K + (ROWS > 1 ? 64 : 0);  // per input row; padded: rows in different banks
 constexpr int X_TILES = (ROWS + 3) / 4;            // MMA tiles: eight columns each, two for each row
 constexpr int SUMS_OF = X_TILES > 2 ? X_TILES : 2;  // per eight lines: one per tile, or even and odd k of one tile
 constexpr int TILE = 16;                    // keys in a page
@@ -32,18 +34,20 @@ constexpr int SUMS = SPLITS * WIDTH / 2, MIDDLE = SUMS + SPLITS * HEADS, ACTIVAT
 constexpr int STREAM = ACTIVATED + ROWS * INNER_WORDS, LOGITS = STREAM + ROWS * X_WORDS;
 constexpr int JOINED = LOGITS + ROWS * EXPERTS, COPY_WORDS = JOINED + ROWS * WIDTH / 2;
 
-#if PACKED
+constexpr bool SCALED = PACKED || FLOAT8;  // lines have scales
+#if PACKED || FLOAT8
 typedef unsigned char Stored;
 #else
 typedef u16 Stored;
 #endif
 struct Layer {
-  const Stored *qkv, *o, *gate_up, *down;  // norm weights are folded in, unless there is a router
+  const Stored *qkv, *o, *gate_up, *down;  // norm weights are folded in, but see norm and input_norm
   const u16 *query_norm, *key_norm;        // (D,), or null: no norm
   u16 *keys, *values;                      // (blocks, TILE, KV, D)
-  const u16 *router, *norm;                // (EXPERTS, HIDDEN); (HIDDEN,): the norm before router and experts
-  const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // of packed lines, see packed_weights.py
+  const u16 *router, *norm;                // (EXPERTS, HIDDEN); (HIDDEN,): before router and experts, or if FLOAT8
+  const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // if SCALED; of packed lines see packed_weights.py
   const u16* qkv_bias;                                                // one per line, if BIASED
+  const u16* input_norm;                                              // (HIDDEN,): before qkv, if FLOAT8
 };
 
 __device__ __forceinline__ u64 word_of(u32 data, u32 flag) { return (u64)flag << 32 | data; }
@@ -131,7 +135,10 @@ struct Memory {  // in shared memory
     alignas(16) float outs[WARPS][G][D];  // of each warp's keys
   };
   alignas(16) float sums[(MOST_LINES + 7) / 8 * 8][ROWS][WARPS];
-  float scales[PACKED ? ALL_SCALES : 1];
+  alignas(16) u16 taken[FLOAT8 ? ROWS : 1][FLOAT8 ? MOST_K : 8];  // x before it is converted
+  alignas(16) u16 norm[FLOAT8 ? HIDDEN : 8];                      // weights of the norm before this product
+  float largest[WARPS], x_scales[ROWS];
+  float scales[SCALED ? ALL_SCALES : 1];
   alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, then the new key and value
   float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
   // The same in every layer of a step: this program's share of attention, the sequence's rotary angles, length and
@@ -182,3 +189,37 @@ __device__ __forceinline__ bool is_elected() {
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
   return yes;
 }
+
+// What a line's sum is multiplied by; ``i`` counts the lines of all of a layer's products.
+__device__ __forceinline__ float scale_of(const Memory& memory, int i) { return SCALED ? memory.scales[i] : 1.f; }
+// A layer's scales of this program's lines, loaded into registers before they are put in memory.
+struct Scales {
+  static constexpr int EACH = SCALED ? (ALL_SCALES + THREADS - 1) / THREADS : 1;
+  float its[EACH];
+
+  __device__ __forceinline__ Scales(const Layer& layer) {
+    if constexpr (SCALED)
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        its[j] = __ldg(place(layer, min((int)threadIdx.x + j * THREADS, ALL_SCALES - 1)));
+        asm volatile("" : "+f"(its[j])::"memory");
+      }
+  }
+  __device__ __forceinline__ void put(Memory& memory) const {
+    if constexpr (SCALED)
+#pragma unroll
+      for (int j = 0; j < EACH; j++)
+        if (const int i = threadIdx.x + j * THREADS; i < ALL_SCALES) memory.scales[i] = its[j];
+  }
+
+ private:
+  // Scales of packed gate and up alternate in eights, as their lines do in memory.
+  static __device__ __forceinline__ const float* place(const Layer& layer, int i) {
+    constexpr int OWN = GATE_LINES / 2;
+    if (i < O_SCALES) return layer.qkv_scales + blockIdx.x * QKV_LINES + i;
+    if (i < DOWN_SCALES) return layer.o_scales + blockIdx.x * ADD_LINES + i - O_SCALES;
+    if (i < GATE_SCALES) return layer.down_scales + blockIdx.x * ADD_LINES + i - DOWN_SCALES;
+    const int line = blockIdx.x * OWN + (i - GATE_SCALES) % OWN, up = i >= UP_SCALES;
+    return layer.gate_up_scales + (PACKED ? line / 8 * 16 + up * 8 + line % 8 : up * INNER + line);
+  }
+};

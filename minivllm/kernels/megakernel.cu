@@ -1,7 +1,7 @@
 // All layers of a decoder in one kernel, for the next token of up to ROWS sequences; see megakernel.py.
 //
 // Compiled for one shape, after hopper.cuh and the mega_*.cuh: mega_dense.cuh or mega_experts.cuh for the MLP,
-// mega_lines.cuh or mega_packed.cuh for loading weights. PROGRAMS thread blocks run at once, one per SM. Each has
+// mega_lines.cuh or mega_packed.cuh for loading weights, mega_float8.cuh if x and weights are float8. PROGRAMS thread blocks run at once, one per SM. Each has
 // equally many lines (weight rows, all of k) of each of a layer's four products. One warp loads weights as far ahead as
 // its ring buffer has room, across products and layers: they depend only on which experts are selected. It also loads
 // the pages that its program attends to. WARPS warps multiply, each a part of k, and attend, each to a page at a time.
@@ -69,9 +69,12 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     const u32 flag = first_flag + l;
     const Scales scales(its);  // loaded here, used by put
     const Biases biases(its);  // likewise
+    copy_norm(memory, its.input_norm);
     Batch<Cut<QKV_LINES, HIDDEN, HIDDEN_CHUNK>> qkv;
     qkv.read(ring, 0, 0, nothing);
     if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
+    if (FLOAT8 && !l) wait_for_copies(), meet();  // otherwise done by take
+    to_float8<HIDDEN, true>(memory);
     scales.put(memory);
     multiply_lines(memory, ring, qkv, nothing);
     leave_squares(memory, square);
@@ -88,6 +91,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     Batch<Cut<ADD_LINES, WIDTH, WIDTH_CHUNK>> o;
     o.read(ring, 0, 0, nothing);
     take_heads(memory, copies, its_copy, flag);
+    to_float8<WIDTH>(memory);
     multiply_lines(memory, ring, o, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {

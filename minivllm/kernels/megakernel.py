@@ -8,7 +8,9 @@ most of a layer of that model, and the first of the next product in registers. P
 hold data and a flag, like NCCL's low-latency protocol, so there is no grid barrier and no fence. A layer's critical
 path is five such trips through L2, about 1 µs each, and the arithmetic between them.
 
-Weights may be packed (``mega_packed.cuh``): a quarter less to read, which pays in layers of some size.
+Weights may be packed (``mega_packed.cuh``): a quarter less to read, which pays in layers of some size. Or they are
+float8, for up to two sequences: then each program converts its copy of every input (``mega_float8.cuh``), and products
+are of float8.
 
 MLPs may be mixtures of experts (``mega_experts.cuh``): router logits are exchanged like all else, a sixth trip, and the
 experts' weights cannot be loaded before.
@@ -34,6 +36,7 @@ from torch.nn import functional as F
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
 from minivllm.kernels.chain_config import ChainShape
+from minivllm.kernels.fp8_linear import quantize_reference
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.packed_weights import FIRST_EXPONENT, PIECE_BYTES, STEP, Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
@@ -44,6 +47,7 @@ _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # compute warps; programs that m
 _MAX_GROUP = 8  # query heads per key head: columns of an MMA tile
 MAX_MEGAKERNEL_ROWS = MOST_ROWS
 _MOST_ROUTED_ROWS = 4  # more rows share experts, which the kernel reads once per row
+_MOST_FLOAT8_ROWS = 2  # each row is kept twice, as bfloat16 and as float8
 _LEAST_STAGES, _MOST_STAGES, _MANY_ROWS_STAGES = 4, 64, 8  # with 8 rows fewer stages are untested in an engine
 _MOST_PIECES = 4  # each is waited for
 _COPIES = 4  # of what all programs read, so that fewer poll one word
@@ -78,6 +82,7 @@ class DecoderShape:
     routing: Routing | None = None  # if given, ``inner`` is an expert's
     ranks: int = 1  # that an all-reduce sums over
     biased: bool = False  # whether qkv has a bias
+    float8: bool = False  # whether weights are float8_e4m3fn
 
     @property
     def chosen(self) -> int:
@@ -123,7 +128,7 @@ def megakernel_config(
     """None if the products cannot be split evenly, the kernel does not support such heads, or there are too many rows.
     ``packed``: the order of packed weights, if they are."""
     routing, chosen = shape.routing, shape.chosen
-    if rows > (_MOST_ROUTED_ROWS if routing else MAX_MEGAKERNEL_ROWS):
+    if rows > (_MOST_ROUTED_ROWS if routing else _MOST_FLOAT8_ROWS if shape.float8 else MAX_MEGAKERNEL_ROWS):
         return None
     rows = next_power_of_2(rows)
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
@@ -141,26 +146,32 @@ def megakernel_config(
     if rows * shape.hidden // programs > 32 * _WARPS or rows * shape.width < 4 * 32 * _WARPS:
         return None
     ks = shape.hidden, shape.width, shape.inner
+    if shape.float8 and (routing or packed):
+        return None
     if packed and (routing or any(n // programs % 4 for n in lines) or any(k % STEP for k in ks)):
         return None
-    chunks = (_WARPS * STEP,) * 3 if packed else (_chunk(shape.hidden), _chunk(shape.width), _chunk(shape.inner))
+    width = 1 if shape.float8 else 2  # bytes of an element
+    hidden, attended, inner = (_WARPS * STEP if packed else _chunk(k, width) for k in ks)
+    chunks = hidden, attended, inner
     if not all(chunks):
         return None
     gate_lines, *others = (-(-n // programs // 8) * 8 for n in (shape.inner * chosen, shape.qkv, shape.hidden))
     most_lines = max(2 * gate_lines, *others)
     page_bytes = 4 * PAGE * shape.head_dim  # one head's keys and values; a stage has one or two such pages
-    weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (2 * max(chunks) + 64)
+    weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (width * max(chunks) + 64)
     stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
-    for pieces in range(1, 2 if routing else _MOST_PIECES + 1):
+    for pieces in range(1, 2 if routing or shape.float8 else _MOST_PIECES + 1):
         if shape.inner % (pieces * (STEP if packed else chunks[2])):
             continue
         most_k = max(shape.hidden, shape.width, chosen * shape.inner // pieces)
-        x_bytes = rows * (2 * most_k + (64 if rows > 1 else 0))
+        x_bytes = rows * (width * most_k + (64 if rows > 1 else 0))
         memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
+        memory += 4 * _WARPS + 4 * rows + (2 * (rows * most_k + shape.hidden) if shape.float8 else 32)
         memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
         memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128 + (8 * rows * chosen if routing else 0)
-        memory += 4 * sum((shape.qkv, 2 * shape.hidden, 2 * shape.inner)) // programs if packed else 4  # scales
+        scaled = packed or shape.float8
+        memory += 4 * sum((shape.qkv, 2 * shape.hidden, 2 * shape.inner)) // programs if scaled else 4
         memory = -(-memory // 1024) * 1024
         stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
         if stages >= enough:
@@ -181,9 +192,10 @@ def _under_way(shape: DecoderShape, rows: int) -> int:
     return (60 if shape.products.weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
-def _chunk(k: int) -> int:
-    """Elements of k in a stage; 0 if none of the supported lengths divides k."""
-    return next((c for c in (1024, 1280, 768, 512, 256) if k % c == 0), 0)
+def _chunk(k: int, width: int) -> int:
+    """Elements, of ``width`` bytes, of k in a stage; 0 if none of the supported lengths divides k."""
+    lengths = (nbytes // width for nbytes in (2048, 2560, 1536, 1024, 512))
+    return next((length for length in lengths if k % length == 0), 0)
 
 
 @cache
@@ -194,7 +206,7 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
               "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way,
               "RANKS": shape.ranks, "PACKED": int(config.packed is not None),
-              "BIASED": int(shape.biased)}  # fmt: skip
+              "BIASED": int(shape.biased), "FLOAT8": int(shape.float8)}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
@@ -205,13 +217,13 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
         macros["BY_LINES"] = int(config.packed is Order.LINES)
     weights = ("packed_piece", "mega_packed") if config.packed else ("mega_lines",)
     mlp = "mega_experts" if routing else "mega_dense"
-    files = "mega_words", *weights, "mega_products", "mega_attention", mlp
+    files = "mega_words", *weights, "mega_float8", "mega_products", "mega_attention", mlp
     return Kernel("megakernel", (), tuple(macros.items()), files)
 
 
 def packed_megakernel_rows(shape: DecoderShape, order: Order) -> range:
     """Rows for which packed weights in that order are faster than any other way; none for small layers."""
-    if shape.routing is not None:
+    if shape.routing is not None or shape.float8:
         return range(0)
     return next((rows for weights, rows in _PACKED_ROWS[order] if shape.products.weights >= weights), range(0))
 
@@ -248,7 +260,9 @@ class LayerWeights:
     head_dim). All bfloat16 and contiguous. With routing: gate_up (experts, 2 * inner, hidden), gate's rows first, down
     (experts, hidden, inner), router (experts, hidden), and the norm before them (hidden,), which is not folded in.
     ``packed``: packed copies of qkv, o, gate_up (as gated) and down, which the kernel reads instead; of all layers, in
-    one order, or of none. qkv_bias (qkv,), if the shape is ``biased``."""
+    one order, or of none. qkv_bias (qkv,), if the shape is ``biased``. If it is ``float8``, qkv, o, gate_up and down
+    are float8_e4m3fn and have ``scales``, one per line, float32, and neither ``input_norm`` nor ``norm`` (hidden,) is
+    folded in."""
 
     qkv: torch.Tensor
     o: torch.Tensor
@@ -262,14 +276,16 @@ class LayerWeights:
     norm: torch.Tensor | None = None
     packed: tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight] | None = None
     qkv_bias: torch.Tensor | None = None
+    input_norm: torch.Tensor | None = None
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def pointers(self) -> tuple[int, ...]:
         products: tuple[torch.Tensor | None, ...] = self.qkv, self.o, self.gate_up, self.down
-        scales: tuple[torch.Tensor | None, ...] = (None,) * 4
+        scales: tuple[torch.Tensor | None, ...] = self.scales or (None,) * 4
         if self.packed is not None:
             products, scales = zip(*((its.data, its.scales) for its in self.packed), strict=True)
         others = self.q_norm, self.k_norm, self.keys, self.values, self.router, self.norm
-        tensors = *products, *others, *scales, self.qkv_bias
+        tensors = *products, *others, *scales, self.qkv_bias, self.input_norm
         assert all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in tensors)
         return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
@@ -301,7 +317,7 @@ class DecodeTokens:
 
 @cache
 def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """(layers, 15) int64 on the device: an array of ``Layer``, see mega_words.cuh."""
+    """(layers, 16) int64 on the device: an array of ``Layer``, see mega_words.cuh."""
     return torch.tensor(pointers, dtype=torch.int64).to(device)
 
 
@@ -401,8 +417,9 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) 
         for table, length in zip(tokens.block_tables, lengths, strict=True)
     ]
     for layer in layers.weights:
-        normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
-        projection = F.linear(normed_stream, layer.qkv.float(), _float(layer.qkv_bias))
+        projection = _product(stream, layer, 0, layers.eps)
+        if layer.qkv_bias is not None:
+            projection += layer.qkv_bias.float()
         heads = rounded(projection).view(len(x), -1, dim)
         q, k, v = heads.split((shape.num_heads, groups, groups), dim=1)
         stored = layer.keys.view(-1, groups, dim), layer.values.view(-1, groups, dim)
@@ -414,11 +431,10 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) 
             keys, values = (kept[its_places].float() for kept in stored)
             weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * layers.scale).softmax(dim=-1)
             out.append(rounded(torch.einsum("hgn,nhd->hgd", weights, values)).view(-1))
-        stream = rounded(stream + torch.stack(out) @ layer.o.float().T)
+        stream = rounded(stream + _product(torch.stack(out), layer, 1))
         if shape.routing is None:
-            normed_stream = F.rms_norm(stream, stream.shape[-1:], eps=layers.eps)
-            gate, up = (normed_stream @ layer.gate_up.float().T).chunk(2, dim=1)
-            stream = rounded(stream + rounded(F.silu(gate) * up) @ layer.down.float().T)
+            gate, up = _product(stream, layer, 2, layers.eps).chunk(2, dim=1)
+            stream = rounded(stream + _product(rounded(F.silu(gate) * up), layer, 3))
         else:
             assert layer.norm is not None
             factors = (stream.square().mean(dim=1, keepdim=True) + layers.eps).rsqrt()
@@ -427,8 +443,13 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) 
     return stream.to(x.dtype)
 
 
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.float()
+def _product(x: torch.Tensor, layer: LayerWeights, i: int, eps: float | None = None) -> torch.Tensor:
+    """The layer's ``i``-th product, of x or, if ``eps`` is given, of its norm; float32."""
+    weight = (layer.qkv, layer.o, layer.gate_up, layer.down)[i].float()
+    if layer.scales is None:
+        return (x if eps is None else F.rms_norm(x, x.shape[-1:], eps=eps)) @ weight.T
+    rows = quantize_reference(x, None if eps is None else layer.norm if i else layer.input_norm, eps or 0.0)
+    return rows.values.float() @ weight.T * rows.scales[:, None] * layer.scales[i]
 
 
 def _routed(

@@ -27,10 +27,10 @@ from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention
 from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
-from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.parts import PartedStream, adds_parts
+from minivllm.layers.parts import PartedStream
 from minivllm.layers.plain import is_plain
 from minivllm.layers.whole import decode_whole, decoder_shape, goes_whole, routed_experts
 
@@ -52,9 +52,9 @@ def run_fused(
 
 
 def is_usual(layer: DecoderLayer) -> bool:
-    """Whether nothing of the layer is overridden or has a hook."""
+    """Whether nothing of the layer is overridden or has a hook. Its products' weights may be in float8."""
     mlp = layer.mlp
-    gated = is_plain(mlp, GatedMLP) and adds_parts(mlp.down_proj) and is_plain(mlp.gate_up_proj, LinearBase)
+    gated = is_plain(mlp, GatedMLP) and _adds_as_usual(mlp.down_proj) and is_plain(mlp.gate_up_proj, LinearBase)
     return gated and _attends_as_usual(layer)
 
 
@@ -70,24 +70,49 @@ def _attends_as_usual(layer: DecoderLayer) -> bool:
         and type(attention.attention).of_stream is Attention.of_stream
         and type(attention.qkv_proj) is QKVParallelLinear
         and is_plain(attention.qkv_proj, LinearBase)
-        and attention.qkv_proj.weight_scale is None
-        and adds_parts(attention.o_proj)
+        and _adds_as_usual(attention.o_proj)
     )
+
+
+def _adds_as_usual(product: nn.Module) -> bool:
+    """Whether it may add its result to the stream in another way than by ``add_to``."""
+    plain = is_plain(product, RowParallelLinear) and type(product).add_to is RowParallelLinear.add_to
+    return plain and product.bias is None
+
+
+def _in_float8(layer: DecoderLayer) -> bool | None:
+    """Whether the weights of a usual layer's products are in float8; None: some are."""
+    kept = {product.weight_scale is not None for product in layer.products()}
+    return kept.pop() if len(kept) == 1 else None
 
 
 def _chain_shape_of(layer: DecoderLayer) -> ChainShape | None:
     """The shape of the layer (of this rank's part), if ``chain_linear`` may compute its matmuls: its norms are folded
     into them."""
-    attention, mlp = layer.self_attn, layer.mlp
-    if not is_usual(layer):
+    if not _is_fusible(layer) or _in_float8(layer) is not False:
         return None
+    qkv, o, gate_up, down = layer.products()
+    if not qkv.folded or not gate_up.folded:
+        return None
+    hidden, width = o.weight.shape
+    return ChainShape(hidden, width, down.weight.shape[1], qkv.weight.shape[0])
+
+
+def _float8_shape_of(layer: DecoderLayer, tp: TensorParallel) -> DecoderShape | None:
+    """The shape of the layer (of this rank's part), if its products are in float8."""
+    if not _is_fusible(layer) or not _in_float8(layer):
+        return None
+    return decoder_shape(layer, layer.products()[3].weight.shape[1], ranks=tp.size, float8=True)
+
+
+def _is_fusible(layer: DecoderLayer) -> bool:
+    """Whether it is usual and kernels for several products compute what its attention and MLP do."""
+    if not is_usual(layer):
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
     usual = type(attention.attention) is Attention and type(mlp.gate_up_proj) is MergedColumnParallelLinear
-    folded = attention.qkv_proj.folded and mlp.gate_up_proj.folded
-    if not usual or not folded or mlp.activation is not norm_gate_up:
-        return None
-    hidden, width = attention.o_proj.weight.shape
-    return ChainShape(hidden, width, mlp.down_proj.weight.shape[1], attention.qkv_proj.weight.shape[0])
+    return usual and mlp.activation is norm_gate_up
 
 
 def _routed_shape_of(layer: DecoderLayer) -> DecoderShape | None:
@@ -156,12 +181,13 @@ def _at_once(
 def _whole_shape(
     layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None, tp: TensorParallel
 ) -> DecoderShape | None:
-    """The shape for running all layers as one kernel, dense or with experts; only for steps of few rows."""
+    """The shape for running all layers as one kernel: dense, in float8 or with experts; only for steps of few rows."""
     if len(x) > MAX_MEGAKERNEL_ROWS:  # do not ask each layer in vain
         return None
     if products is not None:
         return _dense_shape(layers[0], products, tp)
-    return _shared(layers, _routed_shape_of) if tp.size == 1 else None
+    in_float8 = _shared(layers, lambda layer: _float8_shape_of(layer, tp))
+    return in_float8 or (_shared(layers, _routed_shape_of) if tp.size == 1 else None)
 
 
 def _order_of(layers: list[DecoderLayer]) -> Order | None:
@@ -231,4 +257,6 @@ def _in_parts(
 
 
 def _goes_in_parts(layer: nn.Module) -> bool:
-    return isinstance(layer, DecoderLayer) and is_usual(layer) and layer.keeps_all_tokens()
+    return (
+        isinstance(layer, DecoderLayer) and is_usual(layer) and _in_float8(layer) is False and layer.keeps_all_tokens()
+    )

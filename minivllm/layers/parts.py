@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from minivllm.kernels.exchange import Arrival, PeerExchange
 from minivllm.layers.linear import RowParallelLinear
-from minivllm.layers.plain import is_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +85,3 @@ class PartedStream:
         exchange.collect(mine, eps)
         exchange.share(mine)
         self._under_way, self._eps = True, eps
-
-
-def adds_parts(product: nn.Module) -> bool:
-    """Whether ``PartedStream.add`` may replace this layer's ``add_to``."""
-    if not is_plain(product, RowParallelLinear) or product.weight_scale is not None:
-        return False
-    return type(product).add_to is RowParallelLinear.add_to and product.bias is None

@@ -30,11 +30,14 @@ from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.plain import is_plain
 
 
-def decoder_shape(layer: DecoderLayer, inner: int, routing: Routing | None = None, ranks: int = 1) -> DecoderShape:
+def decoder_shape(
+    layer: DecoderLayer, inner: int, routing: Routing | None = None, ranks: int = 1, float8: bool = False
+) -> DecoderShape:
     """The shape of a layer with the usual attention. ``inner``: the width of its MLP, or of each expert."""
     attention = _self_attention(layer)
     hidden, heads, biased = attention.o_proj.weight.shape[0], attention.attention, attention.qkv_proj.bias is not None
-    return DecoderShape(hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim, routing, ranks, biased)
+    sizes = hidden, inner, heads.num_heads, heads.num_kv_heads, heads.head_dim
+    return DecoderShape(*sizes, routing, ranks, biased, float8)
 
 
 def routed_experts(mlp: nn.Module) -> RoutedExperts | None:
@@ -89,7 +92,7 @@ def decode_whole(
     batch, heads = backend.batch, _self_attention(layers[0]).attention
     assert batch is not None
     eps, _ = _eps_of(layers[0])
-    weights = [_weights_of(layer, backend, packed) for layer in layers]
+    weights = [_weights_of(layer, shape, backend, packed) for layer in layers]
     fixed = Layers(shape, weights, heads.rotary.cos_sin, backend.spec.scale, eps, heads.eps, tp.words)
     return megakernel(x, fixed, DecodeTokens(positions, batch.slot_mapping, batch.seq_lens, batch.block_tables))
 
@@ -110,7 +113,7 @@ def _eps_of(layer: DecoderLayer) -> tuple[float, float]:
     return layer.input_layernorm.eps, layer.post_attention_layernorm.eps
 
 
-def _weights_of(layer: DecoderLayer, backend: AttentionBackend, packed: bool) -> LayerWeights:
+def _weights_of(layer: DecoderLayer, shape: DecoderShape, backend: AttentionBackend, packed: bool) -> LayerWeights:
     attention, mlp = _self_attention(layer), layer.mlp
     heads = attention.attention
     experts = routed_experts(mlp)
@@ -130,10 +133,17 @@ def _weights_of(layer: DecoderLayer, backend: AttentionBackend, packed: bool) ->
         keys,
         values,
         None if experts is None else experts.router,
-        None if experts is None else layer.post_attention_layernorm.weight,
+        layer.post_attention_layernorm.weight if experts is not None or shape.float8 else None,
         _packed_of(layer) if packed else None,
         attention.qkv_proj.bias,
+        layer.input_layernorm.weight if shape.float8 else None,
+        _scales_of(layer) if shape.float8 else None,
     )
+
+
+def _scales_of(layer: DecoderLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv, o, gate_up, down = (cast(torch.Tensor, product.weight_scale) for product in layer.products())
+    return qkv, o, gate_up, down
 
 
 def _packed_of(layer: DecoderLayer) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:

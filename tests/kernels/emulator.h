@@ -84,6 +84,7 @@ struct Thread {
   bool done = false;
   const char* waits = "";
   std::vector<std::vector<Product>> products{1};  // the last group is not yet committed
+  std::vector<std::pair<unsigned, const void*>> later;  // where copies go, from where
 };
 inline std::vector<Program> programs;
 inline std::vector<Thread> threads;
@@ -452,6 +453,30 @@ inline unsigned bf16(float x) {
 inline float of_bf16(unsigned x) { return __uint_as_float(x << 16); }
 inline void cvt_rn(unsigned& pair, float high, float low) { pair = bf16(high) << 16 | bf16(low); }
 inline void cvt_rn(unsigned short& y, float x) { y = bf16(x); }
+inline float of_e4m3(unsigned x) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  if ((x & 127) == 127) return NAN;
+  const float y = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+  return x & 128 ? -y : y;
+}
+inline unsigned e4m3(float x) {
+  const unsigned sign = __float_as_uint(x) >> 31 << 7;
+  if (x != x) return sign | 127;
+  unsigned best = 0;  // the nearest, the even one of two
+  for (unsigned y = 1; y < 127; y++) {
+    const float more = fabsf(of_e4m3(y) - fabsf(x)), less = fabsf(of_e4m3(best) - fabsf(x));
+    if (more < less || (more == less && y % 2 == 0)) best = y;
+  }
+  return sign | best;
+}
+inline void cvt_e4m3(unsigned short& pair, float high, float low) { pair = e4m3(high) << 8 | e4m3(low); }
+inline void cp_async(unsigned to, const void* from) {  // it lands when it is waited for
+  emulated::now->later.push_back({to, from});
+}
+inline void cp_async_wait_all() {
+  for (auto [to, from] : emulated::now->later) memcpy(shared(to, 16), from, 16);
+  emulated::now->later.clear();
+}
 inline void mul_rn(unsigned& y, unsigned a, unsigned b) {
   y = bf16(of_bf16(a >> 16) * of_bf16(b >> 16)) << 16 | bf16(of_bf16(a & 0xFFFF) * of_bf16(b & 0xFFFF));
 }
@@ -531,6 +556,26 @@ inline void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, un
     for (int k = 0; k < 16; k++) {
       const unsigned a = all[row * 4 + k % 8 / 2][k / 8 * 2 + i / 2], b = all[(column + i % 2) * 4 + k % 8 / 2][4 + k / 8];
       sum += of_bf16(a >> k % 2 * 16 & 0xFFFF) * of_bf16(b >> k % 2 * 16 & 0xFFFF);
+    }
+    *d[i] += sum;
+  }
+}
+inline void mma_sync_e4m3(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2,
+                          unsigned a3, unsigned b0, unsigned b1) {
+  auto* all = emulated::exchange({a0, a1, a2, a3, b0, b1});
+  const int row = emulated::lane() / 4, column = emulated::lane() % 4 * 2;
+  float* d[4] = {&d0, &d1, &d2, &d3};
+  static const std::vector<float> value = [] {
+    std::vector<float> all(256);
+    for (unsigned x = 0; x < 256; x++) all[x] = of_e4m3(x);
+    return all;
+  }();
+  for (int i = 0; i < 4; i++) {
+    float sum = 0.f;
+    for (int k = 0; k < 32; k++) {
+      const unsigned a = all[row * 4 + k % 16 / 4][k / 16 * 2 + i / 2];
+      const unsigned b = all[(column + i % 2) * 4 + k % 16 / 4][4 + k / 16];
+      sum += value[a >> k % 4 * 8 & 255] * value[b >> k % 4 * 8 & 255];
     }
     *d[i] += sum;
   }

@@ -34,10 +34,13 @@ MODELS = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM}
 class World:
     """A model of one rank on the CPU, its norms folded into the products behind them, and a plain backend."""
 
-    def __init__(self, folder: Path, model: str = "qwen3", block_size: int = 16, biased: bool = False) -> None:
+    def __init__(
+        self, folder: Path, model: str = "qwen3", block_size: int = 16, biased: bool = False, quantization: str = "none"
+    ) -> None:
         self.config = read_model_config(folder)
+        weights = iterate_safetensors(folder)
         self.model: Any = build_model(
-            MODELS[model], self.config, TensorParallel(), "cpu", torch.float32, iterate_safetensors(folder), 256
+            MODELS[model], self.config, TensorParallel(), "cpu", torch.float32, weights, 256, quantization
         )
         self.layers: Any = list(self.model.model.layers)
         self.backend: AttentionBackend = TorchBackend(attention_spec(self.config, block_size=block_size))
@@ -46,7 +49,7 @@ class World:
         for layer in self.layers if biased else ():
             qkv = layer.self_attn.qkv_proj
             qkv.bias = nn.Parameter(torch.randn(len(qkv.weight)), requires_grad=False)
-        for norm, product in norm_pairs(self.model):
+        for norm, product in norm_pairs(self.model) if quantization == "none" else ():
             product.fold(norm)
 
     def steps(self) -> torch.Tensor:
@@ -88,6 +91,30 @@ def test_the_same_comes_out(
     monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
     torch.testing.assert_close(got, World(folder, model, biased=biased).steps())
     assert len(whole) == 4
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_same_comes_out_of_weights_in_float8(
+    folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, biased: bool
+) -> None:
+    world = World(folder, biased=biased, quantization="fp8")
+    got, calls = world.steps(), list(whole)
+    assert [(shape.float8, shape.biased, rows) for shape, rows in calls] == [(True, biased, n) for n in (2, 1, 1, 1)]
+    monkeypatch.setattr("minivllm.layers.whole.use_megakernel", lambda *args: False)
+    expected = World(folder, biased=biased, quantization="fp8").steps()
+    assert len(whole) == 4
+    assert (got - expected).norm() < 0.02 * expected.norm(), "but for what is rounded otherwise to float8"
+
+
+def some_in_float8(world: World) -> None:
+    del world.layers[1].mlp.down_proj.weight_scale
+    world.layers[1].mlp.down_proj.weight.data = world.layers[1].mlp.down_proj.weight.data.float()
+
+
+def test_a_layer_of_which_some_is_in_float8_is_left_alone(
+    folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_left_alone(lambda its: World(its, quantization="fp8"), folder, whole, monkeypatch, some_in_float8)
 
 
 def check_left_alone(
