@@ -151,7 +151,7 @@ def megakernel_config(
     if packed and (routing or any(n // programs % 4 for n in lines) or any(k % STEP for k in ks)):
         return None
     width = 1 if shape.float8 else 2  # bytes of an element
-    hidden, attended, inner = (_WARPS * STEP if packed else _chunk(k, width) for k in ks)
+    hidden, attended, inner = (_WARPS * STEP if packed else _chunk(k, width, whole=routing is not None) for k in ks)
     chunks = hidden, attended, inner
     if not all(chunks):
         return None
@@ -162,7 +162,7 @@ def megakernel_config(
     stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
     for pieces in range(1, 2 if routing or shape.float8 else _MOST_PIECES + 1):
-        if shape.inner % (pieces * (STEP if packed else chunks[2])):
+        if shape.inner % (pieces * (STEP if packed else inner // _WARPS if pieces == 1 else inner)):
             continue
         most_k = max(shape.hidden, shape.width, chosen * shape.inner // pieces)
         x_bytes = rows * (width * most_k + (64 if rows > 1 else 0))
@@ -192,10 +192,15 @@ def _under_way(shape: DecoderShape, rows: int) -> int:
     return (60 if shape.products.weights > (32 << 20 if rows <= 4 else 64 << 20) else 40) << 10
 
 
-def _chunk(k: int, width: int) -> int:
-    """Elements, of ``width`` bytes, of k in a stage; 0 if none of the supported lengths divides k."""
-    lengths = (nbytes // width for nbytes in (2048, 2560, 1536, 1024, 512))
-    return next((length for length in lengths if k % length == 0), 0)
+def _chunk(k: int, width: int, whole: bool) -> int:
+    """Elements, of ``width`` bytes, of k in a stage; 0 if there is no way. Issuing a load takes as long as memory takes
+    for 1 KB, so that longer ones are better, even if k ends within the last stage (unless stages must be ``whole``)."""
+    nbytes = k * width
+    lengths = [length for length in (2048, 2560, 1536) if nbytes % length == 0]
+    lengths += [2048] if nbytes > 2048 and not whole else []
+    lengths += [length for length in (1024, 512) if nbytes % length == 0]
+    lengths += [] if whole else [1024, 512]
+    return next((length for length in lengths if nbytes % (length // _WARPS) == 0), 0) // width
 
 
 @cache
