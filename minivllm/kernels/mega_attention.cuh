@@ -323,11 +323,10 @@ __device__ constexpr int even_share(int times, int most) {
 
 // Puts attention's output in shared memory as o's input, combined from the up to MOST parts of a sequence.
 template <int MOST>
-__device__ __forceinline__ Found take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
+__device__ __forceinline__ void take_parts(Memory& memory, const u64* parts, const u64* sums, int splits, u32 flag) {
   constexpr int TWOS = WIDTH / 4, SOME = even_share((TWOS + TEAM - 1) / TEAM, 8 / MOST);
   static_assert(TWOS >= TEAM, "megakernel.py");
   const auto is_one = [](int at) { return TWOS % TEAM == 0 || at < TWOS; };
-  Found found;
   u32 looks = 0;
 #pragma unroll 1
   for (int start = threadIdx.x % TEAM; start < TWOS; start += SOME * TEAM) {
@@ -370,27 +369,23 @@ __device__ __forceinline__ Found take_parts(Memory& memory, const u64* parts, co
           y[2 * j] += by * low((u32)two[i][s][j]), y[2 * j + 1] += by * high((u32)two[i][s][j]);
       }
       const float one = ROWS > 1 && splits == 0 ? 0.f : __fdividef(1.f, all);
-      const u32 front = pack(y[0] * one, y[1] * one), back = pack(y[2] * one, y[3] * one);
-      put_four(memory, start + i * TEAM, front, back);
-      found.note<false>(memory, start + i * TEAM, front, back);
+      put_four(memory, start + i * TEAM, pack(y[0] * one, y[1] * one), pack(y[2] * one, y[3] * one));
     }
   }
-  return found;
 }
-__device__ __forceinline__ Found take_heads(Memory& memory, u64* copies, const u64* copy, u32 flag) {
+__device__ __forceinline__ void take_heads(Memory& memory, u64* copies, const u64* copy, u32 flag) {
   if (memory.joins) {
     join_parts(memory, copies, flag);
-    return take<WIDTH / 2, false>(memory, copy + JOINED, flag);
+    take<WIDTH / 2, false>(memory, copy + JOINED, flag);
+    return;
   }
   const auto [first, splits] = memory.parts[threadIdx.x / TEAM];  // of this thread's row
   const u64 *parts = copy + first * (WIDTH / 2), *sums = copy + SUMS + first * HEADS;
   u32 looks = 0;  // poll one word per warp first, see take
   while (splits && !has(look(sums + (splits - 1) * HEADS + threadIdx.x % TEAM / (D / 4)), flag)) be_patient(looks);
-  Found found;
   if (splits <= 1)
-    found = take_parts<1>(memory, parts, sums, splits, flag);
+    take_parts<1>(memory, parts, sums, splits, flag);
   else
-    found = take_parts<MOST_TAKEN>(memory, parts, sums, splits, flag);
+    take_parts<MOST_TAKEN>(memory, parts, sums, splits, flag);
   meet();
-  return found;
 }

@@ -14,10 +14,10 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   copy_norm(memory, its.norm);
   Batch<Cut<GATE_SUMS, HIDDEN, HIDDEN_CHUNK>> gate_up;
   gate_up.read(ring, 0, 0, nothing);
-  const Found found = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
-  to_float8<HIDDEN, true>(memory, found.top);
+  const float square = take<X_WORDS, true>(memory, its_copy + MIDDLE, flag);
+  to_float8<HIDDEN, true>(memory);
   multiply_lines(memory, ring, gate_up, nothing);
-  leave_squares(memory, found.square);
+  leave_squares(memory, square);
   meet();
   constexpr int OUTPUTS = GATE_LINES / 2;
   for (int i = threadIdx.x; i < up(ROWS * OUTPUTS); i += THREADS) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
   for (int piece = 0; piece < PIECES; piece++, parts += PIECE / 2) {
     down.read(ring, 0, 0, nothing);
     if (piece) meet();  // all threads are done with the previous piece
-    const Found taken = take<PIECE / 2, false, INNER_WORDS>(memory, parts, flag);
-    to_float8<INNER>(memory, taken.top);
+    take<PIECE / 2, false, INNER_WORDS>(memory, parts, flag);
+    to_float8<INNER>(memory);
     multiply_lines(memory, ring, down, nothing, piece);
   }
   meet();

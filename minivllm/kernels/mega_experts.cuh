@@ -119,9 +119,9 @@ __device__ __forceinline__ void run_mlp(Memory& memory, Ring& ring, const Layer&
                                         float eps, u32 flag, u32 nothing) {
   Batch<Cut<ROUTER_LINES, HIDDEN, HIDDEN_CHUNK>> router;
   router.read(ring, 0, 0, nothing);
-  const Found found = take<X_WORDS, true, X_WORDS, true>(memory, its_copy + MIDDLE, flag, its.norm);
+  const float square = take<X_WORDS, true, X_WORDS, true>(memory, its_copy + MIDDLE, flag, its.norm);
   multiply_lines(memory, ring, router, nothing);
-  leave_squares(memory, found.square);
+  leave_squares(memory, square);
   meet();
   int live = 1;  // read here: a load is used before the next arrival
   if (ROWS > 1)

@@ -38,7 +38,7 @@ __device__ __forceinline__ void load_weights(const Stored* weight, Ring& ring, i
     const Stored* from = weight + (u64)line * K;
 #pragma unroll 1
     for (int k = 0; k < OF_PIECE; k += OF)
-      load_lines<OF>(from + begin + k, some, ring, lane, policy, min(OF_PIECE - k, OF));
+      load_lines<OF>(from + begin + k, some, ring, lane, policy, OF_PIECE % OF ? min(OF_PIECE - k, OF) : OF);
   }
 }
 

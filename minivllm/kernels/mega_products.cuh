@@ -4,7 +4,8 @@
 // How a product of LINES lines is blocked for registers: batches of MANY groups of eight lines, DEEP stages of each.
 template <int LINES, int K, int OF> struct Cut {
   static constexpr int PART = OF / WARPS, LOADS = PART * BYTES / 64;  // a warp's elements of k in a stage
-  static constexpr int AT_ONCE = 16 / LOADS < STAGES ? 16 / LOADS : STAGES;  // stages held in registers
+  static constexpr int HELD = FLOAT8 ? 10 : 16;  // loads in registers; with float8 more would spill
+  static constexpr int AT_ONCE = HELD / LOADS < STAGES ? HELD / LOADS : STAGES;  // stages of them
   static constexpr int STAGE = OF, STEP_BYTES = BYTES * OF;
   static constexpr int EIGHTS = (LINES + 7) / 8, STEPS = (K + OF - 1) / OF;
   static constexpr int SETS_OF_STEPS = (STEPS + AT_ONCE - 1) / AT_ONCE;
@@ -118,18 +119,17 @@ __device__ __forceinline__ float output(const Memory& memory, int line, int row)
   return sum_of(memory, SUMS + first_sum<LINES>() + line, row) * scale;
 }
 
-// Copies a product's input to shared memory: of each row, WORDS words (pairs) that other programs write. SQUARED: a norm
-// is in front. Returns what was found among this thread's elements, which are of one row. by: factors for each row
-// (SCALED), not for the squares.
+// Copies a product's input to shared memory: of each row, WORDS words (pairs) that other programs write. Returns the
+// sum of squares of this thread's elements, which are of one row. by: factors for each row (SCALED), not for the
+// squares.
 template <int WORDS, bool SQUARED, int OF_ROW = WORDS, bool SCALED = false>
-__device__ __forceinline__ Found take(Memory& memory, const u64* words, u32 flag, const u16* by = nullptr) {
+__device__ __forceinline__ float take(Memory& memory, const u64* words, u32 flag, const u16* by = nullptr) {
   constexpr int TWOS = WORDS / 2, TIMES = (TWOS + TEAM - 1) / TEAM, ROUNDS = (TIMES + 7) / 8;
   constexpr int EACH = (TIMES + ROUNDS - 1) / ROUNDS;
   const int first = threadIdx.x % TEAM;
   words += threadIdx.x / TEAM * OF_ROW;
-  Found found;
+  float square = 0.f;
   u32 looks = 0;
-  if (SQUARED) norm_is_there();
   // Poll one word per warp first: all programs polling all words would saturate L2. For a short x this extra read costs
   // more than it saves.
   if (TIMES > (SQUARED ? 4 : 1))
@@ -160,12 +160,12 @@ __device__ __forceinline__ Found take(Memory& memory, const u64* words, u32 flag
           put_four(memory, at, product((u32)two[i][0], factors[i].x), product((u32)two[i][1], factors[i].y));
         else
           put_four(memory, at, (u32)two[i][0], (u32)two[i][1]);
-        if (SQUARED) found.square += square_of((u32)two[i][0]) + square_of((u32)two[i][1]);
-        found.note<SQUARED>(memory, at, (u32)two[i][0], (u32)two[i][1]);
+        if (SQUARED) square += square_of((u32)two[i][0]) + square_of((u32)two[i][1]);
       }
   }
+  if (FLOAT8 && SQUARED) wait_for_copies();  // of the norm's weights
   meet();
-  return found;
+  return square;
 }
 
 __device__ constexpr int up(int threads) { return (threads + 31) / 32 * 32; }  // rounds up to whole warps
@@ -212,16 +212,14 @@ __device__ __forceinline__ float activated(float gate, float up, float by) {
 }
 
 // Loads the first layer's input from the embedding; missing rows are zero.
-__device__ __forceinline__ Found take_first(Memory& memory, const u16* x, int rows) {
+__device__ __forceinline__ float take_first(Memory& memory, const u16* x, int rows) {
   const int row = threadIdx.x / TEAM;
-  Found found;
-  norm_is_there();
+  float square = 0.f;
   for (int i = threadIdx.x % TEAM; i < HIDDEN / 4; i += TEAM) {
     const uint2 four = row < rows ? *(const uint2*)(x + row * HIDDEN + 4 * i) : make_uint2(0, 0);
     put_four(memory, i, four.x, four.y);
-    found.square += square_of(four.x) + square_of(four.y);
-    found.note<true>(memory, i, four.x, four.y);
+    square += square_of(four.x) + square_of(four.y);
   }
   meet();
-  return found;
+  return square;
 }

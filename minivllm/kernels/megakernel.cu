@@ -60,8 +60,7 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
   make_plan(memory, Shares(lengths, rows), angles, angles_stride, positions, slots, lengths, rows);
   const u32 first_flag = *count + 1;
   float own = adds && own_row < rows ? low(x[own_row * HIDDEN + at]) : 0.f;
-  copy_norm(memory, layers->input_norm);
-  Found found = take_first(memory, x, rows);
+  float square = take_first(memory, x, rows);
 #pragma unroll 1
   for (int l = 0; l < num_layers; l++) {
     // Without this the compiler computes all addresses once and spills them.
@@ -70,15 +69,16 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
     const u32 flag = first_flag + l;
     const Scales scales(its);  // loaded here, used by put
     const Biases biases(its);  // likewise
-    if (l) copy_norm(memory, its.input_norm);
+    copy_norm(memory, its.input_norm);
     Batch<Cut<QKV_LINES, HIDDEN, HIDDEN_CHUNK>> qkv;
     qkv.read(ring, 0, 0, nothing);
-    if (l) found = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
-    to_float8<HIDDEN, true>(memory, found.top);
+    if (l) square = take<X_WORDS, true>(memory, its_copy + STREAM, flag - 1);
+    if (FLOAT8 && !l) wait_for_copies(), meet();  // otherwise done by take
+    to_float8<HIDDEN, true>(memory);
     scales.put(memory);
     multiply_lines(memory, ring, qkv, nothing);
-    leave_squares(memory, found.square);
-    found = Found();  // so that it is not kept through the layer
+    leave_squares(memory, square);
+    square = 0.f;  // so that it is not kept through the layer
     meet();
     for (int i = threadIdx.x; i < up(ROWS * QKV_LINES); i += THREADS) {  // slower if unrolled
       const int row = i / QKV_LINES, line = i % QKV_LINES;
@@ -90,7 +90,8 @@ megakernel(const Layer* layers, const TensorMap* maps, const u16* x, u16* y, con
 
     Batch<Cut<ADD_LINES, WIDTH, WIDTH_CHUNK>> o;
     o.read(ring, 0, 0, nothing);
-    to_float8<WIDTH>(memory, take_heads(memory, copies, its_copy, flag).top);
+    take_heads(memory, copies, its_copy, flag);
+    to_float8<WIDTH>(memory);
     multiply_lines(memory, ring, o, nothing);
     meet();
     if (threadIdx.x < up(ROWS * ADD_LINES)) {

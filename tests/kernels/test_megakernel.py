@@ -469,8 +469,8 @@ def test_weights_in_float8_are_multiplied_with_inputs_in_float8(emulated, agrees
 
 
 FLOAT8_MISTAKES = {
-    "norm weights read before they are there": ("if (SQUARED) norm_is_there();", ""),
-    "the first layer's": ("  Found found;\n  norm_is_there();", "  Found found;"),
+    "norm weights read before they are there": ("if (FLOAT8 && SQUARED) wait_for_copies();", ""),
+    "the first layer's": ("wait_for_copies(), meet();", "meet();"),
     "norm weights left out": ("if constexpr (NORMED) {", "if constexpr (false) {"),
     "the largest of one warp": ("top = fmaxf(top, memory.largest[row * TEAM_WARPS + w]);", ""),
     "another order of words": ("at & ~3 | (at & 1) << 1 | at >> 1 & 1", "at"),
@@ -552,8 +552,8 @@ def test_what_does_not_fit_whole_is_taken_in_pieces(emulated, in_pieces, agrees,
 
 MISTAKES = {
     "a wait left out": (
-        "  meet();\n  return found;\n}\n\n__device__ constexpr",
-        "  return found;\n}\n\n__device__ constexpr",
+        "  meet();\n  return square;\n}\n\n__device__ constexpr",
+        "  return square;\n}\n\n__device__ constexpr",
         "error|element",
     ),
     "queries read otherwise than keys": ("Tile::head_at(i))", "column * 16 + 64 * i)", "relative error"),
