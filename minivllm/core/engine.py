@@ -521,8 +521,10 @@ class LLMEngine:
             self._dead = None
             raise
         except BaseException as error:
-            why = f"replacing the weights failed, and some may be old and some new ({told(error)}); make a new engine"
-            self._dead = EngineDeadError(why)
+            why = error if isinstance(error, MinivllmError) else told(error)
+            self._dead = EngineDeadError(
+                f"some weights may be old and some new, make a new engine: loading failed: {why}"
+            )
             if not isinstance(error, Exception | SystemExit):
                 raise
             raise self._dead from error

@@ -52,7 +52,7 @@ class Hearts:
     starting: bool = True
     hearts: list[Heart] = field(init=False)
     _doing: str = field(init=False, default="startup")
-    _began: float = field(init=False, default_factory=time.monotonic)
+    _began: float = field(init=False, default=0.0)
     _looked: float = field(init=False, default_factory=time.monotonic)
 
     def __post_init__(self) -> None:

@@ -110,21 +110,27 @@ class TorchrunExecutor(Executor):
             self._worker.reload_weights(weights)
         except Exception as error:
             failed = error
-        if self._groups:
-            self._agree_on_load(_Said(self._groups[1], self._args[0].tp, _LOAD, int(failed is None)))
+        others = self._loads_of_others(failed is None) if self._groups else []
         if failed is not None:
             raise failed
+        if others:
+            raise EngineDeadError(f"rank {others[0]} failed to load its weights")
 
-    def _agree_on_load(self, said: _Said) -> None:
+    def _loads_of_others(self, done: bool) -> list[int]:
+        """Wait for all ranks; returns those that failed to load, if this one is ``done``. Raises EngineDeadError if one
+        does something else."""
+        said = _Said(self._groups[1], self._args[0].tp, _LOAD, int(done))
         try:
-            if different := said.different("reload_weights"):
+            different = said.different("reload_weights")
+            if steps := [rank for rank in different if said.all[rank][0] != _LOAD]:
                 raise EngineDeadError(
-                    f"rank {different[0]} failed to load the weights, or this one did, or it did something else: with "
-                    "executor=torchrun each rank must make the same calls, in the same order"
+                    f"rank {steps[0]} computes a step where this one loads weights: with executor=torchrun each rank "
+                    "must make the same calls, in the same order"
                 )
         except EngineDeadError as error:
             self._dead = error
             raise
+        return different
 
     def check_health(self) -> None:
         if self._dead is not None:
