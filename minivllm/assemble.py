@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +16,13 @@ from minivllm.config.settle import check_options
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import ConfigError, PluginError, calling, named, shown, told
+from minivllm.errors import ConfigError, PluginError, RequestError, calling, named, shown, told
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import torch
 
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.interfaces import Executor
@@ -147,6 +148,39 @@ def find_model(config: EngineConfig) -> tuple[Path | None, ModelConfig]:
         return None, ModelConfig.from_hf(read(options.hf_config), where="model.hf_config")
     path = fetch(options)
     return path, read_model_config(path, read)
+
+
+def find_weights(
+    config: EngineConfig, model_config: ModelConfig, weights_path: Any, weights_iterator: Any
+) -> Path | Iterable[tuple[str, torch.Tensor]] | None:
+    """What ``Executor.reload_weights`` gets for these arguments of ``LLMEngine.reload_weights``, after all checks that
+    are possible before a weight is written.
+
+    Raises:
+        RequestError: the arguments contradict each other, or there is nothing to load.
+        CheckpointError: the folder is no checkpoint, or not one of this model.
+    """
+    from minivllm.models.reloading import check_folder, check_tensors
+    from minivllm.plugins.manager import default_registry
+
+    if weights_path is not None and weights_iterator is not None:
+        raise RequestError("weights_path and weights_iterator are both given; give one of them")
+    if weights_iterator is not None:
+        return check_tensors(weights_iterator)
+    if weights_path is None and config.load_format == "dummy":
+        raise RequestError(
+            "load_format=dummy: the engine has no checkpoint to read again; pass weights_path=DIR or weights_iterator"
+        )
+    if not isinstance(weights_path, str | os.PathLike | None):
+        raise RequestError(f"weights_path={shown(weights_path)} is not the path of a folder")
+    if weights_path is None:
+        folder, key = fetch(config.model), "model.path"
+    else:  # ranks may run in another folder
+        folder, key = Path(os.path.abspath(os.path.expanduser(weights_path))), "weights_path"
+    registry = default_registry()
+    name = registry.model_for_architecture(model_config.architecture).name
+    check_folder(folder, model_config, registry.resolve("model", name), registry.read_config, key)
+    return None if weights_path is None else folder  # each rank finds its own itself
 
 
 def model_length(config: EngineConfig, model_config: ModelConfig) -> int:

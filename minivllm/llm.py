@@ -22,6 +22,10 @@ from minivllm.models.conversation import check_tool_calls
 from minivllm.models.tokenizer import check_variables
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
     from minivllm.config.engine_config import EngineConfig
     from minivllm.models.tokenizer import Tokenizer
 
@@ -227,6 +231,13 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes."""
         self.engine.reset_prefix_cache()
+
+    def reload_weights(
+        self, weights_path: str | Path | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
+        """See ``LLMEngine.reload_weights``; waits for calls in other threads."""
+        with self._turn:
+            self.engine.reload_weights(weights_path, weights_iterator)
 
     def shutdown(self) -> None:
         """Release processes and memory; safe to call twice."""

@@ -32,7 +32,8 @@ _NAMES: dict[str, str] = {
 _METHODS: dict[str, str] = {
     "apply_model": "a model of your own is a plugin: `minivllm plugins new NAME --kind model` writes one",
     "beam_search": "generate with SamplingParams(n=...) draws several answers",
-    "collective_rpc": "an executor of your own is a plugin: `minivllm plugins new NAME --kind executor` writes one",
+    "collective_rpc": "reload_weights replaces weights; for more, an executor of your own is a plugin: `minivllm "
+    "plugins new NAME --kind executor` writes one",
     "get_metrics": "llm.engine.stats counts tokens and steps",
     "reset_mm_cache": "there are no multimodal models",
     "set_tokenizer": "give LLM(..., tokenizer=...) a folder or a repository",
@@ -41,6 +42,10 @@ _METHODS: dict[str, str] = {
     "stop_profile": "`minivllm bench profile=true` profiles",
     "wake_up": "make a new LLM",
 } | dict.fromkeys(("classify", "embed", "encode", "reward", "score"), _GENERATES)
+_METHODS |= dict.fromkeys(
+    ("finish_weight_update", "init_weight_transfer_engine", "start_weight_update", "update_weights"),
+    "reload_weights(weights_iterator=...), or (weights_path=...) of a saved checkpoint, replaces weights",
+)
 
 
 # Members of vllm's LLMEngine, beside those methods, and of its ModelConfig.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -22,10 +22,14 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of, told
 from minivllm.missing import missing_method, refuse
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch, Scored
     from minivllm.core.interfaces import Committed, Executor, Logprobs, Sampler, Scheduler, StepHandle, StepObserver
@@ -480,6 +484,51 @@ class LLMEngine:
     def reset_prefix_cache(self) -> None:
         """Drop all cached prefixes; running requests keep their blocks."""
         self.scheduler.blocks.reset_prefix_cache()
+
+    def reload_weights(
+        self, weights_path: str | Path | None = None, weights_iterator: Iterable[tuple[str, Tensor]] | None = None
+    ) -> None:
+        """Replace the weights in place, and forget what was computed with the former ones; not while requests run.
+
+        ``weights_path``: a checkpoint's folder, which must describe the model that runs. ``weights_iterator``: all
+        tensors of one, by name, on any device; only for executors whose rank runs in this process. With neither, the
+        engine's own checkpoint is read again.
+
+        Raises:
+            RequestError, CheckpointError: refused before anything was written; the engine runs on as it was.
+            EngineDeadError: it failed later, so that weights may be mixed: make a new engine.
+        """
+        from minivllm.assemble import find_weights
+
+        self.check_health()
+        if self._requests:
+            raise RequestError(
+                f"weights cannot be replaced under {len(self._requests)} unfinished requests; step until they finish, "
+                "or abort them"
+            )
+        weights = find_weights(self.config, self.model_config, weights_path, weights_iterator)
+        while self._under_way:  # rows of sequences that have ended
+            self._uninterruptedly(self._step)
+        with self._uninterrupted:
+            self._reload(weights)
+
+    def _reload(self, weights: Path | Iterable[tuple[str, Tensor]] | None) -> None:
+        self._dead = EngineDeadError("its weights are being replaced")  # for who calls meanwhile, as an iterator may
+        try:
+            self.executor.reload_weights(weights)
+            self.reset_prefix_cache()
+        except RequestError:
+            self._dead = None
+            raise
+        except BaseException as error:
+            why = error if isinstance(error, MinivllmError) else told(error)
+            self._dead = EngineDeadError(
+                f"some weights may be old and some new, make a new engine: loading failed: {why}"
+            )
+            if not isinstance(error, Exception | SystemExit):
+                raise
+            raise self._dead from error
+        self._dead = None
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine was shut down, or if it or one of its ranks is dead."""

@@ -19,6 +19,7 @@ import numpy as np
 from minivllm.core.batch import NO_INTS
 from minivllm.core.fast_paths import FastPaths
 from minivllm.core.model_config import FrozenDict
+from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
     import torch
@@ -407,7 +408,9 @@ class Model(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a checkpoint's tensors, one at a time. Raises CheckpointError that names all that do not fit."""
+        """Load a checkpoint's tensors, one at a time. Raises CheckpointError that names all that do not fit.
+
+        It may be called again, with all tensors of another checkpoint: it writes to the tensors that there are."""
 
 
 class Sampler(ABC):
@@ -629,6 +632,16 @@ class Executor(ABC):
         Called once, before the next step is launched. Copy ``masks.bits``: the engine reuses the array.
         """
         raise NotImplementedError
+
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        """Replace the weights on every rank, in place, and return when all have them. No step is in flight.
+
+        ``weights``: a checkpoint's folder; a checkpoint's tensors by name, on any device; None: what ``start`` loaded.
+        Raises RequestError if it has not begun to write; after any other error the engine is dead.
+        """
+        raise RequestError(
+            f"{type(self).__name__} replaces no weights (it has no reload_weights); make a new engine of the checkpoint"
+        )
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

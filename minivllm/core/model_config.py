@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import CheckpointError, shown
@@ -29,6 +29,17 @@ _NUMBERS = (
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 )  # fmt: skip
 
+# What ``differences`` does not compare: fields that do not change what weights mean; and keys of config.json that are
+# compared as fields or ``layer_windows``, or that a trainer may have changed and no model reads.
+_NOT_OF_WEIGHTS = {"dtype", "eos_token_ids", "bos_token_id", "hf_config", "options"}
+_NOT_COMPARED = {
+    "architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "partial_rotary_factor", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act",
+    "sliding_window", "use_sliding_window", "layer_types", "max_window_layers", *_PATTERNS,
+    "bos_token_id", "compression_config", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
+    "quantization_config", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
 _ABOVE = {"rms_norm_eps": 0, "rope_theta": 1, "factor": 0, "beta_fast": 0, "beta_slow": 0, "partial_rotary_factor": 0}
 
 
@@ -152,6 +163,20 @@ class ModelConfig:
                 f"{self.architecture}: set use_sliding_window to false in config.json to attend to all"
             )
 
+    def differences(self, other: ModelConfig) -> list[str]:
+        """What makes ``other`` another model than this, as ``num_layers=2 instead of 4``: fields, then keys of
+        config.json that both have. The dtype of its weights, their quantization and end tokens may differ."""
+        names = [field.name for field in fields(self) if field.name not in _NOT_OF_WEIGHTS]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        pairs.append(("layer_windows", self.layer_windows(), other.layer_windows()))
+        ours, theirs = self.hf_config, other.hf_config
+        pairs += [
+            (key, ours[key], theirs[key])
+            for key in ours
+            if key in theirs and key not in _NOT_COMPARED and not key.startswith("_") and "dropout" not in key
+        ]
+        return [f"{name}={shown(new)} instead of {shown(old)}" for name, old, new in pairs if _differ(old, new)]
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Read a config.json (as a mapping).
@@ -214,6 +239,13 @@ def end_tokens(hf: Mapping[str, Any], where: str) -> tuple[int, ...]:
     if any(type(token) is not int for token in ids):
         raise CheckpointError(f"{where}: eos_token_id={given!r} is not a token id or a list of them")
     return ids
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Mappings differ if a key that both have does: others have their defaults."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return any(_differ(value, other[key]) for key, value in one.items() if key in other)
+    return bool(one != other)
 
 
 def _by_usual_names(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import select
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,14 +19,14 @@ import torch
 from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Build, Hello
 from minivllm.executors.peers import check_all_reduce
 from minivllm.executors.processes import Child, RankProcesses, start_children
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, seconds
 from minivllm.executors.ring import Bell, Reader, Ring, Writer, create_memory
-from minivllm.executors.step_bytes import pack_batch, pack_masks, pack_profile, unpack_result
+from minivllm.executors.step_bytes import pack_batch, pack_masks, pack_profile, pack_reload, unpack_result
 from minivllm.executors.worker import resolve_device
 from minivllm.plugins.ranks import tell, view_of
 
@@ -177,6 +177,16 @@ class MultiprocExecutor(Executor):
 
     # ------------------------------------------------------------------ the rest
 
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        message = pack_reload(folder_of(weights, "multiproc"))
+        self._check_alive()
+        self._ranks.begin_again()
+        self._tell(message)
+        try:
+            self._ranks.wait_ready("loading weights")
+        except MinivllmError as error:
+            raise self._died(error) from None
+
     @contextmanager
     def profile(self, file: Path) -> Iterator[None]:
         file = file.absolute()
@@ -240,6 +250,16 @@ def choose_devices(config: EngineConfig) -> list[int]:
             "CUDA_VISIBLE_DEVICES"
         )
     return devices
+
+
+def folder_of(weights: Path | Iterable[tuple[str, torch.Tensor]] | None, executor: str) -> Path | None:
+    """For ranks in other processes, which are told where weights are. Raises RequestError for the tensors."""
+    if weights is None or isinstance(weights, Path):
+        return weights
+    raise RequestError(
+        f"weights_iterator with executor={executor}: its ranks run in other processes, which no tensor of this one "
+        "reaches; save the weights as a checkpoint and pass weights_path=DIR"
+    )
 
 
 def refuse_unsplittable(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> None:

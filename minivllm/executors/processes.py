@@ -121,7 +121,7 @@ class RankProcesses:
         self._health = select.poll()
         self._by_fd: dict[int, Rank] = {}
         self._listened = time.monotonic()
-        self._starting = True
+        self._starting = True  # or loading other weights, which is watched like a start
 
     def spawn(self, hellos: Sequence[Hello], fds: Sequence[Sequence[int]], children: Sequence[Child]) -> None:
         """Tell each child which rank it is, and hand it that rank's descriptors; from then on they are ``ranks``."""
@@ -141,11 +141,17 @@ class RankProcesses:
 
     # ------------------------------------------------------------------ watching
 
-    def wait_ready(self) -> list[Ready]:
-        """Wait until every rank is ready for steps. Raises what a rank raised at startup."""
+    def begin_again(self) -> None:
+        """Before ranks are told to load other weights, after which each says again that it is ready."""
+        self._starting = True
+        for rank in self.ranks:
+            rank.ready, rank.place, rank.silent = None, Still("its first moments", 0.0), 0.0
+
+    def wait_ready(self, doing: str = "startup") -> list[Ready]:
+        """Wait until every rank is ready for steps. Raises what a rank raised while ``doing`` this."""
         while waiting := [rank for rank in self.ranks if rank.ready is None]:
             self.watch()
-            if why := nobody_moves({rank.number: rank.still() for rank in waiting}, self.start_timeout):
+            if why := nobody_moves({rank.number: rank.still() for rank in waiting}, self.start_timeout, doing):
                 self.kill()
                 raise EngineDeadError(why)
         for rank in self.ranks:

@@ -1,4 +1,4 @@
-"""Tracks a rank's progress at startup by sampling the stack of its starting thread.
+"""Tracks a rank's progress at startup, or while it loads other weights, by sampling the stack of the thread that does.
 
 A thread that loads, compiles or captures does not stay at one place for long, whatever code it runs; one that hangs
 does. An endless loop is not detected.
@@ -72,12 +72,12 @@ def _name(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})"
 
 
-def nobody_moves(places: dict[int, Still], limit: float) -> str | None:
-    """Why to give up startup, if every rank that is not ready has been at one place for ``limit`` seconds.
+def nobody_moves(places: dict[int, Still], limit: float, doing: str = "startup") -> str | None:
+    """Why to give up ``doing`` this, if every rank that is not ready has been at one place for ``limit`` seconds.
 
     While one moves, the others may be waiting for it. The cause cannot be told from outside, so all are named.
     """
     if not places or min(still.seconds for still in places.values()) <= limit:
         return None
     where = "; ".join(f"rank {rank} for {s.seconds:.0f} s in {s.where}" for rank, s in sorted(places.items()))
-    return f"startup made no progress for {limit:g} s (executor.options.start_timeout): {where}"
+    return f"{doing} made no progress for {limit:g} s (executor.options.start_timeout): {where}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 _BEAT = 0.2  # seconds
-_BEATS_A_REPORT = 5  # of progress at startup
+_BEATS_A_REPORT = 5  # of progress
 _PR_SET_PDEATHSIG = 1
 
 
@@ -48,6 +48,7 @@ class RankProcess:
         steps, self._results, *bells = fds
         self._parents_bell = Bell(*bells[2:])
         self.taker: StepTaker | None = None  # set when it is ready
+        self._progress: Progress | None = Progress(threading.main_thread().ident)  # while it starts or loads weights
         self.steps = Reader(Ring(steps, hello.size, hello.step_bytes), hello.rank, Bell(*bells[:2]))
         self._pending: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -64,7 +65,7 @@ class RankProcess:
         if hello.rank == 0:
             returning = threading.Thread(target=self._return, args=(worker,), daemon=True)
             returning.start()
-        self.taker = taker = StepTaker(worker)
+        self.taker, self._progress = (taker := StepTaker(worker)), None
         self.link.send(Ready(worker.num_blocks, worker.describe(), notes))
         with frozen():
             self._serve(taker)
@@ -73,14 +74,22 @@ class RankProcess:
             returning.join(5)
 
     def _serve(self, taker: StepTaker) -> None:
-        from minivllm.executors.step_bytes import unpack_profile
+        from minivllm.executors.step_bytes import unpack_profile, unpack_reload
 
         profile = contextlib.ExitStack()
         while message := self.steps.receive():  # an empty message ends it
             if (file := unpack_profile(message)) is not None:
                 self._profile(taker, profile, file)
+            elif (folder := unpack_reload(message)) is not None:
+                self._reload(taker, folder)
             elif (taken := taker.take(message)) is not None and self.hello.rank == 0:
                 self._pending.put(taken[1])
+
+    def _reload(self, taker: StepTaker, folder: str) -> None:
+        self._progress = Progress(threading.main_thread().ident)
+        taker.reload_weights(folder)
+        self._progress = None
+        self.link.send(Ready(taker.worker.num_blocks, taker.worker.describe(), []))
 
     def _profile(self, taker: StepTaker, running: contextlib.ExitStack, file: str) -> None:
         if self.hello.rank > 0:
@@ -107,10 +116,9 @@ class RankProcess:
     def _watch(self) -> None:
         poller = select.poll()
         poller.register(self.link.socket.fileno(), select.POLLIN)
-        progress = Progress(threading.main_thread().ident)
         for number in itertools.count(1):
             self.steps.beat()
-            if self.taker is None:
+            if (progress := self._progress) is not None:
                 still = progress.sample()
                 if number % _BEATS_A_REPORT == 0:
                     self.link.send(still)

@@ -8,6 +8,7 @@ would wait forever.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
-from minivllm.executors.multiproc import refuse_unsplittable
+from minivllm.executors.multiproc import folder_of, refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
 from minivllm.executors.ray_actor import RemoteRank
 from minivllm.executors.ray_health import Failures, Hearts
@@ -28,6 +29,8 @@ from minivllm.executors.step_bytes import pack_batch, pack_masks, unpack_result
 from minivllm.plugins.ranks import tell, view_of
 
 if TYPE_CHECKING:
+    import torch
+
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
@@ -112,6 +115,13 @@ class RayExecutor(Executor):
     def guide(self, masks: TokenMasks) -> None:
         self.check_health()
         self._launched |= self._tell(pack_masks(masks))  # belongs to the step, which waits for it
+
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        folder = str(folder_of(weights, "ray") or "")
+        self.check_health()
+        self._hearts.begin("loading weights")
+        self._gather({actor.reload.remote(folder): rank for rank, actor in enumerate(self._actors)}, time_limit=None)
+        self._hearts.starting = False
 
     def _tell(self, message: Any) -> dict[Any, int]:
         if len(message) > _PUT:

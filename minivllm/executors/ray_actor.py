@@ -70,6 +70,17 @@ class RankActor:
             return encode(Failed.of(error, "at its start"))
 
     @ray.method(concurrency_group="steps")
+    def reload(self, folder: str) -> bytes:
+        """Empty, or why it failed."""
+        self.progress = Progress(threading.get_ident())
+        try:
+            self.taker.reload_weights(folder)
+            return b""
+        except BaseException as error:
+            self.failed = encode(Failed.of(error, self.taker.doing))
+            return self.failed
+
+    @ray.method(concurrency_group="steps")
     def launch(self, step: bytes) -> bytes:
         """Empty, or why it failed. Later calls repeat that, as the driver may not have waited for this answer."""
         if self.failed:

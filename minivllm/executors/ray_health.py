@@ -45,16 +45,22 @@ class Heart:
 
 @dataclass(slots=True)
 class Hearts:
-    """All actors of one engine. ``starting`` until every rank is ready for steps."""
+    """All actors of one engine. ``starting`` until every rank is ready for steps, and while they load weights."""
 
     actors: list[Any]
     start_timeout: float  # seconds
     starting: bool = True
     hearts: list[Heart] = field(init=False)
+    _doing: str = field(init=False, default="startup")
+    _began: float = field(init=False, default=0.0)
     _looked: float = field(init=False, default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.hearts = [Heart(rank, actor) for rank, actor in enumerate(self.actors)]
+
+    def begin(self, doing: str) -> None:
+        """From now on they do what is watched like a start."""
+        self._doing, self._began, self.starting = doing, time.monotonic(), True
 
     def look(self) -> Failures:
         """The actors that are gone or silent. Does nothing until a tick has passed since the last call."""
@@ -92,7 +98,10 @@ class Hearts:
                 limit = max(self.start_timeout, START_TIMEOUT)
                 late = heart.silent > limit
                 return f"the actor of rank {heart.rank} did not start in {limit:g} s" if late else None
-        return nobody_moves({heart.rank: heart.still() for heart in self.hearts}, self.start_timeout)
+        took = time.monotonic() - self._began  # an actor that was idle has been at one place for longer
+        places = {heart.rank: heart.still() for heart in self.hearts}
+        places = {rank: Still(its.where, min(its.seconds, took)) for rank, its in places.items()}
+        return nobody_moves(places, self.start_timeout, self._doing)
 
     def count_nodes(self) -> int:
         return len({heart.last.node for heart in self.hearts if heart.last is not None})

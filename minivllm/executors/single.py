@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces import Executor, StepHandle
@@ -10,6 +12,8 @@ from minivllm.errors import ConfigError
 from minivllm.executors.worker import Worker
 
 if TYPE_CHECKING:
+    import torch
+
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.batch import Batch, TokenMasks
     from minivllm.core.model_config import ModelConfig
@@ -39,6 +43,9 @@ class SingleExecutor(Executor):
 
     def guide(self, masks: TokenMasks) -> None:
         self._worker.guide(masks)
+
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        self._worker.reload_weights(weights)
 
     def check_health(self) -> None:
         """Does nothing: this process is alive if its caller is."""

@@ -3,6 +3,7 @@
 # step:   counts (12,) int64 | generations int64 | thirteen int32 arrays | admitted_params | samples bool
 # masks:  -2 int64 | counts (2,) int64 | slots int32 | bits int32
 # profile: -1 int64, where a step's first count stands | the file's name; without one it is over
+# reload: -3 int64 | the name of a checkpoint's folder; without one it is the engine's own
 # result: counts (7,) int64 | token_ids int32 | logprobs | prompt_logprobs; each, if there are any: rows int64, sampled
 #         f32, rank i32, top_ids i32, top f32
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from minivllm.core.interfaces import Logprobs, StepResult
 
 _INT32 = np.dtype(np.int32)
 _UNSCORED = Scored(NO_INTS, NO_INTS, NO_INTS, 0)
-_PROFILE, _MASKS = b"\xff" * 8, b"\xfe" + b"\xff" * 7  # -1 and -2, which no step starts with
+_PROFILE, _MASKS, _RELOAD = (np.int64(n).tobytes() for n in (-1, -2, -3))  # which no step starts with
 
 
 def pack_batch(batch: Batch) -> bytes:
@@ -50,6 +52,16 @@ def pack_profile(file: str) -> bytes:
 def unpack_profile(data: bytearray) -> str | None:
     """``pack_profile``'s file; None: the message is a step."""
     return os.fsdecode(bytes(data.removeprefix(_PROFILE))) if data.startswith(_PROFILE) else None
+
+
+def pack_reload(folder: Path | None) -> bytes:
+    """Tell the ranks to load the weights of this checkpoint; None: of the one they started with."""
+    return _RELOAD + os.fsencode(folder or "")
+
+
+def unpack_reload(data: bytearray) -> str | None:
+    """``pack_reload``'s folder, "" for the first checkpoint; None: the message is another."""
+    return os.fsdecode(bytes(data.removeprefix(_RELOAD))) if data.startswith(_RELOAD) else None
 
 
 def pack_masks(masks: TokenMasks) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.executors.step_bytes import unpack_batch, unpack_masks
@@ -30,3 +31,8 @@ class StepTaker:
         self.doing = f"in step {batch.step}"
         self._last = batch.step, self.worker.launch(batch)
         return None if batch.guided else self._last
+
+    def reload_weights(self, folder: str) -> None:
+        """Load the weights of this checkpoint; "": of the one that the worker started with."""
+        self.doing = "while loading weights"
+        self.worker.reload_weights(Path(folder) if folder else None)

@@ -8,8 +8,9 @@ than ``tp``, each ``tp`` neighbours form a replica with its own requests.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from minivllm.plugins.registry import Registry
 
 _TIMEOUT = 600.0  # seconds by which ranks may arrive at a step apart
+_LOAD = -1  # in place of a step's number
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -82,7 +84,8 @@ class TorchrunExecutor(Executor):
             raise EngineDeadError("the engine was shut down; make a new one")
         if not self._groups:
             return self._worker.launch(batch)
-        check = _SameStep(self._groups[1], self._args[0].tp, batch)
+        digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
+        check = _Said(self._groups[1], self._args[0].tp, batch.step, digest)
         if self._device == "cpu":  # steps run synchronously and would hang if ranks differed
             self._verify(check, batch.step)
         return _Step(self, check, batch.step, self._worker.launch(batch))
@@ -91,12 +94,43 @@ class TorchrunExecutor(Executor):
         assert self._worker is not None
         self._worker.guide(masks)
 
-    def _verify(self, check: _SameStep, step: int) -> None:
+    def _verify(self, check: _Said, step: int) -> None:
         try:
             check.verify(step)
         except EngineDeadError as error:
             self._dead = error
             raise
+
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        """Returns when the weights are loaded on all ranks of this replica, each of which calls it."""
+        if self._worker is None:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        failed: Exception | None = None
+        try:
+            self._worker.reload_weights(weights)
+        except Exception as error:
+            failed = error
+        others = self._loads_of_others(failed is None) if self._groups else []
+        if failed is not None:
+            raise failed
+        if others:
+            raise EngineDeadError(f"rank {others[0]} failed to load its weights")
+
+    def _loads_of_others(self, done: bool) -> list[int]:
+        """Wait for all ranks; returns those that failed to load, if this one is ``done``. Raises EngineDeadError if one
+        does something else."""
+        said = _Said(self._groups[1], self._args[0].tp, _LOAD, int(done))
+        try:
+            different = said.different("reload_weights")
+            if steps := [rank for rank in different if said.all[rank][0] != _LOAD]:
+                raise EngineDeadError(
+                    f"rank {steps[0]} computes a step where this one loads weights: with executor=torchrun each rank "
+                    "must make the same calls, in the same order"
+                )
+        except EngineDeadError as error:
+            self._dead = error
+            raise
+        return different
 
     def check_health(self) -> None:
         if self._dead is not None:
@@ -115,26 +149,29 @@ class TorchrunExecutor(Executor):
         self._groups = []
 
 
-class _SameStep:
-    """Exchanges checksums of the step with the other ranks; waits for them only when they are needed."""
+class _Said:
+    """Exchanges with the other ranks what each does: a step and its checksum, or that it loaded weights. Waits for them
+    only when this is needed."""
 
-    def __init__(self, group: Any, size: int, batch: Batch) -> None:
-        digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
-        self.mine = torch.tensor([batch.step, digest])
+    def __init__(self, group: Any, size: int, what: int, digest: int) -> None:
+        self.mine = torch.tensor([what, digest])
         self.all = [torch.empty_like(self.mine) for _ in range(size)]
         self.work = dist.all_gather(self.all, self.mine, group=group, async_op=True)
 
-    def verify(self, step: int) -> None:
-        """Raises EngineDeadError if other ranks run a different step, or none."""
+    def different(self, what: str) -> list[int]:
+        """The ranks that said something else. Raises EngineDeadError if some say nothing."""
         try:
             self.work.wait()
         except RuntimeError as error:
             raise EngineDeadError(
-                f"not every rank came to step {step}: with executor=torchrun each must make the same requests in the "
+                f"not every rank came to {what}: with executor=torchrun each must make the same requests in the "
                 f"same order ({str(error).splitlines()[0]})"
             ) from error
-        different = [rank for rank, other in enumerate(self.all) if not torch.equal(other, self.mine)]
-        if different:
+        return [rank for rank, other in enumerate(self.all) if not torch.equal(other, self.mine)]
+
+    def verify(self, step: int) -> None:
+        """Raises EngineDeadError if other ranks run a different step, or none."""
+        if different := self.different(f"step {step}"):
             raise EngineDeadError(
                 f"rank {different[0]} computes another step {step} than this one: with executor=torchrun each rank "
                 "must make the same requests, in the same order and with the same parameters"
@@ -146,7 +183,7 @@ class _Step:
 
     __slots__ = ("check", "executor", "pending", "step")
 
-    def __init__(self, executor: TorchrunExecutor, check: _SameStep, step: int, pending: StepHandle) -> None:
+    def __init__(self, executor: TorchrunExecutor, check: _Said, step: int, pending: StepHandle) -> None:
         self.executor, self.check, self.step, self.pending = executor, check, step, pending
 
     def result(self) -> StepResult:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -30,6 +32,7 @@ from minivllm.layers.whole import attends_plainly
 from minivllm.models.checkpoint import fetch
 from minivllm.models.fp8_checkpoint import float_weights
 from minivllm.models.loader import build_model
+from minivllm.models.reloading import outside_inference_mode, reload_model
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -137,6 +140,26 @@ class Worker:
         with self._on_device():
             self.runner.guide(masks)
 
+    def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        """See ``Executor.reload_weights``; from any thread, like ``launch``."""
+        if self.runner is None:
+            raise EngineDeadError("the engine was shut down; make a new one")
+        with self._on_device():
+            self._reload(self.runner, weights)
+
+    @torch.inference_mode()
+    def _reload(self, runner: ModelRunner, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
+        folder = fetch(self.config.model) if weights is None else weights
+        given = float_weights(folder, runner.device) if isinstance(folder, Path) else outside_inference_mode(folder)
+        reload_model(runner.model, given)
+        if self.device_type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
+
+    @property
+    def _model_name(self) -> str:
+        return self.registry.model_for_architecture(self.model_config.architecture).name
+
     def start(self) -> int:
         """Build everything; returns the number of cache blocks that fit."""
         with self._on_device():
@@ -163,7 +186,7 @@ class Worker:
     def _build(self, device: torch.device) -> ModelRunner:
         """The model with its weights, the sampler and the attention backend, in a runner."""
         config, model_config = self.config, self.model_config
-        model_name = self.registry.model_for_architecture(model_config.architecture).name
+        model_name = self._model_name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
         if self.tp.exchange is not None and config.quantization == "none":

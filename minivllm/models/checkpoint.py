@@ -84,11 +84,11 @@ def _cannot_fetch(repo: str, reason: str, weights: bool) -> CheckpointError:
     )
 
 
-def _folder(path: Path) -> Path:
+def _folder(path: Path, key: str = "model.path") -> Path:
     if not path.exists():
-        raise CheckpointError(f"model.path={path} does not exist; pass the folder that holds config.json")
+        raise CheckpointError(f"{key}={path} does not exist; pass the folder that holds config.json")
     if not path.is_dir():
-        raise CheckpointError(f"model.path={path} is a file; pass the folder that holds it (model.path={path.parent})")
+        raise CheckpointError(f"{key}={path} is a file; pass the folder that holds it ({key}={path.parent})")
     return path
 
 
@@ -96,14 +96,15 @@ def _folder(path: Path) -> Path:
 
 
 def read_model_config(
-    path: Path, read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: hf
+    path: Path, read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: hf, key: str = "model.path"
 ) -> ModelConfig:
-    """Read config.json, and the end-of-sequence ids of generation_config.json. ``read``: ``Registry.read_config``."""
-    path = _folder(Path(path))
+    """Read config.json, and the end-of-sequence ids of generation_config.json. ``read``: ``Registry.read_config``;
+    ``key``: where the user gave the path."""
+    path = _folder(Path(path), key)
     file = path / "config.json"
     if not file.is_file():
         inner = sorted(p.parent for p in path.glob("*/config.json"))
-        hint = f"did you mean model.path={inner[0]}?" if inner else "pass model.path=DIR, a folder in that layout"
+        hint = f"did you mean {key}={inner[0]}?" if inner else f"pass {key}=DIR, a folder in that layout"
         raise CheckpointError(f"{path} has no config.json, so it is no checkpoint in Hugging Face's layout; {hint}")
     hf = read_json(file)
     config = ModelConfig.from_hf(read(hf), where=str(file))

@@ -153,8 +153,14 @@ def load_weights(
             f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
             f"Is config.json of this checkpoint, and does its architecture name this model?{hint}"
         )
+    renew_copies(module)
+
+
+def renew_copies(module: nn.Module) -> None:
+    """Called after loading weights into a model that had others: fold norms and pack weights again, where they were.
+    What is up to date does not change."""
     for norm, product in norm_pairs(module):
-        if product.folded:  # from an earlier load; the new weights are not folded yet
+        if product.folded:
             product.fold(norm)
     pack_products_again(module)
 
@@ -256,7 +262,7 @@ def build_model(
     else:
         with PinnedUpload():
             model.load_weights(weights)
-    _refuse_unscaled(model)
+    refuse_unscaled(model)
     for norm, product in norm_pairs(model):
         if product.foldable:
             product.fold(norm)
@@ -292,7 +298,7 @@ def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype
         )
 
 
-def _refuse_unscaled(model: nn.Module) -> None:
+def refuse_unscaled(model: nn.Module) -> None:
     """Raises CheckpointError if a weight in float8 has no scales: it was not loaded by its ``weight_loader``, or holds
     what is no number."""
     for path, module in model.named_modules():

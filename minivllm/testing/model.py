@@ -6,17 +6,19 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 
+from minivllm.core.interfaces import Model
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.kernels.fp8_linear import quantize
 from minivllm.llm import LLM
 from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors, read_model_config
+from minivllm.models.reloading import reload_model
 from minivllm.plugins.manager import default_registry
 from minivllm.testing.checkpoints import random_checkpoint, reference_model, reference_tokens
 from minivllm.testing.conformance import DEVICES, SLOW, Conformance
@@ -181,6 +183,26 @@ class ModelConformance(Conformance):
         for name, param in self.build(checkpoint, iterate_safetensors(tmp_path)).state_dict().items():
             assert param.isfinite().all(), f"{name} is not filled"
             assert torch.equal(param, whole[name]), f"{name} depends on the order of the tensors"
+
+    def test_weights_loaded_again(self, checkpoint: Path, tmp_path: Path) -> None:
+        """Other weights loaded over the first are as if they were the only ones, in the same memory; engines reload."""
+        from safetensors.torch import save_file
+
+        other = tmp_path / "other"
+        shutil.copytree(checkpoint, other, ignore=shutil.ignore_patterns("*.safetensors*"))
+        changed = {name: tensor.flip(0).contiguous() / 2 for name, tensor in iterate_safetensors(checkpoint)}
+        save_file(changed, other / "model.safetensors")
+        again, fresh = self.build(checkpoint, iterate_safetensors(checkpoint)), self.build(other, changed.items())
+        reload_model(cast(Model, again), changed.items())
+        for name, param in fresh.state_dict().items():
+            assert torch.equal(param, again.state_dict()[name]), f"{name} depends on what was loaded before"
+        prompts = self.prompts()
+        with self.engine(other) as llm:
+            expected = self.say(llm, prompts)
+        with self.engine(checkpoint) as llm:
+            assert self.say(llm, prompts) != expected
+            llm.reload_weights(other)
+            assert self.say(llm, prompts) == expected
 
     def test_weights_in_float8(self, checkpoint: Path, tmp_path: Path) -> None:
         """``quantization=fp8`` changes log-probabilities about as much as rounding the checkpoint's matrices does."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pages import ROOT, commands, files, install, run
 
 ADD = {
@@ -105,6 +109,23 @@ def test_structured_outputs_md_prints_what_it_says(capsys: pytest.CaptureFixture
     ((code, said),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     exec(compile(code, "structured-outputs.md", "exec"), {})
     assert capsys.readouterr().out == said
+
+
+def test_the_trainer_of_reload_weights_md_runs(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """What the page leaves to its reader is given. The engine is the trainer's equal afterwards."""
+    code, last = re.findall(r"```python\n(.*?)```", (ROOT / "docs/reload-weights.md").read_text(), re.DOTALL)
+    folder, said = tmp_path / "policy", []
+    shutil.copytree(tiny_checkpoint("qwen3"), folder)
+
+    def loss(policy: Any, outputs: Any) -> Any:
+        said.extend(outputs)
+        ids = torch.tensor([output.prompt_token_ids for output in outputs])
+        return policy(ids, labels=ids).loss
+
+    given = {"folder": str(folder), "batches": [[[1, 2, 3]], [[4, 5, 6]]], "loss": loss}
+    indented = "".join(f"    {line}" for line in last.splitlines(keepends=True))
+    exec(compile(code + indented.replace('"next"', f'"{tmp_path}/next"'), "reload-weights.md", "exec"), given)
+    assert [len(output.outputs) for output in said] == [4, 4]
 
 
 def test_every_page_is_linked_from_the_start() -> None:

@@ -721,7 +721,8 @@ def test_the_engines_other_members_say_what_to_do_instead(engine: Engine) -> Non
     llm = engine(**SMALL)
     for owner, name, instead in (
         (llm.llm_engine, "vllm_config", "LLMEngine.vllm_config of vLLM is not supported: llm_engine.config has"),
-        (llm.llm_engine, "collective_rpc", "LLMEngine.collective_rpc of vLLM is not supported: an executor"),
+        (llm.llm_engine, "collective_rpc", "LLMEngine.collective_rpc of vLLM is not supported: reload_weights"),
+        (llm, "update_weights", "LLM.update_weights of vLLM is not supported: reload_weights.weights_iterator"),
         (llm.llm_engine, "nonsense", "'LLMEngine' object has no attribute 'nonsense'"),
         (llm.llm_engine.model_config, "max_model_len", "ModelConfig.max_model_len .*: llm_engine.max_model_len has it"),
         (llm.llm_engine.model_config, "sleep", "'ModelConfig' object has no attribute 'sleep'"),

@@ -1,5 +1,6 @@
-"""What fails on purpose: a sampler that does as its options say, on one rank (a plugin, so that workers must find it),
-and an actor that says of itself what it is told, and no more."""
+"""What fails on purpose: a sampler that does as its options say, on one rank (a plugin, so that workers must find it);
+a model that does when weights are loaded again, on rank 1; and an actor that says of itself what it is told, and no
+more."""
 
 from __future__ import annotations
 
@@ -53,6 +54,44 @@ FAULTY = """
     @hookimpl
     def minivllm_samplers():
         yield Component("faulty", __name__ + ":Faulty", options=("fault", "rank"))
+"""
+
+
+FAULTY_LOADER = """
+    import os, signal, time
+    from minivllm.models.qwen3 import Qwen3ForCausalLM
+    from minivllm.plugins import ModelComponent, hookimpl
+
+    class Faulty(Qwen3ForCausalLM):
+        architectures = ("FaultyForCausalLM",)
+        loads = 0
+
+        def load_weights(self, weights):
+            self.loads += 1
+            if self.loads == 2:
+                weights = self.at_fault(weights, self.config.options["fault"])
+            super().load_weights(weights)
+
+        def at_fault(self, weights, fault):
+            for number, weight in enumerate(weights):
+                yield weight
+                if fault == "slow" and number < 12:  # at one place, then at another
+                    time.sleep(0.3) if number % 2 else time.sleep(0.31)
+                if number == 3 and self.model.tp.rank == 1:
+                    if fault == "raise":
+                        raise ArithmeticError("the numbers ran out")
+                    if fault == "stop":
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    if fault == "exit":
+                        os._exit(7)
+                    if fault == "hang":
+                        time.sleep(600)
+
+    @hookimpl
+    def minivllm_models():
+        yield ModelComponent(
+            "faulty", __name__ + ":Faulty", architectures=("FaultyForCausalLM",), options=("fault",)
+        )
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_plugins import write_package
 from faults import FAULTY, Talker, fault_on
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, assemble
 from minivllm.core.batch import Batch
-from minivllm.errors import EngineDeadError
+from minivllm.errors import EngineDeadError, RequestError
 from minivllm.executors.step_bytes import pack_batch
 from minivllm.executors.taking import StepTaker
 from minivllm.plugins.manager import default_registry
@@ -107,6 +109,37 @@ def test_two_nodes_say_what_one_process_says(cluster: Any, tiny_checkpoint: Chec
         assert re.match(r"rank 1 \(a Ray actor\) is gone", dies(llm, 5))
     tokens = [[o.outputs[0].token_ids for o in outputs] for outputs in said]
     assert tokens[0] == tokens[1]
+
+
+def test_two_nodes_get_other_weights(cluster: Any, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Also after they were idle for longer than a start may make no progress; and one whose file is gone."""
+    old, new = tiny_checkpoint("qwen3"), tmp_path / "new"
+    shutil.copytree(tiny_checkpoint("qwen3", seed=1), new)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def say(llm: LLM) -> Any:
+        return [o.outputs[0].token_ids for o in llm.generate([[1, 2, 3], [4, 5]], greedy, use_tqdm=False)]
+
+    with LLM(str(new), device="cpu") as llm:
+        expected = say(llm)
+    with LLM(str(old), device="cpu", tp=2, overrides=[*RAY, "+executor.options.start_timeout=20"]) as llm:
+        first = say(llm)
+        llm.engine.executor._hearts.start_timeout = 1.5  # type: ignore[attr-defined]
+        time.sleep(3)
+        llm.reload_weights(new)
+        assert say(llm) == expected != first
+        llm.reload_weights()
+        assert say(llm) == first
+        with pytest.raises(RequestError, match=r"executor=ray: .* save the weights as a checkpoint"):
+            llm.reload_weights(weights_iterator=[("a", torch.ones(1))])
+        (new / "model.safetensors").unlink()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(assemble, "find_weights", lambda *_: new)  # it was there when the driver looked
+            with pytest.raises(EngineDeadError, match=r"loading failed: .*has no \.safetensors file") as caught:
+                llm.reload_weights(new)
+        assert "on rank " in "".join(caught.value.__cause__.__notes__)  # type: ignore[union-attr]
+        with pytest.raises(EngineDeadError, match="stopped earlier: some weights"):
+            say(llm)
 
 
 def test_a_stopped_actor_is_named_within_ten_seconds(cluster: Any, tiny_checkpoint: Checkpoints) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -20,10 +21,12 @@ from minivllm.executors.ring import SLOTS, Bell, Reader, Ring, Writer, create_me
 from minivllm.executors.step_bytes import (
     pack_batch,
     pack_masks,
+    pack_reload,
     pack_result,
     unpack_batch,
     unpack_masks,
     unpack_profile,
+    unpack_reload,
     unpack_result,
 )
 
@@ -103,6 +106,13 @@ def test_masks_come_back_as_they_were(shape: tuple[int, int]) -> None:
     data = bytearray(pack_masks(masks))
     back = unpack_masks(data)
     assert back is not None and same(masks, back) and back.bits.shape == shape and unpack_profile(data) is None
+
+
+@pytest.mark.parametrize("folder", [None, Path("/a folder/ö\udc80")])
+def test_a_folder_of_weights_comes_back_as_it_was(folder: Path | None) -> None:
+    data = bytearray(pack_reload(folder))
+    assert unpack_reload(data) == ("" if folder is None else str(folder))
+    assert unpack_masks(data) is None and unpack_profile(data) is None and unpack_reload(bytearray(b"\xff" * 8)) is None
 
 
 def test_parameters_of_another_sampler_are_refused() -> None:

@@ -72,6 +72,67 @@ def test_ranks_of_torchrun_say_the_same_as_one_process_and_are_told_if_they_diff
         assert "the same requests" in said[rank]["error"]
 
 
+RELOAD = """
+    import json, os, sys
+    from pathlib import Path
+    from minivllm import LLM, SamplingParams
+    from minivllm.errors import EngineDeadError
+    from minivllm.models.loader import iterate_safetensors
+    old, new = sys.argv[1], Path(sys.argv[2], "new")
+    rank, said = int(os.environ["RANK"]), {"tokens": []}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def say():
+        outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+        said["tokens"].append([o.outputs[0].token_ids for o in outputs])
+
+    def weights(last):
+        for number, item in enumerate(iterate_safetensors(new)):
+            if number == last:
+                raise ArithmeticError("no more")
+            yield item
+
+    def fails(call):
+        try:
+            call()
+        except EngineDeadError as error:
+            return str(error)
+
+    with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
+        say()
+        llm.reload_weights(new)
+        say()
+        llm.reload_weights()
+        say()
+        llm.reload_weights(weights_iterator=weights(None))
+        say()
+        said["failed"] = fails(lambda: llm.reload_weights(weights_iterator=weights(3 if rank else None)))
+        said["again"] = fails(say)
+    with LLM(old, device="cpu", tp=2, overrides=["executor=torchrun"]) as llm:
+        said["apart"] = fails(say if rank else llm.reload_weights)
+    open(os.path.join(sys.argv[2], str(rank)), "w").write(json.dumps(said))
+"""
+
+
+def test_ranks_of_torchrun_get_other_weights_together(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+    old, new = tiny_checkpoint("qwen3"), tiny_checkpoint("qwen3", seed=1)
+    (tmp_path / "new").symlink_to(new)
+    ranks = torchrun(old, tmp_path, RELOAD)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    alone = []
+    for folder in (old, new):
+        with LLM(str(folder), device="cpu") as llm:
+            outputs = llm.generate([[1, 2, 3], [4, 5]], params, use_tqdm=False)
+            alone.append([o.outputs[0].token_ids for o in outputs])
+    for said in ranks:
+        assert said["tokens"] == [*alone, *alone] and alone[0] != alone[1]
+        assert "some weights may be old and some new" in said["failed"] and "stopped earlier" in said["again"]
+    assert "rank 1 failed to load its weights" in ranks[0]["failed"]
+    assert "weights_iterator raised ArithmeticError: no more" in ranks[1]["failed"]
+    assert "rank 1 computes a step where this one loads weights" in ranks[0]["apart"]
+    assert "rank 0 computes another step 0" in ranks[1]["apart"]
+
+
 def test_outside_torchrun_the_message_says_how_to_start(tiny_checkpoint: Checkpoints) -> None:
     with pytest.raises(ConfigError, match=r"RANK, WORLD_SIZE.*torchrun --nproc-per-node 2 script.py"):
         LLM(str(tiny_checkpoint("qwen3")), device="cpu", tp=2, overrides=["executor=torchrun"])

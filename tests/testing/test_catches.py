@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.batch import NO_INTS, Batch
@@ -170,6 +171,21 @@ class TakesWhatComes(Qwen3ForCausalLM):
                 parameters[name].data.copy_(tensor)
 
 
+class KeepsTheFirst(Qwen3ForCausalLM):
+    loaded = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if not self.loaded:
+            super().load_weights(weights)
+        self.loaded = True
+
+
+class LoadsElsewhere(Qwen3ForCausalLM):
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(weights)
+        self.model.norm.weight = nn.Parameter(self.model.norm.weight.clone(), requires_grad=False)
+
+
 @pytest.mark.parametrize(
     ("model", "test", "more"),
     [
@@ -179,6 +195,8 @@ class TakesWhatComes(Qwen3ForCausalLM):
         (TakesWhatComes, "test_an_unknown_tensor_is_named", ()),
         (TakesWhatComes, "test_a_misshapen_tensor_is_named", ()),
         (TakesWhatComes, "test_weights_in_any_order_and_file", None),
+        (KeepsTheFirst, "test_weights_loaded_again", None),
+        (LoadsElsewhere, "test_weights_loaded_again", None),
     ],
 )
 def test_a_faulty_model_fails(
@@ -192,7 +210,7 @@ def test_a_faulty_model_fails(
     (tmp_path / "other").mkdir()
     folder = random_checkpoint(tmp_path / "checkpoint", Faulty.reference_class(), Faulty.config)
     monkeypatch.setattr("minivllm.models.qwen3.Qwen3ForCausalLM", model)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, TypeError, pytest.fail.Exception)):
         getattr(Faulty(), test)(folder, *((tmp_path / "other",) if more is None else more))
 
 

@@ -1,0 +1,106 @@
+"""Other weights under CUDA graphs, with packed and folded copies, in float8: the graphs answer with the new ones."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minivllm import LLM, SamplingParams
+from minivllm.models.checkpoint import DEMO
+from minivllm.testing.checkpoints import random_checkpoint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+PROMPTS = [[5, 6, 7], list(range(10, 90)), *([n, 3] for n in range(20))]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "float32": {"dtype": "float32"},
+    "fp8": {"quantization": "fp8"},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+}
+
+
+def say(llm: LLM) -> list[Any]:
+    """Alone, by the kernels for few rows, and together."""
+    alone = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS[:2]]
+    return [alone, [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]]
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo with noise on its weights, which answers otherwise."""
+    folder = tmp_path_factory.mktemp("changed") / "demo"
+    shutil.copytree(DEMO, folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std() * 0.3
+        tensors[name] = (tensor + noise).to(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def answers_as_fresh(old: Path, new: Path, **options: Any) -> None:
+    with LLM(str(new), device="cuda", **options) as llm:
+        expected = say(llm)
+    with LLM(str(old), device="cuda", **options) as llm:
+        first = say(llm)
+        assert first != expected
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        llm.reload_weights(new)
+        assert torch.cuda.memory_allocated() == before
+        assert say(llm) == expected
+        llm.reload_weights()
+        assert say(llm) == first
+        given = {name: tensor.cuda() for name, tensor in load_file(new / "model.safetensors").items()}
+        llm.reload_weights(weights_iterator=given.items())
+        assert say(llm) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_a_new_engine(kind: str, changed: Path) -> None:
+    options = KINDS[kind]
+    answers_as_fresh(DEMO, changed, overrides=["cache.num_blocks=512"], **options)
+
+
+def test_packed_copies_are_made_anew(tmp_path: Path) -> None:
+    """Of layers large enough to be packed, on Hopper."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from minivllm.kernels import nvrtc
+
+    if not nvrtc.available(torch.device("cuda")):
+        pytest.skip("weights are packed on Hopper only")
+    shape = {
+        "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512,
+        "tie_word_embeddings": False, "initializer_range": 0.05,
+    }  # fmt: skip
+    folders = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        random_checkpoint(tmp_path / "tokenizer", Qwen3ForCausalLM, {"num_hidden_layers": 1})
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, eos_token_id=None)).bfloat16()
+        folders.append(tmp_path / str(seed))
+        model.save_pretrained(folders[-1])
+        for file in (tmp_path / "tokenizer").glob("tokenizer*"):
+            shutil.copy(file, folders[-1])
+    answers_as_fresh(*folders, overrides=["cache.num_blocks=512", "packed_weights=true"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_answer_as_a_new_engine(changed: Path) -> None:
+    with LLM(str(changed), device="cuda", tp=2) as llm:
+        expected = say(llm)
+    with LLM("demo", device="cuda", tp=2) as llm:
+        first = say(llm)
+        llm.reload_weights(changed)
+        assert say(llm) == expected != first
