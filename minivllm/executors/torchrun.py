@@ -85,7 +85,7 @@ class TorchrunExecutor(Executor):
         if not self._groups:
             return self._worker.launch(batch)
         digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
-        check = _Said(self._groups[1], self._args[0].tp, batch.step, digest)
+        check = _Exchange(self._groups[1], self._args[0].tp, batch.step, digest)
         if self._device == "cpu":  # steps run synchronously and would hang if ranks differed
             self._verify(check, batch.step)
         return _Step(self, check, batch.step, self._worker.launch(batch))
@@ -94,7 +94,7 @@ class TorchrunExecutor(Executor):
         assert self._worker is not None
         self._worker.guide(masks)
 
-    def _verify(self, check: _Said, step: int) -> None:
+    def _verify(self, check: _Exchange, step: int) -> None:
         try:
             check.verify(step)
         except EngineDeadError as error:
@@ -119,7 +119,7 @@ class TorchrunExecutor(Executor):
     def _loads_of_others(self, done: bool) -> list[int]:
         """Wait for all ranks; returns those that failed to load, if this one is ``done``. Raises EngineDeadError if one
         does something else."""
-        said = _Said(self._groups[1], self._args[0].tp, _LOAD, int(done))
+        said = _Exchange(self._groups[1], self._args[0].tp, _LOAD, int(done))
         try:
             different = said.different("reload_weights")
             if steps := [rank for rank in different if said.all[rank][0] != _LOAD]:
@@ -149,7 +149,7 @@ class TorchrunExecutor(Executor):
         self._groups = []
 
 
-class _Said:
+class _Exchange:
     """Exchanges with the other ranks what each does: a step and its checksum, or that it loaded weights. Waits for them
     only when this is needed."""
 
@@ -183,7 +183,7 @@ class _Step:
 
     __slots__ = ("check", "executor", "pending", "step")
 
-    def __init__(self, executor: TorchrunExecutor, check: _Said, step: int, pending: StepHandle) -> None:
+    def __init__(self, executor: TorchrunExecutor, check: _Exchange, step: int, pending: StepHandle) -> None:
         self.executor, self.check, self.step, self.pending = executor, check, step, pending
 
     def result(self) -> StepResult:
