@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from prometheus_client import generate_latest
+
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
 from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
-from minivllm.serve.metrics import text_of
+from minivllm.serve.metrics import EngineCollector
 from minivllm.serve.pace import Pace
 from minivllm.serve.timings import Timings, request_of
 
@@ -80,7 +82,8 @@ class EngineLoop:
     def metrics(self, model_name: str) -> bytes:
         """Metrics in Prometheus text format."""
         adding = sum(one.prompt_tokens for one in tuple(self._adds))  # they may still be refused
-        return text_of(self.engine, self.timings, self.num_running, self.num_waiting, model_name, adding)
+        running, waiting = self.num_running, self.num_waiting
+        return generate_latest(EngineCollector(self.engine, self.timings, running, waiting, model_name, adding))
 
     def run(self) -> None:
         """Run until the inbox ends, or the engine dies, which its last message reports."""

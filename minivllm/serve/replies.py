@@ -137,17 +137,13 @@ class Reply(ABC):
 
     def _count(self, output: RequestOutput) -> None:
         prompt = self._place[output.request_id]
-        self._prompt_tokens[prompt], self._cached_tokens[prompt] = (
-            len(output.prompt_token_ids),
-            output.num_cached_tokens,
-        )
+        self._prompt_tokens[prompt] = len(output.prompt_token_ids)
+        self._cached_tokens[prompt] = output.num_cached_tokens
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """The choices with something new to send, and what."""
         for index, new in self._counted(output):
-            if (
-                new.text or new.logprobs or new.finished()
-            ):  # else text waits: half a character, or perhaps a stop string
+            if new.text or new.logprobs or new.finished():  # else text is held back: it may become a stop string
                 yield index, new
 
     def _counted(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
