@@ -32,9 +32,7 @@ _BOTH_NEUTRAL: dict[str, Any] = {
     "tokenization_kwargs": {},
 }  # fmt: skip
 _GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
-_CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {
-    "chat_template_content_format": "auto",
-}  # fmt: skip
+_CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"chat_template_content_format": "auto"}
 _INSTEAD = {
     "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",

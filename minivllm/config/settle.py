@@ -203,6 +203,7 @@ def freeze(value: Any, target: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
+    """A frozen config as dicts and lists, for YAML."""
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
