@@ -215,7 +215,7 @@ class Guides:
         self._width = mask_words(self._for_grammars.vocab_size)
 
     def _answers(self, grammars: Sequence[str], reasoning: str | None) -> Any:
-        """A fresh matcher of answers that match any of these, perhaps behind reasoning."""
+        """A fresh matcher of answers that match any of these grammars, after reasoning if there may be some."""
         answer, *others = (self._matcher(grammar) for grammar in grammars)
         if others:
             answer = AnyOf([answer, *others])
