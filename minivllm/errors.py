@@ -137,14 +137,14 @@ def calling(kind: str, name: str, component: object, method: str) -> Iterator[No
 
 def _origin(error: BaseException) -> tuple[str, str]:
     """The two parts of ``place_of``; the second is empty if no plugin is in the traceback."""
-    place, package, own, behind, packages = "nowhere", "", False, error.__traceback__, _packages()
-    while behind is not None:
-        frame = behind.tb_frame
+    place, package, own, tb, packages = "nowhere", "", False, error.__traceback__, _packages()
+    while tb is not None:
+        frame = tb.tb_frame
         module, cls = str(frame.f_globals.get("__name__")), type(frame.f_locals.get("self"))  # it may inherit the code
         package = packages.get(_top(module)) or packages.get(_top(cls.__module__)) or package
         if _top(module) not in _LIBRARIES:
-            place, own = f"{module}, line {behind.tb_lineno}, in {frame.f_code.co_name}", _top(module) in packages
-        behind = behind.tb_next
+            place, own = f"{module}, line {tb.tb_lineno}, in {frame.f_code.co_name}", _top(module) in packages
+        tb = tb.tb_next
     return place, f"{'of' if own else 'for'} {package}" if package else ""
 
 
