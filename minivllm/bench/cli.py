@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
 
 
-# What of a config ``workload=host`` reads, and profile=gpu, which sweeps add.
+# The keys that ``workload=host`` reads, and ``profile``, which sweeps add.
 _HOST = ("scheduler", "sampler", "cache.block_size", "cache.enable_prefix_caching", "check", "profile")
 TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=true and timeline=true write
 
@@ -63,7 +63,7 @@ class _Files:
         )
 
     def within(self, folder: str) -> _Files:
-        """The same are written, into a folder that nobody keeps."""
+        """Files of the same names in ``folder``: where ranks write whose output is discarded."""
         return _Files(*(None if path is None else Path(folder, path.name) for path in astuple(self)))
 
 

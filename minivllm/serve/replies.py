@@ -238,9 +238,9 @@ class ChatReply(Reply):
         super().__init__(*args, **more)
         self._top, self._tools, self._new_thoughts = top_logprobs, tools, thoughts
         self._thoughts: dict[int, Thoughts] = {}  # by choice
-        self._reasoning: dict[int, str] = {}  # that is not told yet
+        self._reasoning: dict[int, str] = {}  # by choice, not sent yet
         self._readers: dict[int, CallReader] = {}  # by choice
-        self._calls: dict[int, list[Call]] = {}  # that are not told yet
+        self._calls: dict[int, list[Call]] = {}  # by choice, not sent yet
         self._num_calls: Counter[int] = Counter()
 
     def _first_chunks(self) -> Iterator[Answer]:
