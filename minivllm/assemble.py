@@ -128,7 +128,7 @@ def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
     """Validate what the executor's ``start`` and ``describe`` returned. Raises PluginError."""
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, Integral) or num_blocks < 0:
         who = named("executor", name, executor)
-        raise PluginError(f"{who}: start returned {shown(num_blocks)}, not how many cache blocks can be handed out")
+        raise PluginError(f"{who}: start returned {shown(num_blocks)}, not a number of cache blocks")
     with calling("executor", name, executor, "describe"):
         about = executor.describe()
     if not isinstance(about, Mapping) or (missing := [key for key in _DESCRIBED if key not in about]):

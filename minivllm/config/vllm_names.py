@@ -145,7 +145,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "spec_model": ((), _SPECULATION),
     "spec_tokens": ((), _SPECULATION),
     "speculative_config": ((), "it is a mapping, as {'method': 'ngram', 'num_speculative_tokens': 5}"),
-    "stream_interval": ((1,), "an answer is told step by step"),
+    "stream_interval": ((1,), "each step's tokens are returned at once"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
     "task": (("auto", "generate"), "models generate"),

@@ -122,7 +122,7 @@ def _loaded(kernel: Kernel, device: torch.device) -> bool:
     try:
         load(kernel, device)
     except MinivllmError as error:
-        logger.warning("%s is done without, more slowly: %s", kernel.name, error)
+        logger.warning("the kernel %s cannot be used, so slower ones are: %s", kernel.name, error)
         return False
     return True
 

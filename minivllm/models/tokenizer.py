@@ -206,7 +206,7 @@ def _check_unicode(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt contains a lone surrogate, {text[error.start]!r}, at place {error.start}: invalid "
+                f"the prompt contains a lone surrogate, {text[error.start]!r}, at index {error.start}: invalid "
                 "UTF-8, or text that was cut; decode it with errors='replace'"
             ) from None
 

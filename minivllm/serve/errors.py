@@ -114,7 +114,7 @@ def _unreadable(why: BaseException | None) -> ClientError:
     if isinstance(why, RecursionError):
         return ClientError("the body is not JSON: it is nested too deeply")
     if isinstance(why, ValueError) and not isinstance(why, UnicodeError):  # Python's limit, which is 4300
-        return ClientError("the body has a number of too many digits")
+        return ClientError("the body has a number with too many digits")
     return ClientError("the body is not JSON: it is not text in UTF-8")
 
 

@@ -380,11 +380,11 @@ class Function(Body):
 
     @field_validator("parameters")
     @classmethod
-    def _can_be_told(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _can_be_rendered(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
         try:
             _unicode(json.dumps(parameters, ensure_ascii=False))
         except (ValueError, RecursionError) as error:
-            raise ClientError(f"tools: parameters cannot be told: {error}", param="tools") from None
+            raise ClientError(f"tools: parameters cannot be rendered: {error}", param="tools") from None
         return parameters
 
     def schema_of_arguments(self) -> dict[str, Any]:
