@@ -162,6 +162,24 @@ def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> Hea
 # --------------------------------------------------------------------------- launching
 
 
+def launch_kernel(
+    function: Any,
+    shape: nvrtc.LaunchShape,
+    maps: Sequence[nvrtc.TensorMap],
+    tensors: Sequence[torch.Tensor | None],
+    *values: Any,
+) -> None:
+    """Launch a kernel whose parameters are ``maps``, a pointer to each of ``tensors`` (null for None), and ``values``,
+    objects of ctypes, of which an array is a parameter per element."""
+    addresses = [made.address for made in maps]
+    pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+    for value in (pointers, *values):
+        at = ctypes.addressof(value)
+        size = ctypes.sizeof(value._type_) if isinstance(value, ctypes.Array) else ctypes.sizeof(value)
+        addresses += range(at, at + ctypes.sizeof(value), size)
+    nvrtc.launch(function, shape, addresses)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What all launches with tensors of one shape share."""
