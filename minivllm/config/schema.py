@@ -132,7 +132,13 @@ class SchedulerSchema:
 class CacheSchema:
     block_size: int = key(16, "tokens in a cache block", ge=1)
     num_blocks: int | None = key(None, "cache blocks; null: as many as fit in memory", ge=1)
-    gpu_memory_utilization: float = key(0.9, "fraction of the GPU's memory to use", gt=0, le=1)
+    gpu_memory_utilization: float = key(
+        0.9,
+        "fraction to use of the GPU memory that is free once the weights are loaded: for the cache and for what a step "
+        "needs at its peak",
+        gt=0,
+        le=1,
+    )
     enable_prefix_caching: bool = key(True, "share the blocks of equal prefixes")
     dtype: CacheDtype = key(
         CacheDtype.auto,
