@@ -16,7 +16,8 @@ from minivllm.serve.held_back import tail_of
 from minivllm.serve.responses import Call, CalledFunction
 
 if TYPE_CHECKING:
-    from minivllm.serve.protocol import ChatBody, Function
+    from minivllm.serve.conversation import Function
+    from minivllm.serve.protocol import ChatBody
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
