@@ -110,8 +110,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def _meant(flag: str, value: str) -> str:
     """A suggestion for an unknown flag: a key written with dashes, as in other programs, or a similar flag."""
+    from minivllm.config.keys import keys_of
     from minivllm.config.modes import MODES
-    from minivllm.config.schema import keys_of
     from minivllm.naming import did_you_mean
 
     name = flag.lstrip("-").replace("-", "_")

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_type_hints
 
-from minivllm.config.schema import Key
+from minivllm.config.keys import Key
 from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean, listing
