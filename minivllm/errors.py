@@ -66,6 +66,11 @@ def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
     )
 
 
+def was_shut_down() -> EngineDeadError:
+    """For a call that comes after ``shutdown``."""
+    return EngineDeadError("the engine was shut down; make a new one")
+
+
 def is_text(value: object) -> bool:
     """Whether it is a non-empty string without lone surrogates, which JSON may contain."""
     try:

@@ -22,7 +22,7 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of, was_shut_down
 from minivllm.missing import missing_method, refuse
 
 if TYPE_CHECKING:
@@ -484,7 +484,7 @@ class LLMEngine:
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine was shut down, or if it or one of its ranks is dead."""
         if self._closed:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         if self._dead is not None:
             why = str(self._dead) or type(self._dead).__name__
             raise EngineDeadError(f"the engine stopped earlier: {why}") from self._dead

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, was_shut_down
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.multiproc import refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
@@ -178,7 +178,7 @@ class RayExecutor(Executor):
         if self._dead is not None:
             raise self._dead
         if not self._actors:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         if failures := self._hearts.look():
             raise self._died(failures)
 

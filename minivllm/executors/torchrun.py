@@ -18,7 +18,7 @@ import xxhash
 
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, was_shut_down
 from minivllm.executors.progress import seconds
 from minivllm.executors.step_bytes import pack_batch
 from minivllm.executors.worker import Worker, resolve_device
@@ -79,7 +79,7 @@ class TorchrunExecutor(Executor):
 
     def launch(self, batch: Batch) -> StepHandle:
         if self._worker is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         if not self._groups:
             return self._worker.launch(batch)
         check = _SameStep(self._groups[1], self._args[0].tp, batch)
