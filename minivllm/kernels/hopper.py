@@ -26,15 +26,19 @@ FIXED_BYTES = 2048  # of it: barriers, and aligning tiles to 1,024
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The source ``name``.cu in this folder, after ``macros``, hopper.cuh, generated wgmma products, and the .cuh files
-    of ``behind``. The products multiply 64 lines by N: for each N of ``columns`` ``multiply`` (and ``multiply_first``,
-    which overwrites the sums); of ``held`` ``multiply_held``, with the 64 lines in registers and contiguous columns; of
-    ``by`` ``multiply_by``, with the 64 lines in registers."""
+    """What a kernel is compiled from: ``macros``, hopper.cuh, generated WGMMA products, the .cuh files named in
+    ``headers``, and ``name``.cu; all in this folder.
+
+    A product is one instruction, 64 x 16 (A) times 16 x N (B). It is generated for each N
+    - of ``columns``: ``multiply``, and ``multiply_first``, which overwrites the sums; both in shared memory, K-major;
+    - of ``held``: ``multiply_held``; A in registers, B N-major;
+    - of ``by``: ``multiply_by``; A in registers, B K-major.
+    """
 
     name: str
     columns: tuple[int, ...]
     macros: tuple[tuple[str, int], ...]
-    behind: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     by: tuple[int, ...] = ()
 
@@ -42,7 +46,7 @@ class Kernel:
     def source(self) -> str:
         folder = Path(__file__).parent
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
-        files = ("hopper.cuh", *(f"{name}.cuh" for name in self.behind), f"{self.name}.cu")
+        files = ("hopper.cuh", *(f"{name}.cuh" for name in self.headers), f"{self.name}.cu")
         first, *others = ((folder / file).read_text() for file in files)
         products = [*map(_multiply, self.columns), *map(_multiply_held, self.held), *map(_multiply_by, self.by)]
         return macros + first + "".join(products) + "".join(others)
