@@ -31,7 +31,7 @@ from minivllm.kernels.cluster_config import (
     tile_kernel,
     tile_rows,
 )
-from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch, loads, plan_of
+from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch_product, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
@@ -107,7 +107,7 @@ def _launch(
     assert out.is_contiguous()
     (rows, k), n, head_dim = x.shape, features or out.shape[1], 0 if heads is None else heads.head_dim
     plan = _plan(rows, weight.shape[0], n, k, add, gated, head_dim, eps, config, x.device)
-    launch(plan, x, weight, [out], heads_argument(heads))
+    launch_product(plan, x, weight, [out], heads_argument(heads))
     return out
 
 

@@ -186,7 +186,7 @@ def launch_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all launches with tensors of one shape share."""
+    """What the launches of a product with tensors of one shape share, made once for ``launch_product``."""
 
     kernel: Any
     shape: nvrtc.LaunchShape
@@ -208,15 +208,15 @@ def plan_of(
     return Plan(load(kernel, device), shape, boxes, numbers, addresses)
 
 
-def launch(
+def launch_product(
     plan: Plan,
     x: torch.Tensor,
     weight: torch.Tensor,
     tensors: Sequence[torch.Tensor | None],
     *structures: ctypes.Structure,
 ) -> None:
-    """x (t, k), weight (n, k). The kernel's arguments are the tensor maps, the weight's first, pointers to ``tensors``,
-    the plan's numbers, and ``structures``."""
+    """x (t, k), weight (n, k). The kernel's parameters are the tensor maps, the weight's first, pointers to
+    ``tensors``, the plan's numbers, and ``structures``."""
     assert weight.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
