@@ -15,7 +15,7 @@ from minivllm.config.settle import check_options
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import ConfigError, PluginError, calling, named, shown, told
+from minivllm.errors import ConfigError, PluginError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
@@ -108,7 +108,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         try:
             executor.shutdown()
         except Exception as another:
-            error.add_note(f"then, in {named('executor', executor_name, executor)}: {told(another)}")
+            error.add_note(f"then, in {named('executor', executor_name, executor)}: {described(another)}")
         raise
 
 

@@ -45,6 +45,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 
+def one_line(what: object) -> str:
+    """Its text without line breaks, for a message."""
+    return " ".join(str(what).split())
+
+
 def which_of(prompts: Sequence[object], index: int) -> str:
     """The start of an error message about one of several prompts."""
     return f"prompt {index}: " if len(prompts) > 1 else ""
@@ -100,10 +105,10 @@ def place_of(error: BaseException) -> str:
     return f"{place}, {whose}" if whose else place
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """An error that is not ours, in one line; with where it was raised if a plugin is in the traceback. The caller adds
     whose code it is."""
-    text, (place, whose) = " ".join(f"{type(error).__name__}: {error}".split()), _origin(error)
+    text, (place, whose) = one_line(f"{type(error).__name__}: {error}"), _origin(error)
     return f"{text} ({place})" if whose else text
 
 
@@ -126,7 +131,7 @@ def blamed(error: Exception, kind: str, name: str, component: object, method: st
         return error
     package = package_of(component)
     whose = f"of {package}" if package else _origin(error)[1]  # a built-in class may call a plugin's
-    return PluginError(f"{kind} {name!r} {whose}: {method} raised {told(error)}") if whose else error
+    return PluginError(f"{kind} {name!r} {whose}: {method} raised {described(error)}") if whose else error
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from minivllm.bench.table import show
 from minivllm.config.compose import compose
 from minivllm.config.modes import BenchOptions, SweepOptions
 from minivllm.config.overrides import Override
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, one_line
 from minivllm.naming import listed
 from minivllm.plugins.registry import Registry
 
@@ -91,7 +91,7 @@ def _refused(row: Row, registry: Registry) -> str | None:
     try:
         compose(row.overrides, registry, mode="bench")
     except ConfigError as e:
-        return " ".join(str(e).split())
+        return one_line(e)
     return None
 
 

@@ -106,7 +106,7 @@ class LLMEngine:
         self._prompt_tokens_since_step = 0
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
-        self._untold: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
+        self._unreturned: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
         self._uninterrupted = Uninterrupted()
         self._closed = False
 
@@ -193,7 +193,7 @@ class LLMEngine:
             EngineDeadError: a scheduler's ``abort`` failed.
         """
         names = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._untold = [output for output in self._untold if output.request_id not in names]
+        self._unreturned = [output for output in self._unreturned if output.request_id not in names]
         self._uninterruptedly(partial(self._abort, names), "an abort")
 
     def _abort(self, names: list[str]) -> None:
@@ -216,7 +216,7 @@ class LLMEngine:
         return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests or self._untold)
+        return bool(self._requests or self._unreturned)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -252,7 +252,7 @@ class LLMEngine:
         """
         self.check_health()
         self._uninterruptedly(self._step)
-        outputs, self._untold = self._untold, []
+        outputs, self._unreturned = self._unreturned, []
         return outputs
 
     def _uninterruptedly(self, act: Callable[[], _T], what: str = "a step") -> _T:
@@ -291,7 +291,7 @@ class LLMEngine:
             self._launch()
         if batch.scored is not None:
             self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        self._untold += self._take_in(committed, result.logprobs, sequences)
+        self._unreturned += self._take_in(committed, result.logprobs, sequences)
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -395,7 +395,7 @@ class LLMEngine:
             self._touched = {
                 name: request
                 for name, request in telling.items()
-                if name not in ended and ((hold and request.told) or request in self._unscored)
+                if name not in ended and ((hold and request.had_output) or request in self._unscored)
             }
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [

@@ -182,10 +182,10 @@ class DefaultSampler(Sampler):
         return held if len(held) else held.new_zeros((len(self.temperature), self.vocab_size))
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
-        for slot, told in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
+        for slot, sent in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
             row = self.host[slot]
             allowed, biased, prompt = (int(row[name]) for name in ("allowed", "biased", "prompt_len"))
-            words, known = told[: allowed + 2 * biased], told[allowed + 2 * biased :]
+            words, known = sent[: allowed + 2 * biased], sent[allowed + 2 * biased :]
             if len(words):
                 self._set_bias(slot, *words.split((allowed, biased, biased)))
             if len(known):

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, was_shut_down
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, one_line, was_shut_down
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.multiproc import refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
@@ -64,7 +64,7 @@ class RayExecutor(Executor):
             try:
                 ray.init(address=address, log_to_driver=False)
             except (ValueError, ConnectionError) as error:
-                said = " ".join(str(error).split())
+                said = one_line(error)
                 raise ConfigError(f"executor.options.address={address}: Ray cannot join it: {said}") from error
             self._owns_ray = True
         size = self.config.tp
@@ -165,7 +165,7 @@ class RayExecutor(Executor):
         spoke = sorted([(why.at, rank, why) for rank, why in failures if isinstance(why, Failed)], key=lambda x: x[:2])
         if gone:
             rank, error = gone[0]
-            self._dead = EngineDeadError(f"rank {rank} (a Ray actor) is gone: {' '.join(str(error).split())}")
+            self._dead = EngineDeadError(f"rank {rank} (a Ray actor) is gone: {one_line(error)}")
         elif silent:
             self._dead = EngineDeadError(f"{silent[0]}; the engine was stopped")
         else:

@@ -227,6 +227,5 @@ def launch_product(
     pointers = (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
     at = ctypes.addressof(pointers)
     to_pointers = range(at, at + ctypes.sizeof(pointers), 8)
-    behind = map(ctypes.addressof, structures)
-    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, *behind]
+    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, *map(ctypes.addressof, structures)]
     nvrtc.launch(plan.kernel, plan.shape, addresses)

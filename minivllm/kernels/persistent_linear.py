@@ -106,8 +106,9 @@ def _launch(
     if arrival is not None:
         assert arrival.part_rows % (2 * GRID.rows) == 0 and arrival.arrived.is_contiguous()
         cut, ranks = GRID, len(arrival.arrived)
-        told = arrival.arrived.data_ptr(), arrival.number, arrival.rank, ranks, arrival.part_rows
-        structures.append(ArrivalArgument(*told))
+        structures.append(
+            ArrivalArgument(arrival.arrived.data_ptr(), arrival.number, arrival.rank, ranks, arrival.part_rows)
+        )
     plan = _plan(rows, weight.shape[0], n, k, gated, head_dim, arrival is not None, cut, x.device)
     launch_product(plan, x, weight, [out, factors], *structures)
 
