@@ -265,7 +265,7 @@ class Server:
         """A conversation as text and as token ids. ``lengths``: given if it is to be answered, to check its length
         early."""
         if not body.messages:
-            raise ClientError("messages: a conversation has at least one", param="messages")
+            raise ClientError("messages: a conversation has at least one message", param="messages")
         variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
         if body.reasoning_effort is not None:
             template = self.tokenizer.chat_template
