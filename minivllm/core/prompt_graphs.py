@@ -71,8 +71,8 @@ class GraphInput(NamedTuple):
     packet: np.ndarray
 
 
-class _Place(NamedTuple):
-    """A graph's packet layout, and the packet's arrays on the device."""
+class _Staged(NamedTuple):
+    """The packet of a graph in ``staging``: its layout, and its arrays on the device."""
 
     packing: Packing
     input_ids: torch.Tensor
@@ -127,7 +127,7 @@ class PromptGraphs:
         keys += [(size, _FEW) for size in self.sizes if size <= few]
         packings = {key: self._packing(key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
         self.staging = Staging(device, max((packing.words for packing in packings.values()), default=0))
-        self._places = {key: _Place(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
+        self._staged = {key: _Staged(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
         self._plans = {key: self._plan(key) for key in keys}
 
     def _packing(self, size: int, rows: int) -> Packing:
@@ -136,14 +136,14 @@ class PromptGraphs:
         return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words)))
 
     def _plan(self, key: _Key) -> AttentionBatch:
-        (size, kind), place = key, self._places[key]
-        rows = len(place.slots)
+        (size, kind), staged = key, self._staged[key]
+        rows = len(staged.slots)
         picks = size > PICKED_FROM and size >= 2 * (rows - 1)
         return captured_batch(
-            0, place.query_start, place.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
+            0, staged.query_start, staged.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
             graph_whole=kind == _WHOLE,
             last_tokens=self._ends(key)[3, : rows - 1] if picks else None,  # not padding's
-            prompt_words=place.prompt_words,
+            prompt_words=staged.prompt_words,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ capture
@@ -182,13 +182,13 @@ class PromptGraphs:
         return self._padded(key, self._nobody[:parts], np.zeros_like(lens), lens, np.zeros(size, dtype=np.int32))
 
     def _forward(self, key: _Key) -> torch.Tensor:
-        plan, place, run = self._plans[key], self._places[key], self.runner
+        plan, staged, run = self._plans[key], self._staged[key], self.runner
         positions = self.positions[: key[0]]
         prompt_inputs(
-            place.query_start, place.seq_lens, place.slots, run.block_table, positions, plan.slot_mapping,
+            staged.query_start, staged.seq_lens, staged.slots, run.block_table, positions, plan.slot_mapping,
             plan.block_tables, run.block_size, self._ends(key),
         )  # fmt: skip
-        return run.model.forward(place.input_ids, positions, run.attention)
+        return run.model.forward(staged.input_ids, positions, run.attention)
 
     # ------------------------------------------------------------------ replay
 
@@ -232,7 +232,7 @@ class PromptGraphs:
         self, key: _Key, slots: np.ndarray, computed: np.ndarray, new: np.ndarray, token_ids: np.ndarray
     ) -> GraphInput:
         """``token_ids``: the tokens that the device does not have, which come after those it has."""
-        (size, _), packing, n = key, self._places[key].packing, len(slots)
+        (size, _), packing, n = key, self._staged[key].packing, len(slots)
         packet = np.zeros(packing.words, dtype=np.int32)
         input_ids, query_start, seq_lens, slots_, words = packing.cut(packet)
         query_lens = np.zeros(len(slots_), dtype=np.int32)
@@ -251,13 +251,13 @@ class PromptGraphs:
         Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size), and the ``ends``
         of ``prompt_inputs`` for the graph's rows."""
         self._hand_over(key, given)
-        place = self._places[key]
+        staged = self._staged[key]
         if decodes:
-            place.input_ids[:decodes] = self.runner.last_token.index_select(0, place.slots[:decodes])
+            staged.input_ids[:decodes] = self.runner.last_token.index_select(0, staged.slots[:decodes])
         return self._replay(key, given), self._ends(key)
 
     def _ends(self, key: _Key) -> torch.Tensor:
-        rows = len(self._places[key].slots)
+        rows = len(self._staged[key].slots)
         return self.ends[: 4 * rows].view(4, rows)
 
     def _hand_over(self, key: _Key, given: GraphInput) -> None:
