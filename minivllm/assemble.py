@@ -16,7 +16,7 @@ from minivllm.config.settle import check_options
 from minivllm.core.block_manager import PagedBlockManager
 from minivllm.core.engine import LLMEngine
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import ConfigError, PluginError, RequestError, calling, named, shown, told
+from minivllm.errors import ConfigError, PluginError, RequestError, calling, described, named, shown
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
@@ -109,7 +109,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
         try:
             executor.shutdown()
         except Exception as another:
-            error.add_note(f"then, in {named('executor', executor_name, executor)}: {told(another)}")
+            error.add_note(f"then, in {named('executor', executor_name, executor)}: {described(another)}")
         raise
 
 
@@ -129,7 +129,7 @@ def _check_started(name: str, executor: Executor, num_blocks: Any) -> None:
     """Validate what the executor's ``start`` and ``describe`` returned. Raises PluginError."""
     if isinstance(num_blocks, bool) or not isinstance(num_blocks, Integral) or num_blocks < 0:
         who = named("executor", name, executor)
-        raise PluginError(f"{who}: start returned {shown(num_blocks)}, not how many cache blocks can be handed out")
+        raise PluginError(f"{who}: start returned {shown(num_blocks)}, not a number of cache blocks")
     with calling("executor", name, executor, "describe"):
         about = executor.describe()
     if not isinstance(about, Mapping) or (missing := [key for key in _DESCRIBED if key not in about]):

@@ -1,10 +1,10 @@
-"""Python's bytecode of what a start imports, kept where Python itself would keep none.
+"""Keeps the bytecode of imported packages between starts, where Python itself would not.
 
-Torch comes without bytecode to many machines, in images and by installers that compile nothing, and Python keeps none
-where PYTHONDONTWRITEBYTECODE is set or packages are read-only. Then each start compiles some two thousand files, half
-of its time. ``KEPT_IN`` gets them instead: files are found by their source's path, and taken if it has the size and
-the time that it had, as in any ``__pycache__``. The first time they are compiled by other cores, ahead of their import,
-all that the package has, some 70 MB of torch.
+Many images and installers ship torch without bytecode, and Python writes none if PYTHONDONTWRITEBYTECODE is set or if
+site-packages is read-only. Each start then compiles some two thousand files, half of its time. So while torch is
+imported, ``sys.pycache_prefix`` is ``KEPT_IN``: there Python finds bytecode by its source's path, and uses it if the
+source's size and modification time are unchanged, as in any ``__pycache__``. The first time, other cores compile the
+whole package ahead of the import: some 70 MB for torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KEPT_IN = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~
 
 @contextmanager
 def kept_bytecode(package: str = "torch", folder: str = KEPT_IN) -> Iterator[None]:
-    """What is imported here leaves its bytecode in ``folder``, or is taken from there, if Python has none of
-    ``package`` and would keep none. Where PYTHONPYCACHEPREFIX is set, nothing changes."""
+    """A context in which imports write bytecode to ``folder``, and read it there, if ``package`` has none of its own
+    and Python would not write any. If PYTHONPYCACHEPREFIX is set, nothing changes."""
     before = sys.pycache_prefix, sys.dont_write_bytecode
     home = without_bytecode(package) if before[0] is None else None
     if home is not None and not _is_kept(home / package) and _is_writable(folder):
@@ -42,22 +42,22 @@ _LEAST_CORES, _MOST_CORES = 8, 16
 
 
 def _compile_ahead(package: Path) -> None:
-    """Begin to, in processes of their own, where there are cores for them and nobody began before."""
+    """Start to compile the package in other processes, if there are cores for them and no process has done so."""
     kept = Path(cache_from_source(str(package / "__init__.py")))
     if kept.exists() or (cores := usable_cores()) < _LEAST_CORES:
         return
     with suppress(OSError):  # then each file is compiled as it is imported
         kept.parent.mkdir(parents=True, exist_ok=True)
-        (kept.parent / "compiled_ahead").touch(exist_ok=False)  # of processes that start together one does
+        (kept.parent / "compiled_ahead").touch(exist_ok=False)  # one of several that start together succeeds
         command = [sys.executable, "-m", "compileall", "-qq", "-j", str(min(cores, _MOST_CORES)), str(package)]
         env = os.environ | {"PYTHONPYCACHEPREFIX": str(sys.pycache_prefix)}
-        nothing = subprocess.DEVNULL  # not what it says when Ctrl-C ends it, either
+        nothing = subprocess.DEVNULL  # also for its traceback on Ctrl-C
         process = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, stderr=nothing)
-        Thread(target=process.wait, daemon=True).start()  # or it would stay, as a zombie
+        Thread(target=process.wait, daemon=True).start()  # else it would become a zombie
 
 
 def without_bytecode(package: str) -> Path | None:
-    """The folder that holds ``package``, imported or not, if it has no bytecode. None: it has, or is not there."""
+    """The folder that holds ``package``, imported or not, if that has no bytecode; else, or if there is none, None."""
     spec = find_spec(package)
     if spec is None or spec.origin is None or spec.cached is None or os.path.exists(spec.cached):
         return None
@@ -65,13 +65,12 @@ def without_bytecode(package: str) -> Path | None:
 
 
 def _is_kept(sources: Path) -> bool:
-    """Whether Python itself will keep their bytecode when they are imported."""
+    """Whether Python itself will write their bytecode when they are imported."""
     return not sys.dont_write_bytecode and os.access(sources, os.W_OK)
 
 
 def _is_writable(folder: str) -> bool:
-    """Not where the user has no home: ``~`` stands for itself then."""
-    if not os.path.isabs(folder):
+    if not os.path.isabs(folder):  # without a home directory ``~`` is not expanded
         return False
     try:
         os.makedirs(folder, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A process of ours: it imports what this one can import, and leaves Ctrl-C to this one."""
+"""Starts child processes of our own, which can import what this process can, and leave Ctrl-C to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def start(module: str, *arguments: object, fds: Sequence[int] = (), **env: str) -> subprocess.Popen[bytes]:
-    """``python -m module arguments``; ``fds`` are open there under the same numbers."""
+    """Run ``python -m module arguments``; the child inherits ``fds`` under the same numbers."""
     command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     # Blocked here, SIGINT is blocked in the child from its first moment.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -26,5 +26,5 @@ def how_it_ended(code: int) -> str:
 
 
 def importing_env(**more: str) -> dict[str, str]:
-    """This process's environment, in which another one imports what this one can."""
+    """This process's environment, with ``sys.path`` as PYTHONPATH, so that a child can import the same modules."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)} | more

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.bytecode import kept_bytecode
-from minivllm.errors import ConfigError, MinivllmError
+from minivllm.errors import ConfigError, MinivllmError, one_line
 
 if TYPE_CHECKING:
     from minivllm.config.compose import Composed
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MINIVLLM_DEBUG", "0") not in ("", "0"):
             traceback.print_exc()
         else:
-            _say(f"minivllm: {' '.join(str(e).split())}")
+            _say(f"minivllm: {one_line(e)}")
         return 2 if isinstance(e, ConfigError) else 1
     except KeyboardInterrupt:
         _say("\nminivllm: interrupted")
@@ -110,8 +110,8 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 def _meant(flag: str, value: str) -> str:
     """A suggestion for an unknown flag: a key written with dashes, as in other programs, or a similar flag."""
+    from minivllm.config.keys import keys_of
     from minivllm.config.modes import MODES
-    from minivllm.config.schema import keys_of
     from minivllm.naming import did_you_mean
 
     name = flag.lstrip("-").replace("-", "_")

@@ -1,4 +1,4 @@
-"""``map_batches``: offline inference over a Ray Dataset, as many replicas of a model as wanted, each in an actor."""
+"""``map_batches``: offline inference over a Ray Dataset, with replicas of a model in actors."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def map_batches(
     overrides: Sequence[str] = (),
     **options: Any,
 ) -> Dataset:
-    """``dataset`` with what the model continues each row's prompt with; computed when the result is read.
+    """Complete the prompt of each row of ``dataset``; lazily, when the result is read.
 
     Args:
-        dataset: rows whose ``prompt_column`` holds text or a list of token ids. Other columns stay.
-        model, tp, device, overrides, **options: as for ``LLM``; each replica takes ``tp`` GPUs, or CPUs where the
-            cluster has no GPU.
+        dataset: rows whose ``prompt_column`` holds text or a list of token ids. Other columns are kept.
+        model, tp, device, overrides, **options: as for ``LLM``; each replica takes ``tp`` GPUs, or CPUs if the cluster
+            has no GPU.
         sampling_params: one for all rows; give it a ``seed`` if sampled rows must not depend on where they ran.
-        concurrency: replicas.
-        batch_size: rows that a replica takes at once; several times ``scheduler.max_num_seqs`` keeps it busy.
+        concurrency: number of replicas.
+        batch_size: rows per call of a replica; several times ``scheduler.max_num_seqs`` keeps it busy.
 
     Returns:
         The rows with ``generated_text``, ``generated_token_ids`` and ``finish_reason``, in the order in which Ray Data
         delivers them (``DataContext.execution_options.preserve_order`` keeps that of the input).
 
     Raises:
-        ConfigError: what cannot run, at once. What fails in a replica is raised where the result is read.
+        ConfigError: the setup cannot run. Errors in a replica are raised where the result is read.
     """
     ray = _ray()
     from minivllm.config.compose import compose_engine_config
@@ -108,7 +108,7 @@ class Replica:
 
 
 def _ray() -> Any:
-    """Raises ConfigError where Ray Data is not installed."""
+    """Raises ConfigError if Ray Data is not installed."""
     try:
         import pyarrow  # noqa: F401
         import ray

@@ -45,6 +45,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
 
 
+def one_line(what: object) -> str:
+    """Its text without line breaks, for a message."""
+    return " ".join(str(what).split())
+
+
 def which_of(prompts: Sequence[object], index: int) -> str:
     """The start of an error message about one of several prompts."""
     return f"prompt {index}: " if len(prompts) > 1 else ""
@@ -64,6 +69,11 @@ def no_room(prompt: str, max_model_len: int) -> ContextLengthError:
         f"{prompt}, and max_model_len={max_model_len} leaves no room for an answer: this model's maximum context "
         f"length is {max_model_len} tokens; shorten the prompt or raise max_model_len"
     )
+
+
+def was_shut_down() -> EngineDeadError:
+    """For a call that comes after ``shutdown``."""
+    return EngineDeadError("the engine was shut down; make a new one")
 
 
 def is_text(value: object) -> bool:
@@ -95,10 +105,10 @@ def place_of(error: BaseException) -> str:
     return f"{place}, {whose}" if whose else place
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """An error that is not ours, in one line; with where it was raised if a plugin is in the traceback. The caller adds
     whose code it is."""
-    text, (place, whose) = " ".join(f"{type(error).__name__}: {error}".split()), _origin(error)
+    text, (place, whose) = one_line(f"{type(error).__name__}: {error}"), _origin(error)
     return f"{text} ({place})" if whose else text
 
 
@@ -121,7 +131,7 @@ def blamed(error: Exception, kind: str, name: str, component: object, method: st
         return error
     package = package_of(component)
     whose = f"of {package}" if package else _origin(error)[1]  # a built-in class may call a plugin's
-    return PluginError(f"{kind} {name!r} {whose}: {method} raised {told(error)}") if whose else error
+    return PluginError(f"{kind} {name!r} {whose}: {method} raised {described(error)}") if whose else error
 
 
 @contextlib.contextmanager
@@ -137,14 +147,14 @@ def calling(kind: str, name: str, component: object, method: str) -> Iterator[No
 
 def _origin(error: BaseException) -> tuple[str, str]:
     """The two parts of ``place_of``; the second is empty if no plugin is in the traceback."""
-    place, package, own, behind, packages = "nowhere", "", False, error.__traceback__, _packages()
-    while behind is not None:
-        frame = behind.tb_frame
+    place, package, own, tb, packages = "nowhere", "", False, error.__traceback__, _packages()
+    while tb is not None:
+        frame = tb.tb_frame
         module, cls = str(frame.f_globals.get("__name__")), type(frame.f_locals.get("self"))  # it may inherit the code
         package = packages.get(_top(module)) or packages.get(_top(cls.__module__)) or package
         if _top(module) not in _LIBRARIES:
-            place, own = f"{module}, line {behind.tb_lineno}, in {frame.f_code.co_name}", _top(module) in packages
-        behind = behind.tb_next
+            place, own = f"{module}, line {tb.tb_lineno}, in {frame.f_code.co_name}", _top(module) in packages
+        tb = tb.tb_next
     return place, f"{'of' if own else 'for'} {package}" if package else ""
 
 

@@ -1,4 +1,4 @@
-"""Messages on a stream socket: each behind its length."""
+"""Length-prefixed messages on a stream socket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def frame(data: bytes) -> bytes:
 
 
 class Frames:
-    """What has come, in whatever pieces, as the messages that it is of."""
+    """Reassembles messages from bytes that arrive in arbitrary pieces."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -21,7 +21,7 @@ class Frames:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The oldest message that is complete."""
+        """Remove and return the oldest complete message; None: there is none yet."""
         if len(self._buffer) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
+from minivllm.config.keys import Key, keys_of, spelled
 from minivllm.config.modes import MODES
-from minivllm.config.schema import EngineSchema, Key, keys_of, spelled
+from minivllm.config.schema import EngineSchema
 from minivllm.plugins.registry import KINDS, Registry
 
 _EXAMPLES = """\

@@ -1,4 +1,4 @@
-"""What vLLM has under this name: prompts as mappings."""
+"""The names of ``vllm.inputs``: prompts as mappings."""
 
 from __future__ import annotations
 

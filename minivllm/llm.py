@@ -36,9 +36,7 @@ _BOTH_NEUTRAL: dict[str, Any] = {
     "tokenization_kwargs": {},
 }  # fmt: skip
 _GENERATE_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"prompt_token_ids": None}
-_CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {
-    "chat_template_content_format": "auto",
-}  # fmt: skip
+_CHAT_NEUTRAL: dict[str, Any] = _BOTH_NEUTRAL | {"chat_template_content_format": "auto"}
 _INSTEAD = {
     "guided_options_request": "give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
     "prompt_token_ids": "token ids are prompts: generate([[1, 2], [3]])",
@@ -134,9 +132,9 @@ class LLM:
         given: Any = priority
         priority = given.tolist() if hasattr(given, "tolist") else given  # it may be an array
         if not isinstance(priority, Sequence | None):
-            raise RequestError(f"priority={shown(priority)} is not a list; give one a prompt")
+            raise RequestError(f"priority={shown(priority)} is not a list; give one per prompt")
         if priority is not None and len(priority) != many:
-            raise RequestError(f"{many} prompts with {len(priority)} priorities; give one a prompt")
+            raise RequestError(f"{many} prompts with {len(priority)} priorities; give one per prompt")
         priorities = [0] * many if priority is None else priority
         with self._turn:
             order = longest_first(self.engine, [_size(prompt) for prompt in prompts], params)
@@ -271,7 +269,7 @@ class LLM:
         if given is None or isinstance(given, SamplingParams):
             return [(given or SamplingParams()).clone(output_kind=RequestOutputKind.FINAL_ONLY)] * count
         if len(given) != count:
-            raise RequestError(f"{count} prompts with {len(given)} sampling_params; give one for all, or one a prompt")
+            raise RequestError(f"{count} prompts with {len(given)} sampling_params; give one for all or one per prompt")
         if wrong := [type(p).__name__ for p in given if not isinstance(p, SamplingParams)]:
             raise RequestError(f"sampling_params holds {wrong[0]}, not SamplingParams")
         return [p.clone(output_kind=RequestOutputKind.FINAL_ONLY) for p in given]

@@ -1,4 +1,4 @@
-"""What vLLM has and minivllm has not: each name with what to do instead. Imports nothing heavy."""
+"""Names of vLLM that do not exist here, each with what to do instead. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minivllm.errors import RequestError, shown
 _GENERATES = "models here generate text"
 _SERVES = "`minivllm serve` starts a server, and in a program of your own LLMEngine takes requests while others run"
 
-# Names that vllm, vllm.sampling_params, vllm.inputs and vllm.outputs have.
+# Names in vllm, vllm.sampling_params, vllm.inputs and vllm.outputs.
 _NAMES: dict[str, str] = {
     "AsyncEngineArgs": _SERVES,
     "AsyncLLMEngine": _SERVES,
@@ -28,7 +28,7 @@ _NAMES: dict[str, str] = {
     _GENERATES,
 )  # fmt: skip
 
-# Methods of vllm.LLM, and of its LLMEngine.
+# Methods of vllm.LLM and of its LLMEngine.
 _METHODS: dict[str, str] = {
     "apply_model": "a model of your own is a plugin: `minivllm plugins new NAME --kind model` writes one",
     "beam_search": "generate with SamplingParams(n=...) draws several answers",
@@ -48,7 +48,7 @@ _METHODS |= dict.fromkeys(
 )
 
 
-# Members of vllm's LLMEngine, beside those methods, and of its ModelConfig.
+# Other members of vLLM's LLMEngine, and of its ModelConfig.
 _OF_ENGINE: dict[str, str] = {
     "add_lora": "merge the adapter into its checkpoint",
     "cache_config": "llm_engine.config.cache has the settings",
@@ -72,8 +72,8 @@ _MEMBERS = {"LLM": _METHODS, "LLMEngine": _METHODS | _OF_ENGINE, "ModelConfig": 
 
 
 def missing_name(module: str, name: str) -> Exception:
-    """What a module's ``__getattr__`` raises: of a name of vLLM an ImportError, as ``from … import`` drops what an
-    AttributeError says."""
+    """What a module's ``__getattr__`` raises; for a name of vLLM's an ImportError, as ``from … import`` replaces an
+    AttributeError's message by its own."""
     if name in _NAMES:
         return ImportError(f"{name} of vLLM is not supported: {_NAMES[name]}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -89,10 +89,10 @@ def missing_method(owner: object, name: str) -> AttributeError:
 
 
 def refuse(given: Mapping[str, Any], neutral: Mapping[str, Any], instead: Mapping[str, str] | None = None) -> None:
-    """Raises RequestError for an argument that asks for something, TypeError for one that vLLM has not either.
+    """Raises RequestError for an argument that is not supported, TypeError for one that vLLM does not have either.
 
-    ``neutral``: vLLM's arguments, each with the value that asks for what happens anyway, beside None and lists of it;
-    ``instead``: of some, what to do.
+    ``neutral``: vLLM's arguments, each with the value that changes nothing here; nor do None and lists of None.
+    ``instead``: for some arguments, what to do instead.
     """
     for name, value in given.items():
         if name not in neutral:

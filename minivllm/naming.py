@@ -1,4 +1,4 @@
-"""How errors suggest names for an unknown one: the nearest names, and all allowed ones, in one wording everywhere."""
+"""How error messages list names, and suggest some for an unknown one: with the same wording everywhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _CLOSE = 0.12  # how far below the best ratio further suggestions may be
 
 
 def nearest(value: str, allowed: Iterable[str]) -> list[str]:
-    """The names most like ``value``, best first, three at most. Case is ignored, and so is what says nothing of a name:
-    dashes in front, and the group of a key in the same one."""
+    """The names most like ``value``, best first, at most three. Case, leading dashes, and a group that both have in
+    common (``cache.``) do not count."""
     alike = sorted(((_ratio(value, name), name) for name in allowed), key=lambda pair: -pair[0])[:3]
     return [name for ratio, name in alike if ratio >= max(_ALIKE, alike[0][0] - _CLOSE)]
 

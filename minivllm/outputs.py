@@ -1,4 +1,4 @@
-"""What vLLM has under this name: what a request brings back."""
+"""The names of ``vllm.outputs``: the results of requests."""
 
 from __future__ import annotations
 

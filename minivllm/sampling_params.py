@@ -1,4 +1,4 @@
-"""What vLLM has under this name: how a request wants its tokens chosen."""
+"""The names of ``vllm.sampling_params``."""
 
 from __future__ import annotations
 

@@ -13,9 +13,10 @@ from typing import Any
 import yaml
 
 from minivllm.config.conf_dir import conf_dir
+from minivllm.config.keys import Key, keys_of, spelled, type_in_words
 from minivllm.config.modes import MODES
 from minivllm.config.overrides import group_options
-from minivllm.config.schema import EngineSchema, Key, keys_of, spelled, type_in_words
+from minivllm.config.schema import EngineSchema
 from minivllm.config.vllm_names import ATTENTION, EXECUTORS, VLLM_NAMES
 from minivllm.plugins import load_plugins
 from minivllm.plugins.registry import KINDS, Registry

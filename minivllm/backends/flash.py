@@ -238,10 +238,13 @@ class FlashBackend(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        why = super().unsupported(spec)
         if not any(installed(v.module) for v in VARIANTS):
-            names = ", ".join(v.module for v in VARIANTS)
-            return [*super().unsupported(spec), f"none of the packages {names} is installed"]
-        return super().unsupported(spec) or (choose(spec)[1] if choose(spec)[0] is None else [])
+            why.append(f"none of the packages {', '.join(v.module for v in VARIANTS)} is installed")
+        if why:
+            return why
+        variant, passed = choose(spec)
+        return passed if variant is None else []
 
     def describe(self) -> str:
         """Which FlashAttention runs, and why a better one does not."""

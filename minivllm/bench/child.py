@@ -18,8 +18,8 @@ from typing import Any
 
 from minivllm.child_process import importing_env
 
-_TICK = 0.25  # seconds between two looks
-_GRACE = 10.0  # between asking a job to end and ending it
+_TICK = 0.25  # seconds between checks of a job
+_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 _PR_SET_PDEATHSIG = 1
 _ERROR = re.compile(r"([\w.]+\.)?\w*(Error|Exception|Interrupt|Exit)\b(: .*)?")
 
@@ -94,7 +94,7 @@ def why(code: int, output: str) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The whole group, politely first: a job may have processes of its own, on GPUs that the next one needs."""
+    """End the job's process group, with SIGTERM first: it may have processes on GPUs that the next job needs."""
     if process.poll() is None:
         _signal(process, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+    with suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(process.pid, number)
 
 

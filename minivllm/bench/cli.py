@@ -12,14 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.bench.record import (
-    append,
-    environment,
-    mark,
-    peak_memory,
-    process_seconds,
-)
-from minivllm.bench.table import show
+from minivllm.bench.figures import show_host, show_profile, show_runs, show_served
+from minivllm.bench.record import append, environment, mark, peak_memory, process_seconds
 from minivllm.bytecode import without_bytecode
 from minivllm.config.modes import BenchOptions
 from minivllm.config.overrides import Override
@@ -28,14 +22,13 @@ from minivllm.files import check_writable
 
 if TYPE_CHECKING:
     from minivllm.bench.measure import Bench
-    from minivllm.bench.profile import Profile
     from minivllm.config.compose import Composed
     from minivllm.config.engine_config import EngineConfig
     from minivllm.core.engine import LLMEngine
     from minivllm.models.tokenizer import Tokenizer
 
 
-# What of a config ``workload=host`` reads, and profile=gpu, which sweeps add.
+# The keys that ``workload=host`` reads, and ``profile``, which sweeps add.
 _HOST = ("scheduler", "sampler", "cache.block_size", "cache.enable_prefix_caching", "check", "profile")
 TRACE, TIMELINE = "minivllm-trace.json", "minivllm-timeline.png"  # what trace=true and timeline=true write
 
@@ -63,7 +56,7 @@ class _Files:
         )
 
     def within(self, folder: str) -> _Files:
-        """The same are written, into a folder that nobody keeps."""
+        """Files of the same names in ``folder``: where ranks write whose output is discarded."""
         return _Files(*(None if path is None else Path(folder, path.name) for path in astuple(self)))
 
 
@@ -160,7 +153,7 @@ def _requests(
         record["requests"] = len(requests)
         record["step_ms_quantiles"] = step_quantiles(bench.step_ms)
         record |= peak_memory(record["device"])
-        _show_runs(record, options)
+        show_runs(record)
         if compiled_from is not None:
             print(
                 "Each start compiles torch anew, for seconds: Python has no bytecode of it. To keep it, once: "
@@ -172,7 +165,7 @@ def _requests(
             _say("profiling")
             profiled = profile_steps(bench, options.profile_steps, files.profile)
             record["profile"] = profiled.to_dict()
-            _show_profile(profiled)
+            show_profile(profiled)
         if files.trace or files.timeline:
             _record_steps(bench, record, files)
 
@@ -222,93 +215,7 @@ def _described(engine: LLMEngine, options: BenchOptions) -> dict[str, Any]:
     }
 
 
-_ROWS = (
-    ("seconds", "seconds", 3),
-    ("output tokens/s", "output_tokens_per_s", 1),
-    ("total tokens/s", "total_tokens_per_s", 1),
-    ("ms per step, mean", "ms_per_step_mean", 3),
-    ("ms per step, p50", "ms_per_step_p50", 3),
-    ("ms per step, p99", "ms_per_step_p99", 3),
-    ("host µs per step, p50", "host_us_per_step", 1),
-    ("host µs per step, p99", "host_us_per_step_p99", 1),
-    ("launch µs per step, p50", "launch_us_per_step", 1),
-    ("ms to first token, p50", "ttft_ms_p50", 1),
-    ("ms to first token, p99", "ttft_ms_p99", 1),
-    ("ms to last token, p50", "latency_ms_p50", 1),
-    ("ms to last token, p99", "latency_ms_p99", 1),
-)
-
-
-def _show_runs(record: dict[str, Any], options: BenchOptions) -> None:
-    """Print the figures, with what was measured above and below."""
-    work = options.workload
-    graphs = "CUDA graphs" if record.get("cuda_graphs") else "eager"
-    print(
-        f"{record['model']} ({record['load_format']} {record['weights']}), {record['dtype']}, tp={record['tp']}, "
-        f"{record['device']}, {graphs}, scheduler={record['scheduler']}\n{record.get('attention_why', '')}"
-    )
-    drafted, accepted = record["draft_tokens"], record["accepted_tokens"]
-    drafts = f", {accepted:,} of {drafted:,} draft tokens accepted" if drafted else ""
-    _show_figures(
-        f"workload={work.name}: {record['requests']:,} requests, {record['tokens_in']:,} tokens in, "
-        f"{record['tokens_out']:,} out, {record['steps']:,} steps, {record['preemptions']} preemptions{drafts}",
-        record,
-        _ROWS,
-    )
-    memory = [
-        f"{record[name] / 2**30:.2f} GiB {where}"
-        for name, where in (("peak_gpu_bytes", "on the GPU"), ("peak_host_bytes", "on the host"))
-        if record[name] is not None
-    ]
-    if record["time_to_ready_s"] is not None:
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in record["ready_phases_s"].items())
-        print(f"ready {record['time_to_ready_s']:.2f} s after the process began ({phases})")
-    print(f"peak memory of this process alone: {', '.join(memory)}")
-
-
-def _show_figures(title: str, record: dict[str, Any], figures: Sequence[tuple[str, str, int]]) -> None:
-    """The median, minimum and maximum of several runs, or the value of one. ``figures``: label, key, digits."""
-    count = len(record["runs"])
-    columns = {"median": "median", "min": "min", "max": "max"} if count > 1 else {"median": "value"}
-    rows = [[label, *(f"{record['spread'][key][at]:,.{digits}f}" for at in columns)] for label, key, digits in figures]
-    show(title + (f", {count} runs" if count > 1 else ""), ["", *columns.values()], rows)
-
-
-def _show_profile(profiled: Profile) -> None:
-    busy = profiled.gpu_busy
-    what = "kernel" if busy is not None else "CPU operation"
-    title = f"profile of {profiled.steps} steps: " + (
-        f"the GPU was busy {100 * busy:.1f}% of the time" if busy is not None else "no GPU kernel"
-    )
-    rows = [
-        [w.name if len(w.name) <= 60 else w.name[:57] + "...", f"{w.count:,}", f"{w.total_us:,.0f}",
-         f"{w.total_us / w.count:.1f}"] for w in profiled.largest
-    ]  # fmt: skip
-    show(title, [what, "count", "total µs", "µs each"], rows)
-    if profiled.trace is not None:
-        print(f"torch's trace: {profiled.trace} (chrome://tracing, Perfetto)")
-
-
 # --------------------------------------------------------------------------- over HTTP
-
-
-_SERVED_ROWS = (
-    ("seconds", "seconds", 3),
-    ("requests/s", "requests_per_s", 2),
-    ("output tokens/s", "output_tokens_per_s", 1),
-    ("total tokens/s", "total_tokens_per_s", 1),
-    *(
-        (f"ms {label}, {at}", f"{name}_ms_{at}", 2)
-        for label, name in (
-            ("to first token", "ttft"),
-            ("per output token", "tpot"),
-            ("between messages", "itl"),
-            ("to last token", "latency"),
-        )
-        for at in ("mean", "p50", "p90", "p99")
-    ),
-    ("failed requests", "failed", 0),
-)
 
 
 def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any], overrides: Sequence[str]) -> bool:
@@ -344,12 +251,7 @@ def _served(options: BenchOptions, tokenizer: str | None, record: dict[str, Any]
         "repeat": options.repeat,
         "requests": requests,
     }
-    _show_figures(
-        f"{server.url}, endpoint={options.endpoint}, model={server.model}, workload={options.workload.name}: "
-        f"{requests:,} requests, {record['tokens_in']:,} tokens in, {record['tokens_out']:,} out",
-        record,
-        _SERVED_ROWS,
-    )
+    show_served(record)
     failed, uncounted = sum(run.failed for run in runs), sum(run.uncounted for run in runs)
     if uncounted:
         out, asked = sum(run.tokens_out for run in runs), sum(run.tokens_asked for run in runs)
@@ -388,14 +290,7 @@ def _host(config: EngineConfig, options: BenchOptions, record: dict[str, Any], o
         "host": [asdict(row) for row in rows],
         "limits": [{**asdict(limit), "held": limit.held} for limit in found],
     }
-    show(
-        f"workload=host: µs a step, scheduler={config.scheduler.name}, {record['cpu']}",
-        ["running", "waiting", "median", "p99"],
-        [[f"{r.running:,}", f"{r.waiting:,}", f"{r.us_p50:.1f}", f"{r.us_p99:.1f}"] for r in rows],
-    )
-    if found:
-        lines = [[x.name, f"{x.value:.2f}", f"{x.limit:g}", "yes" if x.held else "NO"] for x in found]
-        show("limits", ["", "value", "at most", "held"], lines)
+    show_host(rows, found, f"scheduler={config.scheduler.name}, {record['cpu']}")
     return all(limit.held for limit in found)
 
 

@@ -22,13 +22,13 @@ _FAILURES = aiohttp.ClientError, TimeoutError, ValueError, OSError  # of a reque
 
 T = TypeVar("T")
 
-# What is read of a server's JSON; anything else in it is passed over, and another type is an error.
+# What is read of a server's JSON: other fields are ignored, other types are errors.
 
 
 class _Model(msgspec.Struct):
     id: str
     max_model_len: int | None = None
-    vocab_size: int | None = None  # ours says it
+    vocab_size: int | None = None  # only minivllm has it
 
 
 class _Models(msgspec.Struct):
@@ -47,8 +47,8 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None  # of a chat
 
     def brings_token(self) -> bool:
-        """A chat's first message may say nothing but who speaks, its last nothing but why it ends. One that says
-        nothing at all is of a token that is no text yet."""
+        """A chat's first message may have only a role, its last only a finish reason. One with neither, and without
+        text, stands for a token that does not complete a character."""
         delta = self.delta
         if delta is None or delta.content or delta.reasoning or delta.reasoning_content:
             return True
@@ -189,7 +189,7 @@ class Server:
         if reason is None:
             answer.error = "the stream broke off"
             return
-        answer.came = answer.came or [answer.ended]  # its tokens were no text
+        answer.came = answer.came or [answer.ended]  # its tokens had no text
         answer.uncounted = counted is None or answer.tokens_in is None
         # a server that does not count sends a message for each token, or all that it was asked for
         answer.tokens = counted or (wanted if reason == "length" else len(answer.came))

@@ -190,10 +190,10 @@ def compile_ahead(launches: Iterable[tuple]) -> None:
 
 
 @contextmanager
-def programmatic_launch(on: bool) -> Iterator[None]:
-    """With ``on`` False, launch kernels the ordinary way that would be launched programmatically."""
+def without_pdl() -> Iterator[None]:
+    """A context in which kernels are launched the ordinary way, not as programmatic dependent launches."""
     modules, usual = (skinny, cluster_module, norm_module), skinny.use_pdl
-    for module in modules if not on else ():
+    for module in modules:
         module.use_pdl = lambda device: False  # type: ignore[attr-defined]
     cluster_module._plan.cache_clear()  # it caches the answer
     try:
@@ -317,7 +317,7 @@ def chain(model: Shape) -> None:
 
         library = replay_seconds(separate)
         expected = h.float()
-        with programmatic_launch(False):
+        with without_pdl():
             ordinary = replay_seconds(fused)
         mine = replay_seconds(fused)
         error = float((h.float() - expected).norm() / expected.norm())

@@ -33,9 +33,9 @@ def environment() -> dict[str, Any]:
 
 
 def mark(record: dict[str, Any]) -> str:
-    """The machine, the versions, the commit and the day, in one line: what stands beneath each picture.
+    """The machine, versions, commit and day in one line, the caption of each chart.
 
-    Of a server only its address and its model are known; the rest is the client's, and torch has no part in it.
+    For a server (``url=``) only its address and model are known; machine and versions are the client's.
     """
     device = record.get("device", "cpu")
     machine = record.get("cpu", "") if device in ("cpu", "none") else device
@@ -50,7 +50,7 @@ def mark(record: dict[str, Any]) -> str:
 def commit() -> str | None:
     """The commit of a source tree, with ``-dirty`` if tracked files differ from it; None for an installed package.
 
-    ``MINIVLLM_COMMIT`` says it for a copy without its git folder (an image, a remote machine).
+    ``MINIVLLM_COMMIT`` overrides it, for copies without a .git folder (an image, a remote machine).
     """
     if said := os.environ.get("MINIVLLM_COMMIT"):
         return said
@@ -73,7 +73,7 @@ def cpu_name() -> str:
 
 
 def process_seconds() -> float | None:
-    """Seconds since this process was started, its interpreter's start included; None where the system does not say."""
+    """Seconds since this process was started, including the interpreter's startup; None if they are not known."""
     try:
         # Field 22 of proc(5), in clock ticks since boot; the name in field 2 may hold spaces and parentheses.
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

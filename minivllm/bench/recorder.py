@@ -1,4 +1,4 @@
-"""Step observers: when each request got its first token; or everything that a picture of a run needs.
+"""Step observers: one that notes when each request got its first token, one that records all that charts need.
 
 Clock values are ``time.perf_counter``'s.
 """
@@ -72,8 +72,8 @@ class Step:
 class StepRecorder:
     """Everything about each step, for ``trace=`` and ``timeline=``. Attach it as ``engine.observer``; then ``finish``.
 
-    On a GPU of this process a step's time on the device comes from CUDA events before and after its launch. Elsewhere
-    the host can only tell when it had launched a step and when it had the tokens: ``clock`` says which it was.
+    If this process runs a GPU, a step's time on the device is from CUDA events before and after its launch. Otherwise
+    it is estimated from when the host launched the step and when it had the tokens; ``clock`` says which.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -153,7 +153,7 @@ class StepRecorder:
         step.ended = time.perf_counter()
 
     def finish(self) -> None:
-        """Work out the device's times, and drop steps whose tokens nobody waited for."""
+        """Compute the device's times, and drop steps that were never committed."""
         if self._zero and self._events:
             self._events[-1][1].synchronize()
             for step, (start, end) in zip(self.steps, self._events, strict=True):

@@ -40,5 +40,6 @@ def median_seconds(step: Callable[[], object], repeats: int) -> float:
     return sorted(times[3:])[repeats // 2]
 
 
-def replay_seconds(run: Callable[[], object], repeats: int = 7) -> float:
-    return median_seconds(captured(run).replay, repeats)
+def replay_seconds(run: Callable[[], object]) -> float:
+    """The median device time of seven replays of what ``run`` launches."""
+    return median_seconds(captured(run).replay, 7)

@@ -136,7 +136,7 @@ class Sweep:
         try:
             tree = json.loads(file.read_text(encoding="utf-8"))
             if tree.pop("format") != FORMAT:
-                raise ConfigError(f"{file} was written by another version of minivllm and cannot be gone on with")
+                raise ConfigError(f"{file} was written by another version of minivllm and cannot be resumed")
             return cls(**(tree | {"rows": [Row(**row) for row in tree["rows"]]}))
         except (FileNotFoundError, NotADirectoryError) as e:
             raise ConfigError(

@@ -8,9 +8,9 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from minivllm.config.keys import keys_of
 from minivllm.config.modes import MODES
 from minivllm.config.overrides import Override, groups_of, option_node, typed_keys
-from minivllm.config.schema import keys_of
 from minivllm.errors import ConfigError
 from minivllm.plugins import default_registry
 

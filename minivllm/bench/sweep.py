@@ -20,7 +20,7 @@ from minivllm.bench.table import show
 from minivllm.config.compose import compose
 from minivllm.config.modes import BenchOptions, SweepOptions
 from minivllm.config.overrides import Override
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, one_line
 from minivllm.naming import listed
 from minivllm.plugins.registry import Registry
 
@@ -56,7 +56,7 @@ def _options(own: Sequence[str], registry: Registry) -> SweepOptions:
     assert isinstance(composed, BenchOptions)
     options = composed.sweep
     if options.resume is not None and options.dir is not None:
-        raise ConfigError(f"sweep.resume={options.resume} goes on in that folder; leave sweep.dir out")
+        raise ConfigError(f"sweep.resume={options.resume} resumes in that folder; leave sweep.dir out")
     return options
 
 
@@ -91,7 +91,7 @@ def _refused(row: Row, registry: Registry) -> str | None:
     try:
         compose(row.overrides, registry, mode="bench")
     except ConfigError as e:
-        return " ".join(str(e).split())
+        return one_line(e)
     return None
 
 
@@ -105,7 +105,7 @@ def _make_folder(name: str | None) -> Path:
         folder = Path(expanduser(name))
         if (folder / "results.json").exists():
             raise ConfigError(
-                f"sweep.dir={name} holds a sweep already: type sweep.resume={name} to go on with it, or take another"
+                f"sweep.dir={name} holds a sweep already: type sweep.resume={name} to resume it, or take another"
             )
         if held := sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []:
             raise ConfigError(
@@ -182,7 +182,7 @@ def _run(sweep: Sweep, folder: Path, refused: dict[int, str]) -> int:
         progress.clear()
         write_report(sweep, folder / "report.html")
         left = sum(row.status == "waiting" for row in sweep.rows)
-        _say(f"interrupted with {left} of {len(sweep.rows)} to go; go on with: minivllm bench -m sweep.resume={folder}")
+        _say(f"interrupted with {left} of {len(sweep.rows)} left; resume with: minivllm bench -m sweep.resume={folder}")
         return 130
     write_report(sweep, folder / "report.html")
     show_sweep(sweep)

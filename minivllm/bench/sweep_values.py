@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from minivllm.config.keys import keys_of
 from minivllm.config.modes import MODES
 from minivllm.config.overrides import Override, check_group, check_key, group_options, groups_of
-from minivllm.config.schema import keys_of
 from minivllm.config.settle import component_fields, named_component
 from minivllm.errors import ConfigError
 from minivllm.plugins.registry import Registry

@@ -10,9 +10,10 @@ from typing import Any
 
 from minivllm.config.engine_config import EngineConfig
 from minivllm.config.hydra_tree import compose_tree
+from minivllm.config.keys import keys_of, spelled
 from minivllm.config.modes import MODES, ModeOptions
 from minivllm.config.overrides import Override, check_group, check_key, groups_of, model_keys, quote, tokenizer_source
-from minivllm.config.schema import EngineSchema, keys_of, spelled
+from minivllm.config.schema import EngineSchema
 from minivllm.config.settle import (
     check_ranges,
     check_scheduler,

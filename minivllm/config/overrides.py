@@ -12,8 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm.config.keys import Key, keys_of
 from minivllm.config.modes import MODES
-from minivllm.config.schema import EngineSchema, Key, keys_of
+from minivllm.config.schema import EngineSchema
 from minivllm.config.vllm_names import NEGATED, VLLM_NAMES
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean, either, listing, nearest

@@ -7,11 +7,11 @@ Hydra needs mutable dataclasses; ``compose.py`` turns them into the frozen ones 
 
 from __future__ import annotations
 
-import json
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass
 from enum import Enum
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
+
+from minivllm.config.keys import key
 
 
 class Device(Enum):
@@ -65,17 +65,6 @@ class ToolCallParser(Enum):
 class Endpoint(Enum):
     completions = "completions"
     chat = "chat"
-
-
-def key(default: Any, help: str, **meta: Any) -> Any:
-    """A field with its help and limits.
-
-    ``ge``, ``gt``, ``le`` bound a number; ``text`` marks a value taken as typed, outside Hydra's grammar.
-    """
-    metadata = {"help": help, **meta}
-    if isinstance(default, type):
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 # --------------------------------------------------------------------------- groups
@@ -132,7 +121,13 @@ class SchedulerSchema:
 class CacheSchema:
     block_size: int = key(16, "tokens in a cache block", ge=1)
     num_blocks: int | None = key(None, "cache blocks; null: as many as fit in memory", ge=1)
-    gpu_memory_utilization: float = key(0.9, "fraction of the GPU's memory to use", gt=0, le=1)
+    gpu_memory_utilization: float = key(
+        0.9,
+        "fraction to use of the GPU memory that is free once the weights are loaded: for the cache and for what a step "
+        "needs at its peak",
+        gt=0,
+        le=1,
+    )
     enable_prefix_caching: bool = key(True, "share the blocks of equal prefixes")
     dtype: CacheDtype = key(
         CacheDtype.auto,
@@ -355,68 +350,3 @@ class BenchSchema(EngineSchema):
     timeline: str = key("false", "true, or FILE.png: run once more and plot batches and cache use over time", text=True)
     check: bool = key(False, "workload=host: exit with 1 if a limit is exceeded")
     sweep: SweepSchema = key(SweepSchema, "several configurations")
-
-
-# --------------------------------------------------------------------------- reading the tree
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A leaf of a schema."""
-
-    name: str  # dotted, as typed
-    type: str  # as shown in messages
-    default: Any
-    help: str
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    text: bool = False
-    mapping: bool = False  # a mapping with arbitrary keys
-
-
-def keys_of(schema: type, prefix: str = "") -> dict[str, Key]:
-    """Every leaf of a schema by its dotted name, in declaration order."""
-    found: dict[str, Key] = {}
-    hints = get_type_hints(schema)
-    for f in fields(schema):
-        name, hint, meta = prefix + f.name, hints[f.name], dict(f.metadata)
-        if is_dataclass(hint):
-            found |= keys_of(hint, name + ".")  # type: ignore[arg-type]
-        else:
-            default = f.default if f.default_factory is MISSING else f.default_factory()
-            found[name] = Key(name, type_in_words(hint), default, **meta, mapping=get_origin(hint) is dict)
-    return found
-
-
-def type_in_words(hint: Any) -> str:
-    """A type such as ``int | None`` in words, for messages."""
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(member.name for member in hint)
-    if isinstance(hint, UnionType):
-        return " or ".join(type_in_words(arm) for arm in get_args(hint))
-    origin = get_origin(hint)
-    if origin is list:
-        return "a list of " + type_in_words(get_args(hint)[0]).split(" ", 1)[1] + "s"
-    if origin is dict:
-        return "a mapping"
-    return _WORDS[hint]
-
-
-def spelled(value: Any) -> str:
-    """A value as a user types it."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return f"[{','.join(map(spelled, value))}]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    type(None): "null",
-    Any: "a string or a list",
-}

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, get_type_hints
 
-from minivllm.config.schema import Key
+from minivllm.config.keys import Key
 from minivllm.core.model_config import frozen
 from minivllm.errors import ConfigError
 from minivllm.naming import did_you_mean, listing
@@ -203,6 +203,7 @@ def freeze(value: Any, target: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
+    """A frozen config as dicts and lists, for YAML."""
     if is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):

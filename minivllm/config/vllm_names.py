@@ -42,7 +42,9 @@ ATTENTION = {
     "CPU_ATTN": "torch",
     "AUTO": "auto",
 }
+DTYPES = {"half": "float16", "float": "float32"}
 CACHE_DTYPES = {"fp8_e4m3": "fp8"}  # values of kv_cache_dtype
+LOAD_FORMATS = {"safetensors": "auto"}
 EXECUTORS = {"mp": "multiproc", "ray": "ray", "uni": "single", "external_launcher": "torchrun"}
 
 _MULTIMODAL = "there are no multimodal models"
@@ -143,7 +145,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "spec_model": ((), _SPECULATION),
     "spec_tokens": ((), _SPECULATION),
     "speculative_config": ((), "it is a mapping, as {'method': 'ngram', 'num_speculative_tokens': 5}"),
-    "stream_interval": ((1,), "an answer is told step by step"),
+    "stream_interval": ((1,), "each step's tokens are returned at once"),
     "structured_outputs_config": (({}, {"backend": "auto"}, {"backend": "guidance"}), _GRAMMARS),
     "swap_space": ((int, float), "preempted requests are computed again, not swapped"),
     "task": (("auto", "generate"), "models generate"),
@@ -283,8 +285,3 @@ def _shown(neutral: Any) -> str:
     if isinstance(neutral, type):
         return _CALLED[neutral]
     return f"{neutral.start} to {neutral.stop - 1}" if isinstance(neutral, range) else repr(neutral)
-
-
-DTYPES = {"half": "float16", "float": "float32"}
-
-LOAD_FORMATS = {"safetensors": "auto"}

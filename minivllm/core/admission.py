@@ -132,7 +132,7 @@ class Admission:
                 raise RequestError("prompt_token_ids is a str, not a list; text is prompt")
             if text is None and ids is None:
                 raise RequestError(
-                    "a prompt is text or a list of token ids, in a mapping its prompt or its prompt_token_ids"
+                    "a prompt is text or a list of token ids, or a mapping with prompt or prompt_token_ids"
                 )
             ids = text if ids is None else ids
         if isinstance(ids, str):
@@ -159,7 +159,7 @@ class Admission:
         wrong = np.nonzero((tokens < 0) | (tokens >= vocab))[0]
         if len(wrong):
             raise RequestError(
-                f"token id {tokens[wrong[0]]} at place {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
+                f"token id {tokens[wrong[0]]} at index {wrong[0]} is outside the vocabulary: 0 to {vocab - 1}"
             )
         return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
 

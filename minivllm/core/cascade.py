@@ -127,7 +127,7 @@ def _tree(common: np.ndarray, block_size: int, limits: CascadeLimits) -> _Tree:
     return _Tree(first_, last_, begin_, end_, above_, deepest)
 
 
-def _up(a: Any, b: Any) -> Any:
+def _cdiv(a: Any, b: Any) -> Any:
     """a / b, rounded up."""
     return -(-a // b)
 
@@ -136,11 +136,11 @@ def _cut(
     tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits, beside: bool
 ) -> CascadePlan | None:
     step, blocks, members = max(limits.keys // block_size, 1), tree.end - tree.begin, tree.last - tree.first
-    tiles = _up(members, limits.rows)
-    share = max(int(_up((tiles * blocks).sum(), limits.beside if beside else limits.alone)), step)
+    tiles = _cdiv(members, limits.rows)
+    share = max(int(_cdiv((tiles * blocks).sum(), limits.beside if beside else limits.alone)), step)
     while True:
-        even = _up(_up(blocks, _up(blocks, share)), step) * step  # blocks of an item
-        pieces = _up(blocks, even)
+        even = _cdiv(_cdiv(blocks, _cdiv(blocks, share)), step) * step  # blocks of an item
+        pieces = _cdiv(blocks, even)
         if (tiles * pieces).sum() <= limits.items and (members * pieces).sum() <= limits.parts:
             break
         if share >= blocks.max():

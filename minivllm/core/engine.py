@@ -22,7 +22,16 @@ from minivllm.core.outputs import RequestOutput
 from minivllm.core.requests import Completion, Prompt, Request
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.sequence import FinishReason, Sequence
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, blamed, calling, place_of, told
+from minivllm.errors import (
+    EngineDeadError,
+    MinivllmError,
+    RequestError,
+    blamed,
+    calling,
+    described,
+    place_of,
+    was_shut_down,
+)
 from minivllm.missing import missing_method, refuse
 
 if TYPE_CHECKING:
@@ -110,7 +119,7 @@ class LLMEngine:
         self._prompt_tokens_since_step = 0
         self._dead: BaseException | None = None
         self._stuck_since: float | None = None
-        self._untold: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
+        self._unreturned: list[RequestOutput] = []  # not yet returned: the step ended with Ctrl-C
         self._uninterrupted = Uninterrupted()
         self._closed = False
 
@@ -197,7 +206,7 @@ class LLMEngine:
             EngineDeadError: a scheduler's ``abort`` failed.
         """
         names = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._untold = [output for output in self._untold if output.request_id not in names]
+        self._unreturned = [output for output in self._unreturned if output.request_id not in names]
         self._uninterruptedly(partial(self._abort, names), "an abort")
 
     def _abort(self, names: list[str]) -> None:
@@ -220,7 +229,7 @@ class LLMEngine:
         return request_id in self._requests
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests or self._untold)
+        return bool(self._requests or self._unreturned)
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -256,7 +265,7 @@ class LLMEngine:
         """
         self.check_health()
         self._uninterruptedly(self._step)
-        outputs, self._untold = self._untold, []
+        outputs, self._unreturned = self._unreturned, []
         return outputs
 
     def _uninterruptedly(self, act: Callable[[], _T], what: str = "a step") -> _T:
@@ -295,7 +304,7 @@ class LLMEngine:
             self._launch()
         if batch.scored is not None:
             self._take_scores(batch, batch.scored, oldest.scored, result.prompt_logprobs)
-        self._untold += self._take_in(committed, result.logprobs, sequences)
+        self._unreturned += self._take_in(committed, result.logprobs, sequences)
         self._guide_first()
         if self.observer is not None:
             self.observer.committed(batch, committed, done)
@@ -399,7 +408,7 @@ class LLMEngine:
             self._touched = {
                 name: request
                 for name, request in telling.items()
-                if name not in ended and ((hold and request.told) or request in self._unscored)
+                if name not in ended and ((hold and request.had_output) or request in self._unscored)
             }
             telling = {name: request for name, request in telling.items() if name not in self._touched}
         return [
@@ -521,7 +530,7 @@ class LLMEngine:
             self._dead = None
             raise
         except BaseException as error:
-            why = error if isinstance(error, MinivllmError) else told(error)
+            why = error if isinstance(error, MinivllmError) else described(error)
             self._dead = EngineDeadError(
                 f"some weights may be old and some new, make a new engine: loading failed: {why}"
             )
@@ -533,7 +542,7 @@ class LLMEngine:
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine was shut down, or if it or one of its ranks is dead."""
         if self._closed:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         if self._dead is not None:
             why = str(self._dead) or type(self._dead).__name__
             raise EngineDeadError(f"the engine stopped earlier: {why}") from self._dead

@@ -69,7 +69,7 @@ class Guide:
         self._bad_words = bad_words
         self._ends = ends
         self._said: list[int] = []  # the last tokens, as many as bad words need
-        self._told: tuple[tuple[int, int], bytes] | None = None  # last sent to the device: (slot, generation), mask
+        self._sent: tuple[tuple[int, int], bytes] | None = None  # last sent to the device: (slot, generation), mask
 
     @property
     def ended(self) -> bool:
@@ -84,8 +84,8 @@ class Guide:
 
     def is_new(self, place: tuple[int, int], bits: np.ndarray) -> bool:
         """Whether this mask differs from the one last sent to the device for this slot and generation. Records it."""
-        before, self._told = self._told, (place, bits.tobytes())
-        return before != self._told
+        before, self._sent = self._sent, (place, bits.tobytes())
+        return before != self._sent
 
     def cut_by(self, token: int) -> bool:
         """Whether output that ends with ``token`` (not yet taken) is incomplete under the grammar."""
@@ -215,7 +215,7 @@ class Guides:
         self._width = mask_words(self._for_grammars.vocab_size)
 
     def _answers(self, grammars: Sequence[str], reasoning: str | None) -> Any:
-        """A fresh matcher of answers that match any of these, perhaps behind reasoning."""
+        """A fresh matcher of answers that match any of these grammars, after reasoning if there may be some."""
         answer, *others = (self._matcher(grammar) for grammar in grammars)
         if others:
             answer = AnyOf([answer, *others])

@@ -1,7 +1,8 @@
-"""Several llguidance matchers as one: answers of different kinds, and reasoning before an answer.
+"""Combines llguidance matchers: alternative kinds of answers, and reasoning before an answer.
 
-One grammar could say the same, but llguidance's lexer is greedy: where one way goes on with a long literal, another's
-short token never ends. Here each way has a matcher of its own, and what any of them allows is allowed.
+A single grammar could express this, but llguidance's lexer is greedy: where one alternative continues with a long
+literal, another's short token would never end. So each alternative has its own matcher, and a token is allowed if any
+of them allows it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Spaces:
     bits: np.ndarray  # (words,) int32: as in ``TokenMasks.bits``
 
 
-class Several(ABC):
-    """What guides call of a matcher."""
+class CompositeMatcher(ABC):
+    """The part of a matcher's interface that guides use, on several of llguidance's matchers."""
 
     @abstractmethod
     def parts(self) -> list[Any]:
@@ -34,7 +35,7 @@ class Several(ABC):
 
     @abstractmethod
     def consume_token(self, token: int) -> bool:
-        """Go on by a token; whether it was allowed."""
+        """Advance by a token; returns whether it was allowed."""
 
     @abstractmethod
     def is_accepting(self) -> bool: ...
@@ -49,7 +50,7 @@ class Several(ABC):
         return str(self.parts()[0].get_error())
 
 
-class AnyOf(Several):
+class AnyOf(CompositeMatcher):
     """An answer that may fit any of several grammars."""
 
     def __init__(self, matchers: list[Any]) -> None:
@@ -63,7 +64,7 @@ class AnyOf(Several):
         return AnyOf([matcher.deep_copy() for matcher in self._alive])
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of them may follow, as llguidance's."""
+        """How many of them may follow, as llguidance's method."""
         return max(matcher.validate_tokens(tokens) for matcher in self._alive)
 
     def consume_token(self, token: int) -> bool:
@@ -79,12 +80,12 @@ class AnyOf(Several):
         return all(matcher.is_stopped() for matcher in self._alive)
 
 
-class AfterReasoning(Several):
-    """Reasoning, which may be anything, and an answer behind it."""
+class AfterReasoning(CompositeMatcher):
+    """Reasoning, which may be any text, then an answer."""
 
     def __init__(self, answer: Any, thoughts: Any, begin: Any, spaces: Spaces) -> None:
-        """Fresh matchers of the answer and of ``THOUGHTS``. ``begin``: of ``BEGIN``, if there is reasoning only where
-        the output begins with that; None: it is within reasoning already."""
+        """Fresh matchers of the answer and of ``THOUGHTS``. ``begin``: of ``BEGIN``, if the output has reasoning only
+        if it begins with that; None: the output starts within reasoning."""
         self._answer, self._thoughts, self._begin = answer, thoughts, begin
         self._at_once = None if begin is None else answer.deep_copy()  # the answer, if there is no reasoning
         self._thinks = begin is None
@@ -116,7 +117,7 @@ class AfterReasoning(Several):
         return bool(self._answer.consume_token(token))
 
     def _consume_first(self, token: int) -> bool:
-        """A token that either begins reasoning or the answer, or perhaps both."""
+        """Advance by a token while it is open whether the output begins with reasoning or with the answer."""
         if not self._begin.validate_tokens([token]):
             if self._at_once is None:
                 return False
@@ -145,4 +146,4 @@ class AfterReasoning(Several):
 
 def parts_of(matcher: Any) -> list[Any]:
     """llguidance's matchers whose masks together are ``matcher``'s."""
-    return matcher.parts() if isinstance(matcher, Several) else [matcher]
+    return matcher.parts() if isinstance(matcher, CompositeMatcher) else [matcher]

@@ -46,8 +46,8 @@ _OFTEN = 8  # capture a graph once this many steps wanted it: a capture costs wh
 _MOST_GRAPHS = 64
 
 
-class _Place(NamedTuple):
-    """A graph's packet layout, and the packet's arrays on the device."""
+class _Staged(NamedTuple):
+    """The packet of a graph in ``staging``: its layout, and its arrays on the device."""
 
     packing: Packing
     rows: torch.Tensor
@@ -71,7 +71,7 @@ class MixedGraphs:
         self.staging = Staging(device, self._packing(top, longest).words)
         self.positions, self.slot_mapping = torch.zeros((2, top + longest), dtype=torch.int64, device=device)
         self.block_tables = torch.zeros((top + _PROMPTS, runner.block_table.shape[1]), dtype=torch.int32, device=device)
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._staged: dict[tuple[int, int], _Staged] = {}
         self._plans: dict[_Key, AttentionBatch] = {}
         self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._kept: dict[_Key, Kept] = {}
@@ -83,12 +83,12 @@ class MixedGraphs:
         of_rows = (((n,), np.int32) for n in (_PROMPTS, rows + _PROMPTS, rows + _PROMPTS + 1, words))
         return Packing(((5, rows), np.int64), ((rows + size,), np.int64), *of_rows)
 
-    def _place(self, key: _Key) -> _Place:
+    def _staged_of(self, key: _Key) -> _Staged:
         rows, size, _ = key
-        if (rows, size) not in self._places:
+        if (rows, size) not in self._staged:
             packing = self._packing(rows, size)
-            self._places[rows, size] = _Place(packing, *packing.cut(self.staging.words))
-        return self._places[rows, size]
+            self._staged[rows, size] = _Staged(packing, *packing.cut(self.staging.words))
+        return self._staged[rows, size]
 
     # ------------------------------------------------------------------ choosing
 
@@ -157,11 +157,11 @@ class MixedGraphs:
 
     def _load(self, key: _Key, batch: Batch) -> None:
         """Copy the step's input to the device, and plan it."""
-        (rows, size, _), place, run = key, self._place(key), self.runner
+        (rows, size, _), packing, run = key, self._staged_of(key).packing, self.runner
         n, d, t = len(batch.slots), batch.num_decodes, len(batch.token_ids)
         m, lens, new = n - d, batch.num_computed + batch.num_new, batch.num_new[d:]
-        packet = np.zeros(place.packing.words, dtype=np.int32)
-        (decodes, slots, after, ends, last), input_ids, prompt_slots, seq_lens, start, words = place.packing.cut(packet)
+        packet = np.zeros(packing.words, dtype=np.int32)
+        (decodes, slots, after, ends, last), input_ids, prompt_slots, seq_lens, start, words = packing.cut(packet)
         decodes[:d], decodes[d:] = batch.slots[:d], self.padding
         slots[:n], slots[n:] = batch.slots, self.padding
         after[:n], ends[:n] = lens, lens - 1
@@ -181,37 +181,37 @@ class MixedGraphs:
 
     def _plan(self, key: _Key) -> AttentionBatch:
         if key not in self._plans:
-            (rows, size, whole), seqs, place = key, key[0] + _PROMPTS, self._place(key)
+            (rows, size, whole), seqs, staged = key, key[0] + _PROMPTS, self._staged_of(key)
             self._plans[key] = captured_batch(
-                rows, place.query_start, place.seq_lens, self.block_tables[:seqs], self.slot_mapping[: rows + size],
+                rows, staged.query_start, staged.seq_lens, self.block_tables[:seqs], self.slot_mapping[: rows + size],
                 graph_whole=whole,
-                last_tokens=place.rows[4] if size >= rows else None,
-                prompt_words=place.prompt_words,
+                last_tokens=staged.rows[4] if size >= rows else None,
+                prompt_words=staged.prompt_words,
             )  # fmt: skip
         return self._plans[key]
 
     def _step(self, key: _Key) -> Kept:
         """What is captured."""
         run, hidden = self.runner, self._forward(key)
-        _, slots, after, ends, _ = self._place(key).rows
+        _, slots, after, ends, _ = self._staged_of(key).rows
         tokens, _ = run.sample(hidden, slots, after)
         self.landing.finish(tokens, slots, ends, run.last_token, run.num_computed, self.padding)
         return Kept(hidden, tokens, None)
 
     def _forward(self, key: _Key) -> torch.Tensor:
         """Hidden states (D, hidden_size) that the step samples from."""
-        (rows, size, _), place, plan, run = key, self._place(key), self._plan(key), self.runner
-        decodes, _, _, _, last = place.rows
+        (rows, size, _), staged, plan, run = key, self._staged_of(key), self._plan(key), self.runner
+        decodes, _, _, _, last = staged.rows
         positions, slot_mapping, tables = self.positions[: rows + size], plan.slot_mapping, plan.block_tables
         decode_inputs(
-            decodes, run.last_token, run.num_computed, run.block_table, place.input_ids[:rows], positions[:rows],
-            place.seq_lens[:rows], slot_mapping[:rows], tables[:rows], run.block_size, self._decodes.after[:rows],
+            decodes, run.last_token, run.num_computed, run.block_table, staged.input_ids[:rows], positions[:rows],
+            staged.seq_lens[:rows], slot_mapping[:rows], tables[:rows], run.block_size, self._decodes.after[:rows],
         )  # fmt: skip
         prompt_inputs(
-            place.query_start[rows:], place.seq_lens[rows:], place.prompt_slots, run.block_table, positions[rows:],
+            staged.query_start[rows:], staged.seq_lens[rows:], staged.prompt_slots, run.block_table, positions[rows:],
             slot_mapping[rows:], tables[rows:], run.block_size,
         )  # fmt: skip
-        hidden = run.model.forward(place.input_ids, positions, run.attention)
+        hidden = run.model.forward(staged.input_ids, positions, run.attention)
         if len(hidden) == rows + size:  # few tokens, or a model that ignores ``last_tokens``
             hidden = hidden.index_select(0, last)
         return hidden
@@ -220,7 +220,7 @@ class MixedGraphs:
         """Run the sampler's ``refine`` for the step just replayed."""
         run, rows = self.runner, np.nonzero(batch.samples)[0]
         (at,) = run.staging.send(rows)
-        _, slots, after, _, _ = self._place(key).rows
+        _, slots, after, _, _ = self._staged_of(key).rows
         hidden, tokens, slots, after = (x.index_select(0, at) for x in (kept.hidden, kept.tokens, slots, after))
         logits = run.model.compute_logits(hidden)
         tokens, logprobs = run.refine(logits, slots, after, tokens, batch.slots[rows])

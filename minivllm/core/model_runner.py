@@ -163,16 +163,18 @@ class ModelRunner:
         n, sampled = len(batch.slots), np.nonzero(batch.samples)[0]
         some = sampled if len(sampled) < n else NO_INTS
         rows = batch.joined() if batch.num_tokens <= PICKED_FROM and batch.scored is None else batch
-        graphs = self.prompt_graphs if batch.scored is None else None  # they may keep only last tokens' hidden states
+        # Graphs may keep only the hidden states of rows' last tokens: not enough to score prompts, nor, if a draft is
+        # joined to its sequence's row, to verify it.
+        graphs = self.prompt_graphs if batch.scored is None else None
         key = graphs.key_for(rows) if graphs is not None else None
-        if graphs is not None and key is not None and rows is not batch and graphs.picks(key):  # all are needed
+        if graphs is not None and key is not None and rows is not batch and graphs.picks(key):
             rows, key = batch, graphs.key_for(batch)
         drafts = rows is not batch
         ends_of_all = batch.ends(self.num_slots).reshape(-1) if drafts else NO_INTS
         if graphs is not None and key is not None:
-            told = graphs.told(key, rows)
-            admission, (_, some_, ends_) = self.begin(batch, told.packet, some, ends_of_all, staging=graphs.staging)
-            hidden, ends = graphs.launch(key, told, batch.num_decodes)
+            given = graphs.input_of(key, rows)
+            admission, (_, some_, ends_) = self.begin(batch, given.packet, some, ends_of_all, staging=graphs.staging)
+            hidden, ends = graphs.launch(key, given, batch.num_decodes)
         else:
             admission, some_, ends_, hidden, ends = self._launch_layers(rows, some, ends_of_all)
         ends = ends_.view(4, -1) if drafts else ends

@@ -60,7 +60,7 @@ def prompt_sizes(most: int, between: int, full: int = 0) -> list[int]:
     return [*(n for n in sizes if n < full), full] if full else sizes
 
 
-class Told(NamedTuple):
+class GraphInput(NamedTuple):
     """The input of a graph: n sequences, t tokens, then padding."""
 
     num_seqs: int  # n
@@ -71,8 +71,8 @@ class Told(NamedTuple):
     packet: np.ndarray
 
 
-class _Place(NamedTuple):
-    """A graph's packet layout, and the packet's arrays on the device."""
+class _Staged(NamedTuple):
+    """The packet of a graph in ``staging``: its layout, and its arrays on the device."""
 
     packing: Packing
     input_ids: torch.Tensor
@@ -127,7 +127,7 @@ class PromptGraphs:
         keys += [(size, _FEW) for size in self.sizes if size <= few]
         packings = {key: self._packing(key[0], _FEW_ROWS if key[1] == _FEW else rows) for key in keys}
         self.staging = Staging(device, max((packing.words for packing in packings.values()), default=0))
-        self._places = {key: _Place(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
+        self._staged = {key: _Staged(packing, *packing.cut(self.staging.words)) for key, packing in packings.items()}
         self._plans = {key: self._plan(key) for key in keys}
 
     def _packing(self, size: int, rows: int) -> Packing:
@@ -136,14 +136,14 @@ class PromptGraphs:
         return Packing(((size,), np.int64), *(((n,), np.int32) for n in (rows + 1, rows, rows, words)))
 
     def _plan(self, key: _Key) -> AttentionBatch:
-        (size, kind), place = key, self._places[key]
-        rows = len(place.slots)
+        (size, kind), staged = key, self._staged[key]
+        rows = len(staged.slots)
         picks = size > PICKED_FROM and size >= 2 * (rows - 1)
         return captured_batch(
-            0, place.query_start, place.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
+            0, staged.query_start, staged.seq_lens, self.block_tables[:rows], self.slot_mapping[:size],
             graph_whole=kind == _WHOLE,
             last_tokens=self._ends(key)[3, : rows - 1] if picks else None,  # not padding's
-            prompt_words=place.prompt_words,
+            prompt_words=staged.prompt_words,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ capture
@@ -169,26 +169,26 @@ class PromptGraphs:
 
         self._compare(num_blocks, vocab_size, capture_one)
 
-    def _load(self, key: _Key, told: Told) -> None:
+    def _load(self, key: _Key, given: GraphInput) -> None:
         """Copy a step's input to the graph's buffers, and plan it. Unlike with ``Staging``, any number of steps may be
         queued on the device."""
-        self.staging.words[: len(told.packet)] = torch.from_numpy(told.packet)
-        self._hand_over(key, told)
+        self.staging.words[: len(given.packet)] = torch.from_numpy(given.packet)
+        self._hand_over(key, given)
 
-    def _of_padding(self, key: _Key) -> Told:
+    def _of_padding(self, key: _Key) -> GraphInput:
         """A step of the padding slot, in rows that are as long as possible."""
         size, parts = key[0], -(-key[0] // self.longest)
         lens = np.minimum(self.longest, size - self.longest * np.arange(parts))
         return self._padded(key, self._nobody[:parts], np.zeros_like(lens), lens, np.zeros(size, dtype=np.int32))
 
     def _forward(self, key: _Key) -> torch.Tensor:
-        plan, place, run = self._plans[key], self._places[key], self.runner
+        plan, staged, run = self._plans[key], self._staged[key], self.runner
         positions = self.positions[: key[0]]
         prompt_inputs(
-            place.query_start, place.seq_lens, place.slots, run.block_table, positions, plan.slot_mapping,
+            staged.query_start, staged.seq_lens, staged.slots, run.block_table, positions, plan.slot_mapping,
             plan.block_tables, run.block_size, self._ends(key),
         )  # fmt: skip
-        return run.model.forward(place.input_ids, positions, run.attention)
+        return run.model.forward(staged.input_ids, positions, run.attention)
 
     # ------------------------------------------------------------------ replay
 
@@ -197,9 +197,9 @@ class PromptGraphs:
         d = batch.num_decodes
         if d > _MAX_DECODES or (d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT):
             return None
-        return self._size_for(batch.num_tokens)
+        return self._smallest(batch.num_tokens)
 
-    def _size_for(self, tokens: int) -> int | None:
+    def _smallest(self, tokens: int) -> int | None:
         if not self.sizes or tokens > self.sizes[-1]:
             return None
         size = next(size for size in self.sizes if size >= tokens)
@@ -209,7 +209,7 @@ class PromptGraphs:
         """Whether this step of decodes and prompts should be launched as two, each a graph."""
         if not self.apart or not batch.num_decodes or self.size_for(batch) is not None:
             return False
-        return self._size_for(len(batch.token_ids)) is not None
+        return self._smallest(len(batch.token_ids)) is not None
 
     def key_for(self, batch: Batch) -> _Key | None:
         """The graph for this step; None as in ``size_for``."""
@@ -224,15 +224,15 @@ class PromptGraphs:
         """Whether the graph keeps only the hidden states of rows' last tokens."""
         return self._plans[key].last_tokens is not None
 
-    def told(self, key: _Key, batch: Batch) -> Told:
+    def input_of(self, key: _Key, batch: Batch) -> GraphInput:
         """The graph's input for a step."""
         return self._padded(key, batch.slots, batch.num_computed, batch.num_new, batch.token_ids)
 
     def _padded(
         self, key: _Key, slots: np.ndarray, computed: np.ndarray, new: np.ndarray, token_ids: np.ndarray
-    ) -> Told:
+    ) -> GraphInput:
         """``token_ids``: the tokens that the device does not have, which come after those it has."""
-        (size, _), packing, n = key, self._places[key].packing, len(slots)
+        (size, _), packing, n = key, self._staged[key].packing, len(slots)
         packet = np.zeros(packing.words, dtype=np.int32)
         input_ids, query_start, seq_lens, slots_, words = packing.cut(packet)
         query_lens = np.zeros(len(slots_), dtype=np.int32)
@@ -244,33 +244,33 @@ class PromptGraphs:
         slots_[:n], slots_[n:] = slots, self.runner.num_slots
         input_ids[t - len(token_ids) : t] = token_ids
         words[:] = self.runner.attention.prompt_words(query_lens, seq_lens, size)
-        return Told(n, t, query_lens, seq_lens, slots_, packet)
+        return GraphInput(n, t, query_lens, seq_lens, slots_, packet)
 
-    def launch(self, key: _Key, told: Told, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(self, key: _Key, given: GraphInput, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a step whose packet is in ``staging``; the first ``decodes`` rows' tokens are already on the device.
         Returns hidden states, of all tokens (t, hidden_size) or of each row's last (n, hidden_size), and the ``ends``
         of ``prompt_inputs`` for the graph's rows."""
-        self._hand_over(key, told)
-        place = self._places[key]
+        self._hand_over(key, given)
+        staged = self._staged[key]
         if decodes:
-            place.input_ids[:decodes] = self.runner.last_token.index_select(0, place.slots[:decodes])
-        return self._replay(key, told), self._ends(key)
+            staged.input_ids[:decodes] = self.runner.last_token.index_select(0, staged.slots[:decodes])
+        return self._replay(key, given), self._ends(key)
 
     def _ends(self, key: _Key) -> torch.Tensor:
-        rows = len(self._places[key].slots)
+        rows = len(self._staged[key].slots)
         return self.ends[: 4 * rows].view(4, rows)
 
-    def _hand_over(self, key: _Key, told: Told) -> None:
+    def _hand_over(self, key: _Key, given: GraphInput) -> None:
         plan = self._plans[key]
-        plan.host_query_lens, plan.host_seq_lens = told.query_lens, told.seq_lens
-        self.runner.hand_over(plan, told.slots)
+        plan.host_query_lens, plan.host_seq_lens = given.query_lens, given.seq_lens
+        self.runner.hand_over(plan, given.slots)
 
-    def _replay(self, key: _Key, told: Told) -> torch.Tensor:
+    def _replay(self, key: _Key, given: GraphInput) -> torch.Tensor:
         self._graphs[key].replay()
-        return self._without_padding(self._hidden[key], key, told)
+        return self._without_padding(self._hidden[key], key, given)
 
-    def _without_padding(self, hidden: torch.Tensor, key: _Key, told: Told) -> torch.Tensor:
-        return hidden[: told.num_tokens if len(hidden) == key[0] else told.num_seqs]
+    def _without_padding(self, hidden: torch.Tensor, key: _Key, given: GraphInput) -> torch.Tensor:
+        return hidden[: given.num_tokens if len(hidden) == key[0] else given.num_seqs]
 
     # ------------------------------------------------------------------ proving
 
@@ -300,12 +300,12 @@ class PromptGraphs:
         rng = np.random.default_rng(0)
         steps = {key: self._random_step(key, blocks, vocab_size, rng) for key in self._plans}
 
-        def hidden(key: _Key, launch: Callable[[_Key, Told], torch.Tensor]) -> torch.Tensor:
+        def hidden(key: _Key, launch: Callable[[_Key, GraphInput], torch.Tensor]) -> torch.Tensor:
             contexts.copy_(values)
             states = launch(key, steps[key])
             return states[:: -(-len(states) // _COMPARED)]
 
-        def eager(key: _Key, step: Told) -> torch.Tensor:
+        def eager(key: _Key, step: GraphInput) -> torch.Tensor:
             with rehearsal():
                 return self._without_padding(self._forward(key), key, step)
 
@@ -326,7 +326,7 @@ class PromptGraphs:
         for used in (run.block_table, self.block_tables, self.staging.words):
             used.zero_()
 
-    def _random_step(self, key: _Key, blocks: np.ndarray, vocab_size: int, rng: np.random.Generator) -> Told:
+    def _random_step(self, key: _Key, blocks: np.ndarray, vocab_size: int, rng: np.random.Generator) -> GraphInput:
         """A step that fills the graph as far as ``blocks`` (rows, blocks per row) allow: one new token in the first
         sequence, like a decode, and equally many in each of the others."""
         (size, kind), block_size = key, self.runner.block_size

@@ -151,7 +151,7 @@ class Request:
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
-        self.told = False  # whether there was any output
+        self.had_output = False
 
     @property
     def finished(self) -> bool:
@@ -179,8 +179,8 @@ class Request:
 
     def output(self) -> RequestOutput:
         kind = self.params.output_kind
-        scores = None if self.told and kind is RequestOutputKind.DELTA else self.prompt_logprobs
-        self.told = True
+        scores = None if self.had_output and kind is RequestOutputKind.DELTA else self.prompt_logprobs
+        self.had_output = True
         outputs = [completion.output(kind) for completion in self.completions]
         cached = self.completions[0].seq.num_cached_tokens  # later ones hit what the first has computed
         return RequestOutput(

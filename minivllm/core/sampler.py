@@ -159,27 +159,33 @@ class DefaultSampler(Sampler):
         asks = _ADJUSTS * adjusts + _FILTERS * filters + _LOGPROBS * wants_logprobs + _BIASED * biased
         self._asks[slots] = asks + _GUIDED * guided
         self._anyone = bool(self._asks.any())
-        words = device_rows
-        self._words.index_copy_(1, device_slots, words[:, :5].T)
-        self.seed.view(torch.int32).view(-1, 2).index_copy_(0, device_slots, words[:, 6:8])
+        self._words.index_copy_(1, device_slots, device_rows[:, :5].T)  # temperature to logprobs
+        self.seed.view(torch.int32).view(-1, 2).index_copy_(0, device_slots, self._field(device_rows, "seed"))
         if adjusted:
-            for column, of_slots in enumerate(self.adjustments[:3], 8):
-                of_slots[device_slots] = words[:, column].view(torch.float32)
-            self.adjustments.min_position[device_slots] = words[:, 5].long()
-            self.adjustments.suppress[device_slots] = words[:, 12 : 12 + _MAX_SUPPRESSED].long()
+            for name in ("presence", "frequency", "repetition"):
+                of_slots: torch.Tensor = getattr(self.adjustments, name)
+                of_slots[device_slots] = self._field(device_rows, name)[:, 0].view(torch.float32)
+            self.adjustments.min_position[device_slots] = self._field(device_rows, "min_position")[:, 0].long()
+            self.adjustments.suppress[device_slots] = self._field(device_rows, "suppress").long()
             self.counts = self._of_vocabulary(self.counts)
         if biased.any():
             self.bias = self._of_vocabulary(self.bias)
+
+    def _field(self, device_rows: torch.Tensor, name: str) -> torch.Tensor:
+        """The int32 words (a, n) of a field of ``row`` in the rows' words (a, words)."""
+        assert self.row.fields is not None
+        dtype, offset = self.row.fields[name][:2]
+        return device_rows[:, offset // 4 : (offset + dtype.itemsize) // 4]
 
     def _of_vocabulary(self, held: torch.Tensor) -> torch.Tensor:
         """``held``, or zeros (slots, vocab) if it is not allocated yet."""
         return held if len(held) else held.new_zeros((len(self.temperature), self.vocab_size))
 
     def take_tokens(self, slots: np.ndarray, lens: np.ndarray, ids: torch.Tensor) -> None:
-        for slot, told in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
+        for slot, sent in zip(slots.tolist(), ids.split(lens.tolist()), strict=True):
             row = self.host[slot]
             allowed, biased, prompt = (int(row[name]) for name in ("allowed", "biased", "prompt_len"))
-            words, known = told[: allowed + 2 * biased], told[allowed + 2 * biased :]
+            words, known = sent[: allowed + 2 * biased], sent[allowed + 2 * biased :]
             if len(words):
                 self._set_bias(slot, *words.split((allowed, biased, biased)))
             if len(known):

@@ -30,11 +30,11 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "early_stopping": ((False,), "there is no beam search"),
     "guided_decoding": ((), "type structured_outputs=StructuredOutputsParams(...)"),
     "length_penalty": ((1.0,), "there is no beam search"),
-    "logprob_token_ids": ((), "logprobs is how many of the best are told"),
+    "logprob_token_ids": ((), "logprobs=N returns the N most likely tokens"),
     "repetition_detection": ((), "repetition_penalty and frequency_penalty make repetitions rarer"),
     "skip_clone": ((False, True), "it is True or False"),  # permits skipping a copy, which is made anyway
     "skip_reading_prefix_cache": ((False,), "give the prompt a cache_salt of its own"),
-    "stream_interval": ((), "an answer is told step by step"),
+    "stream_interval": ((), "each step's tokens are returned at once"),
     "thinking_token_budget": ((), "max_tokens limits the whole answer"),
     "use_beam_search": ((False,), "there is no beam search; n draws several answers"),
 }

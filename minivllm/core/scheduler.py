@@ -532,9 +532,9 @@ class SlotScheduler(Scheduler):
         at = self.committed[slots]  # also the number of tokens in the cache now
         drafts: list[tuple[int, int]] = []
         if self.speculation.most and len(batch.token_ids):
-            behind, drafts = self._accept(batch, token_ids)
-            kept = behind[rows] >= 0
-            rows, slots, tokens, at = rows[kept], slots[kept], tokens[kept], (at + behind[rows])[kept]
+            offsets, drafts = self._accept(batch, token_ids)
+            kept = offsets[rows] >= 0
+            rows, slots, tokens, at = rows[kept], slots[kept], tokens[kept], (at + offsets[rows])[kept]
         self.tokens[slots, at] = tokens
         self.committed[slots] = at + 1
 
@@ -542,10 +542,10 @@ class SlotScheduler(Scheduler):
         if batch.step not in self._quiet:
             self._share_whole_blocks(slots, at)
             too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
-        said_stop = self._stops(slots, tokens, at)
+        stopped = self._stops(slots, tokens, at)
         finished: list[tuple[Sequence, FinishReason]] = []
-        if len(said_stop) or len(too_long):
-            finished = self._end(slots, said_stop, too_long)
+        if len(stopped) or len(too_long):
+            finished = self._end(slots, stopped, too_long)
         if self.speculation.most:
             self.speculation.look(slots, len(self.running), self.tokens, self.committed, self.computed)
         return Committed(rows, slots, tokens, finished, drafts)
@@ -556,7 +556,7 @@ class SlotScheduler(Scheduler):
         Returns (n,) int32, how many of the step's tokens precede each row's in its sequence, -1 if it is rejected; and
         ``Committed.drafts``.
         """
-        behind, drafts = np.zeros(len(batch.slots), dtype=np.int32), []
+        offsets, drafts = np.zeros(len(batch.slots), dtype=np.int32), []
         for first, count, accepted in drafted_rows(batch, token_ids):
             slot = int(batch.slots[first])
             if self.generation[slot] != batch.generations[first]:
@@ -564,11 +564,11 @@ class SlotScheduler(Scheduler):
             length, rows = int(self.committed[slot]), slice(first, first + accepted)
             stops = self._stops(batch.slots[rows], token_ids[rows], length + self._rows[:accepted])
             accepted = int(stops.min(initial=accepted))
-            behind[first : first + count + 1] = [*range(accepted + 1), *[-1] * (count - accepted)]
+            offsets[first : first + count + 1] = [*range(accepted + 1), *[-1] * (count - accepted)]
             self.computed[slot] = length + accepted
             self.speculation.settled(slot, accepted, length + accepted + 1, len(self.running))
             drafts.append((count, accepted))
-        return behind, drafts
+        return offsets, drafts
 
     def _stops(self, slots: np.ndarray, tokens: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Which of these rows' tokens end their sequences. ``at``: their places there; all (n,)."""
@@ -592,11 +592,9 @@ class SlotScheduler(Scheduler):
             assert seq is not None
             self.blocks.register(slot, seq, self.tokens[slot], n)
 
-    def _end(
-        self, slots: np.ndarray, said_stop: np.ndarray, too_long: np.ndarray
-    ) -> list[tuple[Sequence, FinishReason]]:
+    def _end(self, slots: np.ndarray, stopped: np.ndarray, too_long: np.ndarray) -> list[tuple[Sequence, FinishReason]]:
         """End the sequences of these rows, in row order."""
-        stops, finished = set(said_stop.tolist()), []
+        stops, finished = set(stopped.tolist()), []
         for row in sorted(stops.union(too_long.tolist())):
             seq = self.sequences[slots[row]]
             assert seq is not None

@@ -62,8 +62,8 @@ class StructuredOutputsParams:
             return replace(given)  # its fields may have been set since it was verified
         if not isinstance(given, dict):
             raise RequestError(
-                f"structured_outputs={shown(given)} is not a StructuredOutputsParams; type "
-                "StructuredOutputsParams(json={...})"
+                f"structured_outputs={shown(given)} is not a StructuredOutputsParams, nor a mapping of its fields like "
+                '{"json": {...}}'
             )
         for name, value in given.items():
             if name not in _FIELDS:

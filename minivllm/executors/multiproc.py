@@ -19,7 +19,7 @@ import torch
 from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import ConfigError, MinivllmError, RequestError, was_shut_down
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Build, Hello
 from minivllm.executors.peers import check_all_reduce
@@ -168,7 +168,7 @@ class MultiprocExecutor(Executor):
         if self._dead is not None:
             raise self._dead
         if not self._release.alive:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
 
     def _died(self, error: MinivllmError) -> MinivllmError:
         self._dead = error

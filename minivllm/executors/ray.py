@@ -19,7 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, one_line, was_shut_down
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
 from minivllm.executors.multiproc import folder_of, refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
@@ -67,7 +67,7 @@ class RayExecutor(Executor):
             try:
                 ray.init(address=address, log_to_driver=False)
             except (ValueError, ConnectionError) as error:
-                said = " ".join(str(error).split())
+                said = one_line(error)
                 raise ConfigError(f"executor.options.address={address}: Ray cannot join it: {said}") from error
             self._owns_ray = True
         size = self.config.tp
@@ -175,7 +175,7 @@ class RayExecutor(Executor):
         spoke = sorted([(why.at, rank, why) for rank, why in failures if isinstance(why, Failed)], key=lambda x: x[:2])
         if gone:
             rank, error = gone[0]
-            self._dead = EngineDeadError(f"rank {rank} (a Ray actor) is gone: {' '.join(str(error).split())}")
+            self._dead = EngineDeadError(f"rank {rank} (a Ray actor) is gone: {one_line(error)}")
         elif silent:
             self._dead = EngineDeadError(f"{silent[0]}; the engine was stopped")
         else:
@@ -188,7 +188,7 @@ class RayExecutor(Executor):
         if self._dead is not None:
             raise self._dead
         if not self._actors:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         if failures := self._hearts.look():
             raise self._died(failures)
 

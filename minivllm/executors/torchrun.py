@@ -19,7 +19,7 @@ import xxhash
 
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, was_shut_down
 from minivllm.executors.progress import seconds
 from minivllm.executors.step_bytes import pack_batch
 from minivllm.executors.worker import Worker, resolve_device
@@ -81,7 +81,7 @@ class TorchrunExecutor(Executor):
 
     def launch(self, batch: Batch) -> StepHandle:
         if self._worker is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         if not self._groups:
             return self._worker.launch(batch)
         digest = xxhash.xxh3_64_intdigest(pack_batch(batch)) >> 1
@@ -104,7 +104,7 @@ class TorchrunExecutor(Executor):
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """Returns when the weights are loaded on all ranks of this replica, each of which calls it."""
         if self._worker is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         failed: Exception | None = None
         try:
             self._worker.reload_weights(weights)

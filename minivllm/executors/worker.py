@@ -21,7 +21,7 @@ from minivllm.core.interfaces import AttentionSpec, undoes_sample
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.cores import usable_cores
-from minivllm.errors import ConfigError, EngineDeadError, PluginError, calling
+from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
@@ -129,21 +129,21 @@ class Worker:
             EngineDeadError: the worker was shut down.
         """
         if self.runner is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         with self._on_device():
             return self.runner.launch(batch)
 
     def guide(self, masks: TokenMasks) -> None:
         """See ``Executor.guide``; from any thread, like ``launch``."""
         if self.runner is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         with self._on_device():
             self.runner.guide(masks)
 
     def reload_weights(self, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         """See ``Executor.reload_weights``; from any thread, like ``launch``."""
         if self.runner is None:
-            raise EngineDeadError("the engine was shut down; make a new one")
+            raise was_shut_down()
         with self._on_device():
             self._reload(self.runner, weights)
 

@@ -42,9 +42,9 @@ def _adjust_kernel(
             score = tl.where(token == tl.load(suppress + slot * HELD + i), float("-inf"), score)
     if (once != 0) | (each != 0) | (factor != 1):
         count = tl.load(counts + slot * VOCAB + token, mask=token < VOCAB, other=0).to(tl.int32)
-        said = count >> 1
+        generated = count >> 1
         score = tl.where(count != 0, tl.where(score > 0, score / factor, score * factor), score)
-        score = score - each * said.to(tl.float32) - tl.where(said > 0, once, 0.0)
+        score = score - each * generated.to(tl.float32) - tl.where(generated > 0, once, 0.0)
     tl.store(out + row * VOCAB + token, score, mask=token < VOCAB)
 
 
@@ -81,8 +81,8 @@ def adjust_logits_reference(
     held = torch.where(early, float("-inf"), float("inf"))
     scores.scatter_reduce_(1, ids.clamp(min=0), held, "amin")
     scores = torch.where(count != 0, torch.where(scores > 0, scores / factor, scores * factor), scores)
-    said = count >> 1
-    return scores - each * said - once * (said > 0)
+    generated = count >> 1
+    return scores - each * generated - once * (generated > 0)
 
 
 def adjust_logits(
@@ -111,10 +111,10 @@ def count(counts: torch.Tensor, adjustments: Adjustments, slots: torch.Tensor, t
     run(counts, adjustments, slots, tokens)
 
 
-def count_known(counts: torch.Tensor, slot: int, prompt: torch.Tensor, said: torch.Tensor) -> None:
+def count_known(counts: torch.Tensor, slot: int, prompt: torch.Tensor, generated: torch.Tensor) -> None:
     """Set a slot's counts from its prompt's tokens and those of its answer so far, both integers."""
     row = counts[slot]
     times = torch.zeros(row.shape, dtype=torch.int32, device=row.device)
-    times.scatter_add_(0, said.long(), torch.full_like(said, 2, dtype=torch.int32))
+    times.scatter_add_(0, generated.long(), torch.full_like(generated, 2, dtype=torch.int32))
     row.copy_(times.clamp(max=_MOST))
     row[prompt.long()] |= 1

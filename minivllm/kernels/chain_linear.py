@@ -26,7 +26,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.chain_config import ChainConfig, ChainShape, chain_config, chain_kernel
 from minivllm.kernels.cluster_config import tile_rows
-from minivllm.kernels.hopper import STEP, load, loads
+from minivllm.kernels.hopper import STEP, launch_kernel, load, loads
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale
 
@@ -105,15 +105,9 @@ def chain_linear(
     maps += [_map(tensor, tile_rows(unit.rows, rows)) for tensor, unit in inputs]
     of_large = [_parts(device, config.part_words), bias] if config.large else []
     tensors = (x, hidden, projection, squares, *of_large, _counts(device))
-    pointers = (ctypes.c_void_p * len(tensors))(*(0 if t is None else t.data_ptr() for t in tensors))
-    number, floats = ctypes.c_int(rows), (ctypes.c_float * 2)(eps, eps_behind)
-    addresses = [
-        *(made.address for made in maps),
-        *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
-        ctypes.addressof(number),
-        *(ctypes.addressof(floats) + 4 * i for i in range(2 if config.large else 1)),
-    ]
-    nvrtc.launch(load(chain_kernel(shape, config), device), _launch_shape(config, use_pdl(device)), addresses)
+    floats = (ctypes.c_float * 2)(eps, eps_behind) if config.large else ctypes.c_float(eps)
+    kernel = load(chain_kernel(shape, config), device)
+    launch_kernel(kernel, _launch_shape(config, use_pdl(device)), maps, tensors, ctypes.c_int(rows), floats)
     return projection, scale
 
 

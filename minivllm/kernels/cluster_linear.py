@@ -34,7 +34,7 @@ from minivllm.kernels.cluster_config import (
     tile_kernel,
     tile_rows,
 )
-from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch, loads, plan_of
+from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch_product, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rotary import Heads
 
@@ -137,7 +137,7 @@ def _launch(
         x, weight = x.view(torch.bfloat16), weight.view(torch.bfloat16)
     (rows, k), n, head_dim = x.shape, features or out.shape[1], 0 if heads is None else heads.head_dim
     plan = _plan(rows, weight.shape[0], n, k, add, gated, head_dim, eps, scales is not None, config, x.device)
-    launch(plan, x, weight, [out, *(scales or (None, None))], heads_argument(heads))
+    launch_product(plan, x, weight, [out, *(scales or (None, None))], heads_argument(heads))
     return out
 
 

@@ -124,7 +124,7 @@ class PeerExchange:
         outbox = self._outbox.data_ptr() + (peer - (peer > self.rank)) * self._slot
         self._copies.begin([peer])
         self._copies.copy(peer, inbox, outbox, rows * self._line)
-        self._tell(peer, _PARTIAL)
+        self._signal(peer, _PARTIAL)
 
     def collect(self, own: slice, eps: float) -> None:
         """Add what the others sent to this rank's part of the stream, the rows ``own``, in rank order. ``eps``: of the
@@ -141,7 +141,7 @@ class PeerExchange:
         for peer, away in self._away.items():
             self._copies.copy(peer, stream + away, stream, rows * self._line)
             self._copies.copy(peer, factors + away, factors, rows * 4)
-            self._tell(peer, _SUM)
+            self._signal(peer, _SUM)
 
     def arrive(self, peer: int) -> None:
         """Make what is launched from now on wait for the part of ``peer`` in the stream, and its factors, of the call
@@ -177,16 +177,16 @@ class PeerExchange:
         for peer in self.others:
             self.arrive(peer)
 
-    def _tell(self, peer: int, what: int) -> None:
-        """By a copy, because copies to a peer are done in order."""
-        told, number = self._told(self.rank, what) + self._away[peer], self._numbers.data_ptr() + self._call * 4
-        self._copies.copy(peer, told, number, 4)
+    def _signal(self, peer: int, what: int) -> None:
+        """Set the flag at the peer: by a copy, because copies to a peer are done in order."""
+        flag, number = self._flag(self.rank, what) + self._away[peer], self._numbers.data_ptr() + self._call * 4
+        self._copies.copy(peer, flag, number, 4)
 
     def _wait(self, peer: int, what: int) -> None:
-        self._copies.wait(self._told(peer, what), self._call)
+        self._copies.wait(self._flag(peer, what), self._call)
 
-    def _told(self, rank: int, what: int) -> int:
-        """The address here where that rank writes numbers."""
+    def _flag(self, rank: int, what: int) -> int:
+        """The address of the flag here that the rank sets: to the number of the call."""
         return self._arrived.data_ptr() + (what * self.ranks + rank) * 4
 
 

@@ -26,15 +26,20 @@ FIXED_BYTES = 2048  # of it: barriers, and aligning tiles to 1,024
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """The source ``name``.cu in this folder, after ``macros``, hopper.cuh, generated wgmma products, and the .cuh files
-    of ``behind``. The products multiply 64 lines by N: for each N of ``columns`` ``multiply`` (and ``multiply_first``,
-    which overwrites the sums), of bfloat16 or ``float8`` (e4m3); of ``held`` ``multiply_held``, with the 64 lines in
-    registers and contiguous columns; of ``by`` ``multiply_by``, with the 64 lines in registers."""
+    """What a kernel is compiled from: ``macros``, hopper.cuh, generated WGMMA products, the .cuh files named in
+    ``headers``, and ``name``.cu; all in this folder.
+
+    A product is one instruction, 64 x 16 (A) times 16 x N (B) in bfloat16. It is generated for each N
+    - of ``columns``: ``multiply``, and ``multiply_first``, which overwrites the sums; both in shared memory, K-major;
+      if ``float8``, of e4m3, 64 x 32 times 32 x N;
+    - of ``held``: ``multiply_held``; A in registers, B N-major;
+    - of ``by``: ``multiply_by``; A in registers, B K-major.
+    """
 
     name: str
     columns: tuple[int, ...]
     macros: tuple[tuple[str, int], ...]
-    behind: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
     held: tuple[int, ...] = ()
     by: tuple[int, ...] = ()
     float8: bool = False
@@ -43,7 +48,7 @@ class Kernel:
     def source(self) -> str:
         folder = Path(__file__).parent
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
-        files = ("hopper.cuh", *(f"{name}.cuh" for name in self.behind), f"{self.name}.cu")
+        files = ("hopper.cuh", *(f"{name}.cuh" for name in self.headers), f"{self.name}.cu")
         first, *others = ((folder / file).read_text() for file in files)
         multiply = _multiply_float8 if self.float8 else _multiply
         products = [*map(multiply, self.columns), *map(_multiply_held, self.held), *map(_multiply_by, self.by)]
@@ -132,7 +137,7 @@ def _loaded(kernel: Kernel, device: torch.device) -> bool:
     try:
         load(kernel, device)
     except MinivllmError as error:
-        logger.warning("%s is done without, more slowly: %s", kernel.name, error)
+        logger.warning("the kernel %s cannot be used, so slower ones are: %s", kernel.name, error)
         return False
     return True
 
@@ -172,9 +177,27 @@ def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> Hea
 # --------------------------------------------------------------------------- launching
 
 
+def launch_kernel(
+    function: Any,
+    shape: nvrtc.LaunchShape,
+    maps: Sequence[nvrtc.TensorMap],
+    tensors: Sequence[torch.Tensor | None],
+    *values: Any,
+) -> None:
+    """Launch a kernel whose parameters are ``maps``, a pointer to each of ``tensors`` (null for None), and ``values``,
+    objects of ctypes, of which an array is a parameter per element."""
+    addresses = [made.address for made in maps]
+    pointers = (ctypes.c_void_p * len(tensors))(*(None if tensor is None else tensor.data_ptr() for tensor in tensors))
+    for value in (pointers, *values):
+        at = ctypes.addressof(value)
+        size = ctypes.sizeof(value._type_) if isinstance(value, ctypes.Array) else ctypes.sizeof(value)
+        addresses += range(at, at + ctypes.sizeof(value), size)
+    nvrtc.launch(function, shape, addresses)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all launches with tensors of one shape share."""
+    """What the launches of a product with tensors of one shape share, made once for ``launch_product``."""
 
     kernel: Any
     shape: nvrtc.LaunchShape
@@ -196,15 +219,15 @@ def plan_of(
     return Plan(load(kernel, device), shape, boxes, numbers, addresses)
 
 
-def launch(
+def launch_product(
     plan: Plan,
     x: torch.Tensor,
     weight: torch.Tensor,
     tensors: Sequence[torch.Tensor | None],
     *structures: ctypes.Structure,
 ) -> None:
-    """x (t, k), weight (n, k). The kernel's arguments are the tensor maps, the weight's first, pointers to ``tensors``,
-    the plan's numbers, and ``structures``."""
+    """x (t, k), weight (n, k). The kernel's parameters are the tensor maps, the weight's first, pointers to
+    ``tensors``, the plan's numbers, and ``structures``."""
     assert weight.is_contiguous()
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA's alignment
         x = x.contiguous()
@@ -215,6 +238,5 @@ def launch(
     pointers = (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
     at = ctypes.addressof(pointers)
     to_pointers = range(at, at + ctypes.sizeof(pointers), 8)
-    behind = map(ctypes.addressof, structures)
-    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, *behind]
+    addresses = [*(made.address for made in maps), *to_pointers, *plan.addresses, *map(ctypes.addressof, structures)]
     nvrtc.launch(plan.kernel, plan.shape, addresses)

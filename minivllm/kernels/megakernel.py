@@ -37,7 +37,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.fp8_linear import quantize_reference
-from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, launch_kernel, load, loads
 from minivllm.kernels.packed_weights import FIRST_EXPONENT, PIECE_BYTES, STEP, Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.peer_words import MOST_ROWS, PeerWords
@@ -378,23 +378,14 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.T
     if peers is not None:
         count = peers.layers
     step = (tokens.positions, tokens.slots, tokens.seq_lens, tokens.block_tables)
-    tensors = (table, maps, x, y, cos_sin, *step, words, count)
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    tensors = table, maps, x, y, cos_sin, *step, words, count
     strides = (ctypes.c_longlong * 2)(cos_sin.stride(0), tokens.block_tables.stride(0))
     numbers = (ctypes.c_int * 3)(len(x), len(layers.weights), 0)
     factors = (ctypes.c_float * 3)(layers.eps, layers.heads_eps, layers.scale * LOG2E)
     everywhere = ctypes.c_void_p(0 if peers is None else peers.addresses.data_ptr())
     rank = ctypes.c_int(0 if peers is None else peers.rank)
-    addresses = [
-        *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
-        *(ctypes.addressof(strides) + 8 * i for i in range(2)),
-        *(ctypes.addressof(numbers) + 4 * i for i in range(3)),
-        *(ctypes.addressof(factors) + 4 * i for i in range(3)),
-        ctypes.addressof(everywhere),
-        ctypes.addressof(rank),
-    ]
-    kernel = load(megakernel_of(shape, config), device)
-    nvrtc.launch(kernel, _launch_shape(config, use_pdl(device)), addresses)
+    kernel, launch_shape = load(megakernel_of(shape, config), device), _launch_shape(config, use_pdl(device))
+    launch_kernel(kernel, launch_shape, [], tensors, strides, numbers, factors, everywhere, rank)
     return y
 
 

@@ -20,7 +20,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.hopper import Kernel, load
+from minivllm.kernels.hopper import Kernel, launch_kernel, load
 from minivllm.kernels.packed_config import PackedConfig, packed_config
 from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
@@ -90,14 +90,6 @@ def packed_chain(
     weights = (o, gate_up, down, qkv)
     of_weights = zip(*((its.data, its.scales) for its in weights), strict=True)
     tensors = (*chain.from_iterable(of_weights), x, hidden, projection, squares, parts, counts, bias)
-    pointers = (ctypes.c_void_p * len(tensors))(*(0 if t is None else t.data_ptr() for t in tensors))
-    number = ctypes.c_int(rows)
-    floats = (ctypes.c_float * 2)(eps, eps_behind)
-    addresses = [
-        *(made.address for made in maps),
-        *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
-        ctypes.addressof(number),
-        *(ctypes.addressof(floats) + 4 * i for i in range(2)),
-    ]
-    nvrtc.launch(load(packed_kernel(shape, config), device), config.launch_shape(use_pdl(device)), addresses)
+    kernel, launch_shape = load(packed_kernel(shape, config), device), config.launch_shape(use_pdl(device))
+    launch_kernel(kernel, launch_shape, maps, tensors, ctypes.c_int(rows), (ctypes.c_float * 2)(eps, eps_behind))
     return projection

@@ -14,7 +14,7 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling, num_sms
-from minivllm.kernels.hopper import Kernel, load
+from minivllm.kernels.hopper import Kernel, launch_kernel, load
 from minivllm.kernels.packed_config import PackedConfig, packed_config
 from minivllm.kernels.packed_weights import Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
@@ -49,10 +49,7 @@ def packed_linear(x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     out = x.new_empty((rows, lines))
     if compiling():
         return out
-    made, parts = config.input_map(x), config.parts(x.device)
-    pointers = (ctypes.c_void_p * 4)(*(tensor.data_ptr() for tensor in (packed.data, packed.scales, out, parts)))
-    number = ctypes.c_int(rows)
-    addresses = [made.address, *(ctypes.addressof(pointers) + 8 * i for i in range(4)), ctypes.addressof(number)]
-    kernel = load(linear_kernel(lines, k, config), x.device)
-    nvrtc.launch(kernel, config.launch_shape(use_pdl(x.device)), addresses)
+    kernel, shape = load(linear_kernel(lines, k, config), x.device), config.launch_shape(use_pdl(x.device))
+    tensors = (packed.data, packed.scales, out, config.parts(x.device))
+    launch_kernel(kernel, shape, [config.input_map(x)], tensors, ctypes.c_int(rows))
     return out

@@ -34,7 +34,7 @@ from functools import cache
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels.hopper import Kernel, load, loads
+from minivllm.kernels.hopper import Kernel, launch_kernel, load, loads
 
 LINES, STEP = 128, 128  # of a unit: lines (rows of the weight), elements of k
 PIECE_LINES, _LANES, _PLANES = 8, 32, 3
@@ -155,13 +155,8 @@ def _launch_shape(blocks: int) -> nvrtc.LaunchShape:
 def _launch(packed: PackedWeight, failed: torch.Tensor) -> None:
     weight = packed.weight
     tensors = weight, packed.data, packed.scales, failed
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
     numbers = (ctypes.c_int * 4)(*weight.shape, packed.gated, packed.order is Order.LINES)
-    addresses = [
-        *(ctypes.addressof(pointers) + 8 * i for i in range(len(pointers))),
-        *(ctypes.addressof(numbers) + 4 * i for i in range(len(numbers))),
-    ]
-    nvrtc.launch(load(PACK_KERNEL, weight.device), _launch_shape(len(weight) // LINES), addresses)
+    launch_kernel(load(PACK_KERNEL, weight.device), _launch_shape(len(weight) // LINES), [], tensors, numbers)
 
 
 # --------------------------------------------------------------------------- its reference

@@ -1,13 +1,13 @@
-"""Through which the ranks' megakernels (``megakernel.py``) all-reduce: words of a float32 and a flag in each other's
-memory, as within one GPU. Each thread sends its partial sum of one element of the stream to the same thread on every
-other rank, and waits for theirs: one trip over NVLink, no barrier.
+"""The memory through which the ranks' megakernels (``megakernel.py``) all-reduce: words of a float32 and a flag, as
+within one GPU. Each thread sends its partial sum of one element of the stream to the same thread on every other rank,
+and waits for theirs: one trip over NVLink, no barrier.
 
 Memory, with the same layout on each rank, initially zero:
-# words: (2, ranks, rows, width) int64 for each of the kernels for 1, 2, 4 and 8 rows, one after another; what each rank
-# has sent after attention and after the MLP
+# words: (2, ranks, rows, width) int64 for each of the kernels for 1, 2, 4 and 8 rows, one after another: what each rank
+#   has sent after attention and after the MLP
 On the rank alone:
-# layers (1,) int32: layers so far, in all launches. All ranks launch the same ones, so a flag, the layer's number,
-# identifies a layer
+# layers (1,) int32: layers computed so far, in all launches, which are the same on all ranks: a word's flag is the
+#   layer's number
 
 Why two buffers suffice. When a thread sends its sum after attention, it has received the peer's sum after the previous
 layer's MLP, and the peer sent that only after it had read the previous contents of the attention buffer. The same holds
@@ -33,7 +33,7 @@ class PeerWords:
         self.rank, self.ranks = rank, len(memory)
         self.addresses = torch.tensor(memory, dtype=torch.int64).to(device)
         self.layers = torch.zeros(1, dtype=torch.int32, device=device)
-        self._keep = keep  # what owns the memory
+        self._keep = keep  # owns the memory
 
     @staticmethod
     def nbytes(ranks: int, width: int) -> int:
@@ -42,7 +42,7 @@ class PeerWords:
 
     @classmethod
     def create(cls, group: Any, width: int, device: torch.device) -> PeerWords:
-        """Take memory that the group's other ranks can reach; every rank of it calls this.
+        """Allocate memory that the group's other ranks can reach; all of them must call this.
 
         Raises:
             RuntimeError: the GPUs cannot reach each other's memory.

@@ -19,7 +19,7 @@ import torch
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import cdiv, compiling, num_sms
 from minivllm.kernels.exchange import Arrival
-from minivllm.kernels.hopper import STEP, Plan, compile_ahead, heads_argument, launch, loads, plan_of
+from minivllm.kernels.hopper import STEP, Plan, compile_ahead, heads_argument, launch_product, loads, plan_of
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.persistent_config import GRID, UNIT, Cut, cut_kernel, parts_cut, persistent_cut
 from minivllm.kernels.rotary import Heads
@@ -106,10 +106,11 @@ def _launch(
     if arrival is not None:
         assert arrival.part_rows % (2 * GRID.rows) == 0 and arrival.arrived.is_contiguous()
         cut, ranks = GRID, len(arrival.arrived)
-        told = arrival.arrived.data_ptr(), arrival.number, arrival.rank, ranks, arrival.part_rows
-        structures.append(ArrivalArgument(*told))
+        structures.append(
+            ArrivalArgument(arrival.arrived.data_ptr(), arrival.number, arrival.rank, ranks, arrival.part_rows)
+        )
     plan = _plan(rows, weight.shape[0], n, k, gated, head_dim, arrival is not None, cut, x.device)
-    launch(plan, x, weight, [out, factors], *structures)
+    launch_product(plan, x, weight, [out, factors], *structures)
 
 
 def persistent_gate_up(

@@ -19,7 +19,7 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, cdiv, compiling, num_sms
-from minivllm.kernels.hopper import Kernel, compile_ahead, load, loads
+from minivllm.kernels.hopper import Kernel, compile_ahead, launch_kernel, load, loads
 from minivllm.kernels.paged_prefill import longest_first
 from minivllm.kernels.pdl import use_pdl
 
@@ -127,6 +127,4 @@ def prompt_attention(
         out.stride(0), len(tiles), first_row, kv_heads, group, workspace.left.data_ptr(), workspace.came.data_ptr(),
         each, scale * LOG2E,
     )  # fmt: skip
-    pointer = ctypes.c_void_p(out.data_ptr())
-    arguments = [*(one.address for one in maps), ctypes.addressof(pointer), ctypes.addressof(step)]
-    nvrtc.launch(load(_kernel(dim), q.device), _shape(dim, programs, use_pdl(q.device)), arguments)
+    launch_kernel(load(_kernel(dim), q.device), _shape(dim, programs, use_pdl(q.device)), maps, [out], step)

@@ -38,8 +38,8 @@ def _prompt_inputs_kernel(
         row = tl.zeros((TOKENS,), tl.int32)  # the number of rows that end before the token
         for start in range(0, rows, ROWS):
             some = start + tl.arange(0, ROWS)
-            behind = tl.load(query_start + 1 + some, mask=some < rows, other=2147483647)
-            row += tl.sum((behind[None, :] <= token[:, None]).to(tl.int32), axis=1)
+            row_ends = tl.load(query_start + 1 + some, mask=some < rows, other=2147483647)
+            row += tl.sum((row_ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
         mask = (of < tokens) & (row < rows)
         end = tl.load(query_start + 1 + row, mask=mask, other=0)
         slot = tl.load(slots + row, mask=mask, other=0).to(tl.int64)
@@ -67,15 +67,15 @@ def prompt_inputs_reference(
     positions: torch.Tensor, slot_mapping: torch.Tensor, block_tables: torch.Tensor, block_size: int,
     ends: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    slots, behind = slots.long(), query_start[1:].contiguous()
+    slots, row_ends = slots.long(), query_start[1:].contiguous()
     token = query_start[0] + torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-    row = torch.searchsorted(behind, token, right=True)
-    position = ((seq_lens - behind)[row] + token).clamp_min(0)
+    row = torch.searchsorted(row_ends, token, right=True)
+    position = ((seq_lens - row_ends)[row] + token).clamp_min(0)
     positions.copy_(position)
     slot_mapping.copy_(block_table[slots[row], position // block_size].long() * block_size + position % block_size)
     block_tables.copy_(block_table[slots, : block_tables.shape[1]])
     if ends is not None:
-        ends.copy_(torch.stack([slots, seq_lens, seq_lens - 1, behind - query_start[0] - 1]))
+        ends.copy_(torch.stack([slots, seq_lens, seq_lens - 1, row_ends - query_start[0] - 1]))
 
 
 def prompt_inputs(

@@ -19,7 +19,7 @@ import torch
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms, tl, triton
-from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
+from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, launch_kernel, load, loads
 from minivllm.kernels.paged_decode import NewTokens, SharedParts
 from minivllm.kernels.pdl import use_pdl
 
@@ -259,20 +259,12 @@ def stream_decode(
         kernel, stages, shape = workspace.kernel_shared, workspace.stages_shared, workspace.shape_shared
     function = load(kernel, workspace.device)
     maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
-    starts, shares = workspace.starts, workspace.shares
-    tensors = (q, out, block_tables, seq_lens, starts, shares, workspace.parts)
-    pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-    stride = ctypes.c_longlong(block_tables.stride(0))
-    numbers = (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, stages, int(early))
-    factor, its_new = ctypes.c_float(scale * LOG2E), _new_argument(new, k_cache, v_cache)
-    its_shared = _SharedArgument(*(tensor.data_ptr() for tensor in shared or ()))
-    addresses = [
-        *(one.address for one in maps),
-        *(ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))),
-        ctypes.addressof(stride),
-        *(ctypes.addressof(numbers) + 4 * i for i in range(5)),
-        ctypes.addressof(factor),
-        ctypes.addressof(its_new),
-        ctypes.addressof(its_shared),
-    ]
-    nvrtc.launch(function, shape, addresses)
+    tensors = (q, out, block_tables, seq_lens, workspace.starts, workspace.shares, workspace.parts)
+    launch_kernel(
+        function, shape, maps, tensors,
+        ctypes.c_longlong(block_tables.stride(0)),
+        (ctypes.c_int * 5)(q.stride(0), out.stride(0), rows, stages, int(early)),
+        ctypes.c_float(scale * LOG2E),
+        _new_argument(new, k_cache, v_cache),
+        _SharedArgument(*(tensor.data_ptr() for tensor in shared or ())),
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -170,11 +171,7 @@ class Attention:
     def _heads(self, positions: torch.Tensor, backend: AttentionBackend) -> Heads:
         assert backend.batch is not None
         return Heads(
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            self.rotary.cos_sin,
-            positions,
+            *self._norms_and_rotary(positions),
             backend.kv_cache[self.index, 0],
             backend.kv_cache[self.index, 1],
             backend.batch.slot_mapping,
@@ -182,6 +179,13 @@ class Attention:
             self.num_kv_heads,
             self.head_dim,
         )
+
+    def _norms_and_rotary(
+        self, positions: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, float, torch.Tensor, torch.Tensor]:
+        """What q/k norm and rotary need: the norms' weights and eps, the rotary table, and positions (t,)."""
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        return q_weight, k_weight, self.eps, self.rotary.cos_sin, positions
 
     def _path_for(self, backend: AttentionBackend) -> _Path:
         if not backend.keeps_cache_write():
@@ -198,16 +202,8 @@ class Attention:
         biased = scale is not None and scale.bias is not None  # no backend adds a bias
         if not alone or biased or not backend.takes_qkv(batch.num_decodes, scale is not None, rotary_dim):
             return self._fused(qkv, positions, backend, scale)
-        out = backend.decode_qkv(
-            qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            self.rotary.cos_sin,
-            positions,
-            self,
-            **({} if scale is None else {"scale": scale}),
-        )
+        more: dict[str, Any] = {} if scale is None else {"scale": scale}
+        out = backend.decode_qkv(qkv, *self._norms_and_rotary(positions), self, **more)
         return out.view(-1, self.num_heads * self.head_dim)
 
     def _fused(
@@ -226,18 +222,8 @@ class Attention:
     def _separate(
         self, qkv: torch.Tensor, positions: torch.Tensor, backend: AttentionBackend, scale: RowScale | None
     ) -> torch.Tensor:
-        q, k, v = qk_norm_rope(
-            qkv,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self.eps,
-            self.rotary.cos_sin,
-            positions,
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            scale,
-        )
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        q, k, v = qk_norm_rope(qkv, *self._norms_and_rotary(positions), *heads, scale)
         return backend.forward(q, k, v, self).view(-1, self.num_heads * self.head_dim)
 
 

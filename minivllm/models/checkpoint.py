@@ -11,7 +11,7 @@ from typing import Any
 
 from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig, end_tokens
-from minivllm.errors import CheckpointError
+from minivllm.errors import CheckpointError, one_line
 from minivllm.models.fp8_config import Fp8Config, fp8_config
 
 DEMO = Path(__file__).parent / "demo"
@@ -58,7 +58,7 @@ def download(repo: str, revision: str | None = None, *, offline: bool = False, w
         key = "model.path" if weights else "model.tokenizer"
         raise CheckpointError(f"{repo} is not a repository's name, ORG/NAME; for a folder pass {key}=DIR") from error
     except Exception as error:  # its own errors, its HTTP library's, OSError and ValueError
-        not_cached = f"{_NOT_CACHED} ({type(error).__name__}: {' '.join(str(error).split())})"
+        not_cached = f"{_NOT_CACHED} ({type(error).__name__}: {one_line(error)})"
         reasons: dict[type[Exception], str] = {
             errors.RepositoryNotFoundError: "there is no such repository, or it is private",
             errors.RevisionNotFoundError: f"it has no revision {revision!r}",

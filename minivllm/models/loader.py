@@ -275,7 +275,6 @@ def build_model(
 
 
 def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype, tp: TensorParallel) -> None:
-
     def size(floats: torch.dtype) -> int:
         return sum(param.numel() * getattr(param, "kept_in", floats).itemsize for param in model.parameters())
 

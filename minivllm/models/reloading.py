@@ -13,7 +13,7 @@ from torch import nn
 from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
-from minivllm.errors import CheckpointError, EngineDeadError, RequestError, shown, told
+from minivllm.errors import CheckpointError, EngineDeadError, RequestError, described, shown
 from minivllm.layers.linear import LinearBase
 from minivllm.models.checkpoint import read_model_config, read_quantization
 from minivllm.models.fp8_checkpoint import dequantized
@@ -121,5 +121,5 @@ def outside_inference_mode(weights: Weights) -> Iterator[tuple[str, torch.Tensor
         except StopIteration:
             return
         except Exception as error:
-            raise EngineDeadError(f"weights_iterator raised {told(error)}") from error
+            raise EngineDeadError(f"weights_iterator raised {described(error)}") from error
         yield item

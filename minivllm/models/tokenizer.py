@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import CheckpointError, RequestError, shown
+from minivllm.errors import CheckpointError, RequestError, one_line, shown
 from minivllm.models.checkpoint import DEMO, download
 from minivllm.models.conversation import Message, for_template, takes_parts, takes_text_arguments
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -107,7 +107,7 @@ class CheckpointTokenizer(Tokenizer):
         except Exception as error:  # whatever transformers or the parser raises for a broken file
             why = "it has no tokenizer.json: fetch it, or type model.tokenizer=DIR of another folder that has one"
             if (path / "tokenizer.json").is_file():
-                said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                said = f"{type(error).__name__}: {one_line(error)}"
                 why = f"its tokenizer.json is damaged, or of a newer kind ({said}); fetch it again"
             raise CheckpointError(f"the tokenizer in {path} cannot be read: {why}") from error
         self.path = path
@@ -206,7 +206,7 @@ def _check_unicode(texts: Sequence[str]) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(
-                f"the prompt contains a lone surrogate, {text[error.start]!r}, at place {error.start}: invalid "
+                f"the prompt contains a lone surrogate, {text[error.start]!r}, at index {error.start}: invalid "
                 "UTF-8, or text that was cut; decode it with errors='replace'"
             ) from None
 

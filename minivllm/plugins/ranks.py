@@ -112,5 +112,5 @@ def _missing(known: Known, registry: Registry) -> str | None:
         if mine.component.target == known.target:
             return None
         return f"has {mine.component.target} of {mine.provider} by that name"
-    told = [r.message for r in registry.reports if r.package.partition(" ")[0] == known.package]
-    return f"does not have it ({'; '.join(told)})" if told else "does not find it"
+    reports = [r.message for r in registry.reports if r.package.partition(" ")[0] == known.package]
+    return f"does not have it ({'; '.join(reports)})" if reports else "does not find it"

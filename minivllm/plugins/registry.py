@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError, shown, told
+from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError, described, one_line, shown
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
@@ -106,7 +106,7 @@ class Registry:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.strict = strict
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.tell = tell or logging.getLogger("minivllm.plugins").warning
         self.reports = tuple(reports)
         self.disabled = tuple(disabled)
@@ -181,12 +181,12 @@ class Registry:
         try:
             module = importlib.import_module(module_name)
         except ImportError as e:
-            reasons = "; ".join(map(_one_line, self.why_not(component) or [str(e)]))
+            reasons = "; ".join(map(one_line, self.why_not(component) or [str(e)]))
             raise PluginError(f"{who} cannot be imported: {reasons}.{self.how_to_install(component)}") from e
         except KeyboardInterrupt:
             raise
         except BaseException as e:
-            why = f"{module_name} raised {type(e).__name__}: {_one_line(e)}"
+            why = f"{module_name} raised {type(e).__name__}: {one_line(e)}"
             raise PluginError(f"{who} cannot be imported: {why}") from e
         target = getattr(module, attribute, None)
         if not isinstance(target, type):
@@ -214,14 +214,14 @@ class Registry:
         except Exception as e:
             if entry.provider.builtin or isinstance(e, MinivllmError):
                 raise
-            raise PluginError(f"{entry} cannot be built: {told(e)}") from e
+            raise PluginError(f"{entry} cannot be built: {described(e)}") from e
 
     def pass_over(self, error: PluginError) -> None:
         """Skip a broken component that the user did not name. Raises the error in strict mode."""
         if self.strict:
             raise error
-        if (line := _one_line(error)) not in self._told:
-            self._told.add(line)
+        if (line := one_line(error)) not in self._warned:
+            self._warned.add(line)
             self.tell(line)
 
     def model_for_architecture(self, architecture: str) -> ModelComponent:
@@ -276,10 +276,6 @@ class Registry:
             return self._tables[kind]
         except KeyError:
             raise ValueError(f"{kind!r} is no kind of component; the kinds are {listing(KINDS)}") from None
-
-
-def _one_line(what: object) -> str:
-    return " ".join(str(what).split())
 
 
 def _architectures(component: Component) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import EngineDeadError, RequestError, shown
 from minivllm.models.tokenizer import check_variables
+from minivllm.serve.conversation import Conversation
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
 from minivllm.serve.errors import ClientError, error_body, install_error_handlers
@@ -32,7 +33,6 @@ from minivllm.serve.protocol import (
     MAX_TEXT,
     ChatBody,
     CompletionBody,
-    Conversation,
     Detokenize,
     GenerationBody,
     StreamOptions,
@@ -265,12 +265,12 @@ class Server:
         """A conversation as text and as token ids. ``lengths``: given if it is to be answered, to check its length
         early."""
         if not body.messages:
-            raise ClientError("messages: a conversation has at least one", param="messages")
+            raise ClientError("messages: a conversation has at least one message", param="messages")
         variables = dict(check_variables(body.chat_template_kwargs or {}, self.tokenizer))
         if body.reasoning_effort is not None:
             template = self.tokenizer.chat_template
             variables = variables_of(body.reasoning_effort, template, self.reasoning_parser) | variables
-        messages = [message.told() for message in body.messages]
+        messages = [message.for_template() for message in body.messages]
 
         def encoded(**options: Any) -> tuple[str, list[int]]:
             text = self.tokenizer.render_chat(messages, **options)

@@ -24,7 +24,7 @@ from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import MinivllmError, RequestError, by_name, printable, shown
 from minivllm.serve.handshake import Handshake
-from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
+from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News, ToEngine
 
 T = TypeVar("T")
 _LEVELS = 200  # of nested lists and mappings: fewer than Python's parser accepts at any call depth
@@ -93,7 +93,7 @@ class _Add(msgspec.Struct, array_like=True, tag="Add"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Told | AskMetrics)
+_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.errors import EngineDeadError
 from minivllm.serve.generation import Generation
-from minivllm.serve.messages import Abort, Add, Died, News, ToEngine, Told
+from minivllm.serve.messages import Abort, Add, Delivered, Died, News, ToEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class Limits:
 class EngineClient(ABC):
     """Call its methods from one event loop's thread."""
 
-    rest = 0.0  # pause before ``Told``, as a multiple of the time that readers took
+    rest = 0.0  # pause before ``Delivered``, as a multiple of the time that readers took
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self.tokenizer, self.limits = tokenizer, limits
@@ -155,14 +155,14 @@ class EngineClient(ABC):
                 if output.finished:
                     del self._generations[output.request_id]
         if news.outputs:
-            asyncio.get_running_loop().call_soon(self._told, time.perf_counter())  # after all readers woken now
+            asyncio.get_running_loop().call_soon(self._delivered, time.perf_counter())  # after all readers woken now
 
-    def _told(self, began: float) -> None:
+    def _delivered(self, began: float) -> None:
         rest = min(self.rest * (time.perf_counter() - began), _MOST_REST)
         if rest:
-            asyncio.get_running_loop().call_later(rest, self._post, Told())
+            asyncio.get_running_loop().call_later(rest, self._post, Delivered())
         else:
-            self._post(Told())
+            self._post(Delivered())
 
     def _die(self, died: Died) -> None:
         if self.died is None:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from prometheus_client import generate_latest
+
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
-from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, ToEngine, Told
-from minivllm.serve.metrics import text_of
+from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News, ToEngine
+from minivllm.serve.metrics import EngineCollector
 from minivllm.serve.pace import Pace
 from minivllm.serve.timings import Timings, request_of
 
@@ -53,7 +55,7 @@ class _Adding:
 class EngineLoop:
     """Runs ``engine.step`` in the thread that calls ``run``; other threads may read ``timings`` and the counts.
 
-    While many outputs are in flight whose readers are not ``Told`` yet, the engine holds back what can wait
+    While many outputs are not ``Delivered`` yet, the engine holds back what can wait
     (``LLMEngine.hold_outputs``), so that readers slower than its steps get fewer and longer pieces.
     """
 
@@ -61,7 +63,7 @@ class EngineLoop:
         self.engine, self.timings, self._pace = engine, Timings(engine), Pace(engine)
         self.error: BaseException | None = None  # what killed the engine
         self._inbox, self._tell = inbox, tell
-        self._untold: deque[int] = deque()  # number of outputs in each unacknowledged ``News``
+        self._undelivered: deque[int] = deque()  # number of outputs in each unacknowledged ``News``
         self._adds: deque[_Adding] = deque()  # the first may be partly accepted
         self._ready: list[RequestOutput] = []  # to be sent with the next ones
         self._slice = _SLICE
@@ -80,7 +82,8 @@ class EngineLoop:
     def metrics(self, model_name: str) -> bytes:
         """Metrics in Prometheus text format."""
         adding = sum(one.prompt_tokens for one in tuple(self._adds))  # they may still be refused
-        return text_of(self.engine, self.timings, self.num_running, self.num_waiting, model_name, adding)
+        running, waiting = self.num_running, self.num_waiting
+        return generate_latest(EngineCollector(self.engine, self.timings, running, waiting, model_name, adding))
 
     def run(self) -> None:
         """Run until the inbox ends, or the engine dies, which its last message reports."""
@@ -101,7 +104,7 @@ class EngineLoop:
                 if taken or outputs:
                     self._tell(News(taken, outputs))
                 if outputs:
-                    self._untold.append(len(outputs))
+                    self._undelivered.append(len(outputs))
                     self._hold_if_many()
         except BaseException as error:
             self.error = error
@@ -161,15 +164,15 @@ class EngineLoop:
                 self.timings.arrived(name, message.arrived, message.params.n)
         elif isinstance(message, Abort):
             self._abort(message.request_ids)
-        elif isinstance(message, Told):
-            if self._untold:  # empty: this is for news from before a restart
-                self._untold.popleft()
+        elif isinstance(message, Delivered):
+            if self._undelivered:  # empty: this is for news from before a restart
+                self._undelivered.popleft()
             self._hold_if_many()
         elif isinstance(message, AskMetrics):
             self._tell(Metrics(self.metrics(message.model_name)))
 
     def _hold_if_many(self) -> None:
-        self.engine.hold_outputs = sum(self._untold) >= _MANY
+        self.engine.hold_outputs = sum(self._undelivered) >= _MANY
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         self.engine.abort(list(request_ids))

@@ -66,7 +66,7 @@ def run(composed: Composed) -> int:
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code:
-        raise MinivllmError(f"the process that speaks HTTP {child_process.how_it_ended(code)}")
+        raise MinivllmError(f"the HTTP process {child_process.how_it_ended(code)}")
     return 0
 
 
@@ -119,7 +119,7 @@ class HttpProcess:
             raise by_name(answer.error, answer.message)
         if not isinstance(answer, Serving):
             how = child_process.how_it_ended(self._process.wait())
-            raise MinivllmError(f"the process that speaks HTTP {how} before it was ready")
+            raise MinivllmError(f"the HTTP process {how} before it was ready")
 
     @contextmanager
     def signals(self) -> Generator[None, None, None]:

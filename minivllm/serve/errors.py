@@ -108,18 +108,18 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
 
 
 def _unreadable(why: BaseException | None) -> ClientError:
-    """A body of which json.loads says more than that it is not JSON, or that was refused while it came."""
+    """For a body that json.loads rejects for another reason than its syntax, or that was refused while being read."""
     if isinstance(why, ClientError):
         return why
     if isinstance(why, RecursionError):
         return ClientError("the body is not JSON: it is nested too deeply")
     if isinstance(why, ValueError) and not isinstance(why, UnicodeError):  # Python's limit, which is 4300
-        return ClientError("the body has a number of too many digits")
+        return ClientError("the body has a number with too many digits")
     return ClientError("the body is not JSON: it is not text in UTF-8")
 
 
 def _as_client_error(first: Mapping[str, Any], body: Any) -> ClientError:
-    """Pydantic's first complaint about ``body``, or FastAPI's: it is text that is not JSON."""
+    """Pydantic's first complaint about ``body``, or FastAPI's, if it is not JSON."""
     place = [str(part) for part in first["loc"] if part != "body" and not _TYPE.match(str(part))]
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", first["msg"])

@@ -151,7 +151,7 @@ class HttpServer(uvicorn.Server):
             if sig == CTRL_C and not self._ending:
                 self._loop.call_soon_threadsafe(self._end_all)
             return
-        if running and not self.should_exit:
+        if running:
             them = f"{running} running request{'s' if running > 1 else ''}"
             said = f"waiting up to {self._timeout:g} s for {them}; press Ctrl-C again to stop now"
             print(f"\nminivllm: {said}", file=sys.stderr)

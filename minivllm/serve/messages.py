@@ -33,8 +33,8 @@ class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
     request_ids: tuple[str, ...]
 
 
-class Told(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The readers of one ``News`` have been given it."""
+class Delivered(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The readers of the oldest ``News`` have its outputs."""
 
 
 class AskMetrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -43,7 +43,7 @@ class AskMetrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
     model_name: str
 
 
-ToEngine = Add | Abort | Told | AskMetrics
+ToEngine = Add | Abort | Delivered | AskMetrics
 
 # --------------------------------------------------------------------------- from the engine
 

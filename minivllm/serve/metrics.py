@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-from prometheus_client import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,16 +16,9 @@ if TYPE_CHECKING:
 _PREFIX = "minivllm:"
 
 
-def text_of(
-    engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str, not_accepted: int = 0
-) -> bytes:
-    """Prometheus text format. ``running``, ``waiting``: numbers of requests; ``not_accepted``: prompt tokens of running
-    requests that may still be refused."""
-    return generate_latest(EngineCollector(engine, timings, running, waiting, model, not_accepted))
-
-
 class EngineCollector(Collector):
-    """Reads everything at scrape time, so that metrics cost the engine nothing."""
+    """Reads everything at scrape time, so that metrics cost the engine nothing. ``running``, ``waiting``: numbers of
+    requests; ``not_accepted``: prompt tokens of running requests that may still be refused."""
 
     def __init__(
         self, engine: LLMEngine, timings: Timings, running: int, waiting: int, model: str, not_accepted: int

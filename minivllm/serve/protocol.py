@@ -1,68 +1,25 @@
-"""Request bodies: OpenAI's, with vLLM's additions. Unsupported fields that would change the answer are refused by name;
-only fields that cannot change it are ignored.
-"""
+"""The endpoints' request bodies: OpenAI's, with vLLM's additions."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from minivllm.core.grammars import text_of
 from minivllm.core.sampling_params import MAX_LOGPROBS, NO_LIMIT, RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import RequestError, no_room, shown, which_of
-from minivllm.models.conversation import check_tool_calls
-from minivllm.naming import did_you_mean
+from minivllm.serve.body import Body, Unicode, Whole, at_most, unicode_text
+from minivllm.serve.conversation import Conversation, Message
 from minivllm.serve.errors import ClientError, asked_wrongly
 
-# Ignored: they say who is asking, how to bill it or where to store it.
-_PASSED_OVER = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "cache_control",
-        "guided_decoding_backend",
-    }
-)
-# Known but unsupported fields, each with the values that request the default behavior.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),  # of a message
-    "add_special_tokens": (False,),  # for conversations: the template adds them
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),  # for conversations
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_obfuscation": (False, True),  # padding against traffic analysis
-    "length_penalty": (1.0,),
-    "logprobs": ([],),  # of a part of a message
-    "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-_STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _ID = r"^[\x21-\x7e]{1,200}$"  # a client's own request id
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _OF_FUNCTION = re.compile(r"structural_tag: the schema behind '.*?\"name\": \"([\w-]+)\".*?': ")
 _OF_TEXT = "structural_tag: the schema that answers without tags match: "
@@ -74,78 +31,10 @@ MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # per request, as in OpenAI's API; oth
 MAX_SEQUENCES = 8192  # completions of all prompts of a request: 0.2 s
 MAX_SCORES = 1 << 20  # prompt log-probabilities in one answer: some 50 MB, while all others wait half a second
 MAX_STOPS = 128  # strings that each token's text is searched for while other requests wait
-MAX_TOOLS = 128  # as in OpenAI's API
 MAX_BAD_WORDS = 4096  # tokenized while other requests wait, 0.1 s
-MAX_MESSAGES = 1 << 14  # per chat; each is checked while other requests wait, 5 µs
 MAX_IDS = 1 << 20  # per /detokenize request
 MAX_TEXT = 1 << 22  # characters per /tokenize request, during which other texts wait: a few seconds
 MAX_GRAMMAR = 1 << 18  # characters, as JSON, of an answer's constraint; others wait while it is compiled, up to 0.3 s
-
-
-def _unicode(text: str) -> str:
-    """Refuse lone surrogates, which JSON can express but no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"this is not Unicode text: {error.reason}") from error
-    return text
-
-
-Unicode = Annotated[str, AfterValidator(_unicode)]
-
-
-def _whole(value: Any) -> Any:
-    """Accept whole floats as integers: some languages write all numbers as floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-
-
-class Body(BaseModel):
-    """A request's body, or a part of it. A null field is treated as missing."""
-
-    part_of: ClassVar[str | None] = None  # the field of the body that it is in
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_fields(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        known = {}
-        for name, value in data.items():
-            if value is None or name in _PASSED_OVER:
-                continue
-            if name in cls.model_fields:
-                known[name] = value
-            elif name in _NEUTRAL:
-                cls._refuse_unless_neutral(name, value)
-            elif name == "best_of":
-                if type(value) is not int or value != (data.get("n") or 1):
-                    raise ClientError(f"best_of={shown(value)} is not supported: it must equal n", param=name)
-            else:
-                hint = did_you_mean(name, cls.model_fields)
-                kind = name.removeprefix("guided_")
-                asked = data.get("structured_outputs")
-                if kind != name and isinstance(asked, dict) and asked.get(kind) == value:
-                    continue  # guidance's client sends both
-                if "structured_outputs" in cls.model_fields and kind != name and kind in _STRUCTURES:
-                    hint = f' It is "structured_outputs": {{"{kind}": …}} now.'  # in vLLM, too
-                raise cls._wrong(f"there is no field {shown(name)}.{hint}", name)
-        return known
-
-    @classmethod
-    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        allowed = _NEUTRAL[name]
-        if value not in allowed:
-            but = f", other than {' or '.join(map(repr, allowed))}" if allowed else ""
-            raise cls._wrong(f"{name}: {shown(value)} is not supported{but}; leave {name} out", name)
-
-    @classmethod
-    def _wrong(cls, why: str, name: str) -> ClientError:
-        return ClientError(why if cls.part_of is None else f"{cls.part_of}: {why}", param=cls.part_of or name)
 
 
 class StreamOptions(Body):
@@ -299,146 +188,9 @@ class CompletionBody(GenerationBody):
             said = f"{len(many)} prompts with n={self.n} are more than {MAX_SEQUENCES} completions"
             raise ClientError(f"prompt: {said}; send several requests", param="prompt")
         try:
-            return [_unicode(prompt) if isinstance(prompt, str) else prompt for prompt in many]
+            return [unicode_text(prompt) if isinstance(prompt, str) else prompt for prompt in many]
         except ValueError as error:
             raise ClientError(f"prompt: {error}", param="prompt") from error
-
-
-class TextPart(Body):
-    part_of = "messages"
-
-    type: Literal["text", "input_text", "output_text"]  # the others are the Responses API's
-    text: Unicode
-
-    @field_validator("type")
-    @classmethod
-    def _by_one_name(cls, kind: str) -> str:
-        return "text"  # the only one that templates know
-
-
-class Message(Body):
-    """A message of a conversation, for the template."""
-
-    part_of = "messages"
-
-    role: Unicode
-    content: Unicode | list[TextPart] | None = None
-    name: Unicode | None = None
-    reasoning: Unicode | None = None
-    reasoning_content: Unicode | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: Unicode | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _text_only(cls, data: Any) -> Any:
-        parts = data.get("content") if isinstance(data, dict) else None
-        for part in parts if isinstance(parts, list) else ():
-            if not isinstance(part, dict):
-                raise cls._wrong(f"a part of a content is an object, not {shown(part)}", "content")
-            if (kind := part.get("type")) not in ("text", "input_text", "output_text"):
-                raise cls._wrong(f"content of type {shown(kind)} is not supported; only text is", "content")
-        if isinstance(data, dict):
-            data = {name: value for name, value in data.items() if name != "parsed"}  # openai's client adds it
-            if data.get("content") is None and not data.get("tool_calls"):
-                if data.get("role") not in ("assistant", "tool", "function"):
-                    raise cls._wrong("each needs content, a string or text parts", "content")
-                data["content"] = ""
-        return data
-
-    @field_validator("tool_calls")
-    @classmethod
-    def _calls(cls, calls: list[Any] | None) -> list[Any] | None:
-        try:
-            check_tool_calls(calls or [])
-        except RequestError as error:  # the error's location says so already
-            raise ValueError(str(error).removeprefix("messages: ")) from None
-        return calls or None
-
-    def told(self) -> dict[str, Any]:
-        """The message in the form that the template gets: ``reasoning`` by both of its names."""
-        told = self.model_dump(exclude_none=True)
-        reasoning = self.reasoning or self.reasoning_content
-        return told | {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else told
-
-
-class Function(Body):
-    part_of = "tools"
-
-    name: str
-    description: Unicode | None = None
-    parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool = False
-
-    @field_validator("name")
-    @classmethod
-    def _is_name(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            said = f"a function's name has letters, digits, _ and -, 64 at most, not {shown(name)}"
-            raise ClientError(f"tools: {said}", param="tools")
-        return name
-
-    @field_validator("parameters")
-    @classmethod
-    def _can_be_told(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        try:
-            _unicode(json.dumps(parameters, ensure_ascii=False))
-        except (ValueError, RecursionError) as error:
-            raise ClientError(f"tools: parameters cannot be told: {error}", param="tools") from None
-        return parameters
-
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments; any object if none is given."""
-        return {"type": "object"} | (self.parameters or {})
-
-
-class Tool(Body):
-    part_of = "tools"
-
-    type: Literal["function"]
-    function: Function
-
-
-class Conversation(Body):
-    """A conversation, rendered to a prompt by the tokenizer's chat template."""
-
-    messages: list[Message]
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _so_many(cls, messages: Any) -> Any:
-        return _at_most(MAX_MESSAGES, "messages", messages)
-
-    @field_validator("tools")
-    @classmethod
-    def _within_their_limits(cls, tools: list[Tool] | None) -> list[Tool] | None:
-        names = [tool.function.name for tool in tools or ()]
-        if len(names) > MAX_TOOLS:
-            raise ClientError(f"tools: {len(names)} are more than {MAX_TOOLS}", param="tools")
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ClientError(f"tools: {len(names)} functions, of which several are named {twice[0]}", param="tools")
-        return tools or None
-
-    @model_validator(mode="after")
-    def _one_end(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ClientError(
-                "continue_final_message: the reply either continues the last message or begins another, as "
-                'add_generation_prompt has it, true by default; add "add_generation_prompt": false',
-                param="continue_final_message",
-            )
-        return self
-
-    def options(self) -> dict[str, Any]:
-        """Options for rendering, in addition to the template's own variables."""
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
-        switches = {name: getattr(self, name) for name in ("add_generation_prompt", "continue_final_message")}
-        return switches | {"tools": tools or None}
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -575,7 +327,7 @@ class Detokenize(Body):
     @field_validator("tokens", mode="before")
     @classmethod
     def _so_many(cls, tokens: Any) -> Any:
-        return _at_most(MAX_IDS, "tokens", tokens)
+        return at_most(MAX_IDS, "tokens", tokens)
 
 
 def check_grammar(asked: StructuredOutputsParams | None) -> None:
@@ -614,13 +366,6 @@ def _structure(response_format: dict[str, Any]) -> dict[str, Any] | None:
 def known_id(given: str) -> str | None:
     """A client's own request id, if it is valid."""
     return given if re.fullmatch(_ID, given) else None
-
-
-def _at_most(most: int, name: str, values: Any) -> Any:
-    """Returns ``values``; checks their number before each is validated."""
-    if isinstance(values, list) and len(values) > most:
-        raise ClientError(f"{name}: {len(values)} are more than {most}; send several requests", param=name)
-    return values
 
 
 def _is_token_ids(value: Any) -> bool:

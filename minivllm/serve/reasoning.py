@@ -66,33 +66,29 @@ class ReasoningReader:
     def __init__(self, thinking: Thinking) -> None:
         self._thinking = thinking
         self._held = ""
-        self._within: bool | None = False if thinking is Thinking.NEVER else None  # None: not known yet
+        # Whether what comes next is reasoning; None: not known yet.
+        self.within: bool | None = False if thinking is Thinking.NEVER else None
         self._begins = False  # whether white space before what comes next is to be dropped
         self.has_ended = False  # whether the answer has had reasoning, and it is over
 
     @property
-    def within(self) -> bool | None:
-        """Whether what comes next is reasoning; None: not known yet."""
-        return self._within
-
-    @property
     def is_done(self) -> bool:
         """Whether all that follows is the answer."""
-        return self._within is False and not self._begins
+        return self.within is False and not self._begins
 
     def read(self, text: str, *, last: bool) -> tuple[str, str]:
         """The reasoning and the answer in ``text`` and what was held back. ``last``: nothing follows."""
-        if self._within is None:
+        if self.within is None:
             self._held += text
             text = self._held.lstrip()
             if not last and len(text) < len(OPEN) and OPEN.startswith(text):
                 return "", ""
             begun = text.startswith(OPEN)
-            self._within = self._begins = begun or self._thinking is Thinking.ALWAYS
+            self.within = self._begins = begun or self._thinking is Thinking.ALWAYS
             text = text.removeprefix(OPEN) if begun else self._held
             self._held = ""
         reasoning = ""
-        if self._within:
+        if self.within:
             reasoning, text = self._split(text, last=last)
         return reasoning, self._without_space(text)
 
@@ -103,7 +99,7 @@ class ReasoningReader:
             held = 0 if last else tail_of(text, CLOSE)
             self._held = text[len(text) - held :]
             return text[: len(text) - held], ""
-        self._within, self._begins, self._held, self.has_ended = False, True, "", True
+        self.within, self._begins, self._held, self.has_ended = False, True, "", True
         return text[:end].rstrip(), text[end + len(CLOSE) :]
 
     def _without_space(self, text: str) -> str:

@@ -137,17 +137,13 @@ class Reply(ABC):
 
     def _count(self, output: RequestOutput) -> None:
         prompt = self._place[output.request_id]
-        self._prompt_tokens[prompt], self._cached_tokens[prompt] = (
-            len(output.prompt_token_ids),
-            output.num_cached_tokens,
-        )
+        self._prompt_tokens[prompt] = len(output.prompt_token_ids)
+        self._cached_tokens[prompt] = output.num_cached_tokens
 
     def _news(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """The choices with something new to send, and what."""
         for index, new in self._counted(output):
-            if (
-                new.text or new.logprobs or new.finished()
-            ):  # else text waits: half a character, or perhaps a stop string
+            if new.text or new.logprobs or new.finished():  # else text is held back: it may become a stop string
                 yield index, new
 
     def _counted(self, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
@@ -242,9 +238,9 @@ class ChatReply(Reply):
         super().__init__(*args, **more)
         self._top, self._tools, self._new_thoughts = top_logprobs, tools, thoughts
         self._thoughts: dict[int, Thoughts] = {}  # by choice
-        self._reasoning: dict[int, str] = {}  # that is not told yet
+        self._reasoning: dict[int, str] = {}  # by choice, not sent yet
         self._readers: dict[int, CallReader] = {}  # by choice
-        self._calls: dict[int, list[Call]] = {}  # that are not told yet
+        self._calls: dict[int, list[Call]] = {}  # by choice, not sent yet
         self._num_calls: Counter[int] = Counter()
 
     def _first_chunks(self) -> Iterator[Answer]:

@@ -16,7 +16,8 @@ from minivllm.serve.held_back import tail_of
 from minivllm.serve.responses import Call, CalledFunction
 
 if TYPE_CHECKING:
-    from minivllm.serve.protocol import ChatBody, Function
+    from minivllm.serve.conversation import Function
+    from minivllm.serve.protocol import ChatBody
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -24,7 +25,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class CallReader(ABC):
     """Parses the calls of one answer incrementally."""
 
-    within = False  # whether the arguments of a call that was told are to go on
+    within = False  # whether a call has been returned whose arguments are incomplete
 
     @abstractmethod
     def read(self, text: str, *, last: bool) -> tuple[str, list[Call]]:
@@ -63,7 +64,7 @@ class GuidedCalls(TextBesideCalls):
         self._alone, self._trigger = alone, dialect.trigger
         self._before, behind = dialect.begin.split("%s")  # a function's name as JSON
         self._begin = re.compile(f'{re.escape(self._before)}"([^"]*)"{re.escape(behind)}')
-        self._end, self._ending = dialect.end, False  # whether a call's arguments are behind it, and its end is not
+        self._end, self._ending = dialect.end, False  # whether a call's arguments are complete, but not its end
         self._named = ""  # of a call that has no arguments yet
         self._depth, self._quoted, self._escaped = 0, False, False  # at the end of the arguments so far
 

@@ -222,7 +222,7 @@ def test_a_sweep_killed_in_the_middle_goes_on(fake_jobs, number, tmp_path, monke
     _, err = process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else -9)
     if number == signal.SIGINT:
-        assert f"interrupted with 5 of 6 to go; go on with: minivllm bench -m sweep.resume={folder}" in err
+        assert f"interrupted with 5 of 6 left; resume with: minivllm bench -m sweep.resume={folder}" in err
         assert "1 ok, 5 waiting" in (folder / "report.html").read_text()
     pid = int(starts.read_text().splitlines()[-1].split()[0])
     for _ in range(100):  # the job went with its sweep
@@ -246,7 +246,7 @@ def test_resuming_tries_again_what_failed(fake_jobs, tmp_path, capsys):
     folder = tmp_path / "s"
     assert main(["bench", "-m", "seed=1,11", f"sweep.dir={folder}"]) == 0
     assert main(["bench", "-m", "seed=1", f"sweep.dir={folder}"]) == 2
-    assert f"sweep.resume={folder} to go on" in capsys.readouterr().err
+    assert f"sweep.resume={folder} to resume it" in capsys.readouterr().err
     assert main(["bench", f"sweep.resume={folder}"]) == 0
     assert "1 done before are kept, 1 that failed are tried again" in capsys.readouterr().err
     assert len((folder / "starts").read_text().splitlines()) == 3

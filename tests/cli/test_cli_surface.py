@@ -15,7 +15,7 @@ import pytest
 from fake_plugins import BACKEND, FakePlugin
 
 from minivllm import cli
-from minivllm.config.schema import keys_of
+from minivllm.config.keys import keys_of
 from minivllm.errors import ConfigError, MinivllmError
 
 REPO = Path(__file__).resolve().parents[2]

@@ -15,9 +15,10 @@ from fake_plugins import BACKEND, FakePlugin
 from minivllm.config.compose import compose, compose_engine_config
 from minivllm.config.conf_dir import conf_dir
 from minivllm.config.engine_config import EngineConfig
+from minivllm.config.keys import keys_of
 from minivllm.config.modes import MODES, ChatOptions, GenerateOptions, SamplingOptions
 from minivllm.config.overrides import group_options, quote
-from minivllm.config.schema import EngineSchema, keys_of
+from minivllm.config.schema import EngineSchema
 from minivllm.config.vllm_names import DEFAULTS, NEGATED, NEUTRAL, NOT_HERE, SAME_NAMES, VLLM_NAMES, check_neutral
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import SamplingParams

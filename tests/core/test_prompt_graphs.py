@@ -20,7 +20,7 @@ from minivllm.core.batch import Batch
 from minivllm.core.landing import PendingStep, StepApart
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
-from minivllm.core.prompt_graphs import PromptGraphs, Told, prompt_sizes
+from minivllm.core.prompt_graphs import GraphInput, PromptGraphs, prompt_sizes
 from minivllm.errors import MinivllmError
 from minivllm.layers.decoder import _all_tokens
 
@@ -139,7 +139,7 @@ def test_several_ranks_launch_fewer_steps_kernel_by_kernel(weights: int, most: t
         made = made_for({"layer.weight": (weights, 1)}, (0, 0), ranks)
         assert made.sizes[-1] == tokens
         if ranks > 1:
-            assert all(made._size_for(each) for each in range(1, tokens + 1)), "rather than launch it"
+            assert all(made._smallest(each) for each in range(1, tokens + 1)), "rather than launch it"
 
 
 @pytest.mark.parametrize(("experts", "apart"), [(0, True), (40, True), (80, False)])
@@ -286,9 +286,11 @@ def test_steps_of_few_sequences_are_graphs_of_their_own(
     replayed: list[tuple[int, str, int]] = []
     launch = PromptGraphs.launch
 
-    def noted(self: PromptGraphs, key: tuple[int, str], told: Told, decodes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        found = launch(self, key, told, decodes)
-        replayed.append((key[0], log[-1][2], told.num_seqs))
+    def noted(
+        self: PromptGraphs, key: tuple[int, str], given: GraphInput, decodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = launch(self, key, given, decodes)
+        replayed.append((key[0], log[-1][2], given.num_seqs))
         return found
 
     monkeypatch.setattr(PromptGraphs, "launch", noted)
@@ -308,12 +310,12 @@ def test_a_backend_that_plans_on_the_host_finds_each_rows_blocks_there(
     rows: list[tuple[int, int]] = []
     hand_over = PromptGraphs._hand_over
 
-    def hand_over_and_look(self: PromptGraphs, key: tuple[int, str], told: Told) -> None:
-        hand_over(self, key, told)
-        plan, n = self._plans[key], int((told.slots < runner.num_slots).sum())
+    def hand_over_and_look(self: PromptGraphs, key: tuple[int, str], given: GraphInput) -> None:
+        hand_over(self, key, given)
+        plan, n = self._plans[key], int((given.slots < runner.num_slots).sum())
         for row, length in enumerate(plan.host_seq_lens[: n + 1]):
             used = -(-int(length) // runner.block_size)
-            held = runner.block_table[int(told.slots[row]), :used]
+            held = runner.block_table[int(given.slots[row]), :used]
             assert plan.host_block_tables[row, :used].tolist() == held.tolist()
         assert plan.host_block_tables[:n, 0].all() and not plan.host_block_tables[n:].any()
         rows.append((n, len(plan.host_block_tables)))

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"allowed_token_ids": []}, ["allowed_token_ids=[]", "leaves no token"]),
     ({"allowed_token_ids": [3, -1]}, ["allowed_token_ids=-1", "less than 0"]),
     ({"bad_words": "x"}, ["bad_words='x'", "not a list", "type ['x']"]),
-    ({"structured_outputs": object}, ["structured_outputs=", "type StructuredOutputsParams(json={...})"]),
+    ({"structured_outputs": object}, ["structured_outputs=", "StructuredOutputsParams", 'like {"json": {...}}']),
     ({"logits_processors": [print]}, ["logits_processors=", "not supported yet"]),
     ({"truncate_prompt_tokens": 5}, ["truncate_prompt_tokens=5", "not supported yet"]),
     ({"truncate_prompt_tokens": []}, ["truncate_prompt_tokens=[]", "leave it at None"]),

@@ -6,8 +6,8 @@ import runpy
 
 from pages import ROOT
 
+from minivllm.config.keys import keys_of
 from minivllm.config.modes import MODES
-from minivllm.config.schema import keys_of
 
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))
 

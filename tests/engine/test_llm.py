@@ -183,7 +183,7 @@ def test_what_a_tokenizer_returns_is_no_prompt_and_its_ids_are(engine: Engine) -
     [
         (3, "not int"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids is a str, not a list; text is prompt"),
-        ({}, "in a mapping its prompt or its prompt_token_ids"),
+        ({}, "or a mapping with prompt or prompt_token_ids"),
     ],
 )
 def test_what_is_neither_text_nor_ids_is_refused(engine: Engine, prompt: Any, message: str) -> None:
@@ -266,7 +266,7 @@ def test_each_prompt_may_have_its_own_params(engine: Engine) -> None:
     outputs = run(llm, prompts, params)
     assert [len(t) for t in tokens(outputs)] == [2, 5, 8]
     assert [o.outputs[0].logprobs is None for o in outputs] == [True, True, False]
-    with pytest.raises(RequestError, match="3 prompts with 2 sampling_params; give one for all, or one a prompt"):
+    with pytest.raises(RequestError, match="3 prompts with 2 sampling_params; give one for all or one per prompt"):
         run(llm, prompts, params[:2])
     usable(llm)
 
@@ -590,7 +590,7 @@ def test_chat_is_generate_with_the_template(engine: Engine) -> None:
     for names in (5, [1], {5: 1}):
         with pytest.raises(RequestError, match="is not a mapping of names"):
             llm.chat(messages, use_tqdm=False, chat_template_kwargs=names)
-    with pytest.raises(RequestError, match="priority=1 is not a list; give one a prompt"):
+    with pytest.raises(RequestError, match="priority=1 is not a list; give one per prompt"):
         llm.generate(["a"], GREEDY, use_tqdm=False, priority=1)
     assert llm.chat([], GREEDY, use_tqdm=False) == []
     bare = llm.chat(messages, GREEDY, use_tqdm=False, add_generation_prompt=False)
@@ -783,8 +783,8 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ([5] * 60, {"max_tokens": 30}, ["60-token prompt", "max_tokens=30", "needs 23 cache blocks", "has 20",
                                     "raise cache.num_blocks"]),
     ([5] * 90, {"max_tokens": None}, ["90-token prompt", "cache blocks", "has 20", "raise cache.num_blocks"]),
-    ([1, 512], {}, ["token id 512 at place 1", "outside the vocabulary", "0 to 511"]),
-    ([1, -1], {}, ["token id -1 at place 1", "outside the vocabulary", "0 to 511"]),
+    ([1, 512], {}, ["token id 512 at index 1", "outside the vocabulary", "0 to 511"]),
+    ([1, -1], {}, ["token id -1 at index 1", "outside the vocabulary", "0 to 511"]),
     ([[1, 2.5]], {}, ["flat list of whole numbers"]),
     ([[[1, 2], [3]]], {}, ["flat list of whole numbers"]),
     ([None], {}, ["text or a list of token ids", "NoneType"]),
@@ -792,8 +792,8 @@ ERRORS: list[tuple[Any, dict[str, Any], list[str]]] = [
     ({"prompt": "a", "multi_modal_data": {"image": 1}}, {}, ["multi_modal_data is not supported", "leave it out"]),
     ({}, {}, ["text or a list of token ids"]),
     (None, {}, ["there are no prompts", "a list of token ids"]),
-    (["fine", "a\ud800"], {}, ["prompt 1:", "a lone surrogate, '\\ud800'", "at place 1", "errors='replace'"]),
-    ({"prompt": "\ud800"}, {}, ["a lone surrogate", "at place 0"]),
+    (["fine", "a\ud800"], {}, ["prompt 1:", "a lone surrogate, '\\ud800'", "at index 1", "errors='replace'"]),
+    ({"prompt": "\ud800"}, {}, ["a lone surrogate", "at index 0"]),
     ([1], {"stop_token_ids": [512]}, ["stop_token_ids", "512", "0 to 511"]),
     ([1], {"min_tokens": 4, "stop_token_ids": list(range(20))}, ["min_tokens=4", "21 stop and end", "at most 16"]),
     ([1], {"max_tokens": None, "min_tokens": 2**40}, ["min_tokens=", "lower min_tokens"]),

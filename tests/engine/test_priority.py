@@ -18,7 +18,7 @@ def test_schedulers_without_priorities_refuse_them(engine: Engine) -> None:
     llm = engine()
     with pytest.raises(RequestError, match="prompt 1: priority=3 is not supported by scheduler=mixed; leave it 0, or"):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 3])
-    with pytest.raises(RequestError, match="2 prompts with 3 priorities; give one a prompt"):
+    with pytest.raises(RequestError, match="2 prompts with 3 priorities; give one per prompt"):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[0, 0, 0])
     for wrong in (True, 1.5, "high", None):
         with pytest.raises(RequestError, match=f"priority={wrong!r} is not a whole number"):

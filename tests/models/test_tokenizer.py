@@ -240,7 +240,7 @@ def test_half_of_a_character_is_refused(
     byte_level: CheckpointTokenizer, metaspace: CheckpointTokenizer, text: str, at: int
 ) -> None:
     for tokenizer in (byte_level, metaspace, ByteTokenizer(300)):
-        with pytest.raises(RequestError, match=f"a lone surrogate, .*, at place {at}: .*errors='replace'"):
+        with pytest.raises(RequestError, match=f"a lone surrogate, .*, at index {at}: .*errors='replace'"):
             tokenizer.encode_batch(["fine", text])
 
 

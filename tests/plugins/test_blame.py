@@ -125,8 +125,8 @@ OWN = "@classmethod\ndef "
 
 @pytest.mark.parametrize("kind,body,told", [
     ("attention", f"def bind(self, cache): {RAISES}", "bind raised ValueError: no luck (minivllm_mine, line 21, in b"),
-    ("executor", "def start(self): super().start()", "start returned None, not how many cache blocks can be handed"),
-    ("executor", "def start(self): return super().start() * -1", "start returned -64, not how many"),
+    ("executor", "def start(self): super().start()", "start returned None, not a number of cache blocks"),
+    ("executor", "def start(self): return super().start() * -1", "start returned -64, not a number"),
     ("executor", "def describe(self): return {'device': 'x'}", "describe returned {'device': 'x'}, which lacks att"),
     ("executor", "def describe(self): return 'cpu'", "describe returned 'cpu', not a mapping"),
     ("executor", f"def describe(self): {RAISES}", "describe raised ValueError: no luck (minivllm_mine, line 21, in d"),

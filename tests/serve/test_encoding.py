@@ -28,7 +28,7 @@ from minivllm.serve.encoding import (
 )
 from minivllm.serve.engine_client import Limits
 from minivllm.serve.handshake import Begin, Go, Handshake, Refused, ServerOptions, Serving
-from minivllm.serve.messages import Abort, Add, AskMetrics, Died, FromEngine, Metrics, News, Told
+from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News
 
 
 def crossed(message: FromEngine) -> FromEngine:
@@ -169,7 +169,7 @@ def test_prompts_arrive_as_they_were_sent(prompts: list[list[int]], cache_salt: 
 
 
 def test_other_messages_arrive() -> None:
-    for message in (Abort(()), Abort(("a", "b")), Told(), AskMetrics("é")):
+    for message in (Abort(()), Abort(("a", "b")), Delivered(), AskMetrics("é")):
         assert decode_to_engine(encode_to_engine(message)) == message
 
 

@@ -97,7 +97,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "100 prompts with n=100 are more than 8192", "prompt"),
     (COMPLETIONS, {"prompt": [10**30]}, f"token id {10**30} is outside the vocabulary: 0 to 511", "prompt"),
     (COMPLETIONS, {"prompt": [[5], [6, -(10**30)]]}, f"prompt 1: token id {-(10**30)} is outside", "prompt"),
-    (COMPLETIONS, {"prompt": [2**63]}, f"token id {2**63} at place 0 is outside", "prompt"),
+    (COMPLETIONS, {"prompt": [2**63]}, f"token id {2**63} at index 0 is outside", "prompt"),
     (COMPLETIONS, {"stop_token_ids": [10**30]}, f"{10**30} is outside the vocabulary", "stop_token_ids"),
     (COMPLETIONS, {"vllm_xargs": {"mood": 10**30}}, "vllm_xargs has mood", "vllm_xargs"),
     (COMPLETIONS, {"n": 1.5}, "n: ", "n"),
@@ -119,7 +119,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"prompt": ["a", 5]}, "prompt is a string", "prompt"),
     (COMPLETIONS, {"prompt": ""}, "the prompt is empty", "prompt"),
     (COMPLETIONS, {"prompt": None}, "prompt: Field required", "prompt"),
-    (COMPLETIONS, {"prompt": [5, 512]}, "token id 512 at place 1 is outside the vocabulary: 0 to 511", "prompt"),
+    (COMPLETIONS, {"prompt": [5, 512]}, "token id 512 at index 1 is outside the vocabulary: 0 to 511", "prompt"),
     (COMPLETIONS, {"prompt": [[5], [6, -1]]}, "prompt 1: token id -1", "prompt"),
     (COMPLETIONS, {"prompt": [5] * 1024}, "1024 tokens, and max_model_len=1024 leaves no room", "prompt"),
     (COMPLETIONS, {"max_tokens": 5000}, "with a 1-token prompt exceeds max_model_len=1024", "max_tokens"),
@@ -201,7 +201,7 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
 
     told(send('{"prompt": '), 400, "the body is not JSON: Expecting value: line 1 column 12")
     told(send('{"n": 1,\n "prompt": }'), 400, "the body is not JSON: Expecting value: line 2 column 12")
-    told(send('{"prompt": "a", "seed": %s}' % ("1" * 5000)), 400, "the body has a number of too many digits")
+    told(send('{"prompt": "a", "seed": %s}' % ("1" * 5000)), 400, "the body has a number with too many digits")
     told(send(b'{"prompt": "\xff\xfe"}'), 400, "the body is not JSON: it is not text in UTF-8")
     told(send('{"prompt": ' + "[" * 100_000), 400, "the body is not JSON: it is nested too deeply")
     told(send('{"prompt": "\\ud800"}'), 400, "prompt: this is not Unicode text", "prompt")

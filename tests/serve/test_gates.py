@@ -26,9 +26,10 @@ from minivllm import LLM, RequestOutput
 from minivllm.core.outputs import CompletionOutput, Logprob
 from minivllm.models.tokenizer import ByteTokenizer, CheckpointTokenizer
 from minivllm.serve import app as app_module
+from minivllm.serve.conversation import MAX_MESSAGES
 from minivllm.serve.generation import joined
 from minivllm.serve.http_protocol import HeadLimit
-from minivllm.serve.protocol import MAX_IDS, MAX_MESSAGES
+from minivllm.serve.protocol import MAX_IDS
 from minivllm.serve.text_lengths import longest_token
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -229,7 +229,7 @@ def test_the_end_of_the_process_that_speaks_http_is_an_error(
                     os.kill(int(child), signal.SIGKILL)
 
     assert serve_and(kill_it, f"model.path={tiny_checkpoint('qwen3')}") == 1
-    assert capsys.readouterr().err.endswith("minivllm: the process that speaks HTTP was killed by SIGKILL\n")
+    assert capsys.readouterr().err.endswith("minivllm: the HTTP process was killed by SIGKILL\n")
 
 
 # --------------------------------------------------------------------------- before anything is loaded

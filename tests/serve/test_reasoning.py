@@ -159,7 +159,7 @@ def test_tokenize_counts_a_chats_prompt(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_message_sent_back_has_its_reasoning_by_both_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         body = ChatBody.model_validate({"messages": [{"role": "assistant", "content": "a", name: "b"}]})
-        assert body.messages[0].told() == {
+        assert body.messages[0].for_template() == {
             "role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"
         }  # fmt: skip
     begun = {"messages": body.messages, "continue_final_message": True, "add_generation_prompt": False}

@@ -93,7 +93,7 @@ def test_all_or_none(server: Running, monkeypatch: pytest.MonkeyPatch, stream: b
     client.start()
     while client.is_alive():
         counts.append(metrics(server)["prompt_tokens_total", ""])
-    told(answers[0], 400, "prompt 12: token id 512 at place 0 is outside the vocabulary", "prompt")
+    told(answers[0], 400, "prompt 12: token id 512 at index 0 is outside the vocabulary", "prompt")
     server.settled()
     after = metrics(server)
     assert {*counts, after["prompt_tokens_total", ""]} == {before["prompt_tokens_total", ""]}, "it never goes back"

@@ -486,7 +486,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "tools",
     ),
     ({"tools": [deep(300)], "tool_choice": "required"}, "tools", "tools"),
-    ({"tools": [deep(5, "\ud83d")]}, "tools: parameters cannot be told: this is not Unicode text", "tools"),
+    ({"tools": [deep(5, "\ud83d")]}, "tools: parameters cannot be rendered: this is not Unicode text", "tools"),
     ({"response_format": tags(129)}, "response_format: structural_tag: 129 tags are more than 128", "response_format"),
     ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages.0.tool_calls: a tool call is {", "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages", "messages"),

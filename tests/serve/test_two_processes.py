@@ -21,7 +21,7 @@ from minivllm.serve.engine_client import Limits
 from minivllm.serve.engine_process import HttpProcess
 from minivllm.serve.handshake import Begin, Go, ServerOptions
 from minivllm.serve.http_process import RemoteEngine, serve
-from minivllm.serve.messages import AskMetrics, Died, Metrics, Told
+from minivllm.serve.messages import AskMetrics, Delivered, Died, Metrics
 from minivllm.serve.wire import EngineEnd, Wire
 
 
@@ -108,9 +108,9 @@ def test_who_asks_for_metrics_and_goes_leaves_no_answer_to_the_next(ends: tuple[
 
 def test_the_end_of_one_is_the_others(ends: tuple[EngineEnd, Wire]) -> None:
     engine, front = ends
-    front.send(encode_to_engine(Told()))
+    front.send(encode_to_engine(Delivered()))
     front.socket.close()
-    assert engine.get(True, 5) == Told()
+    assert engine.get(True, 5) == Delivered()
     assert engine.get(True, 5) is None and engine.get(False, 0) is None
     for _ in range(3):
         engine.tell(Metrics(b"x"))
@@ -125,7 +125,7 @@ def test_waiting_ends_with_the_time_or_with_a_message(ends: tuple[EngineEnd, Wir
     with pytest.raises(queue.Empty):
         engine.get(True, 0.1)
     assert 0.05 < time.monotonic() - began < 2
-    later = threading.Timer(0.1, front.send, [encode_to_engine(Told())])
+    later = threading.Timer(0.1, front.send, [encode_to_engine(Delivered())])
     later.start()
-    assert engine.get(True, 20) == Told()
+    assert engine.get(True, 20) == Delivered()
     later.join()
