@@ -51,8 +51,8 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """``num_blocks=None``: as many as fit, beside what a step needs, in ``gpu_memory_utilization`` of the GPU memory
-    that the weights leave free; on a CPU in 1 GiB. ``dtype`` is auto or fp8."""
+    """``num_blocks=None``: as many as fit, beside the weights and what a step needs, in ``gpu_memory_utilization`` of
+    the GPU's memory; on a CPU in 1 GiB. ``dtype`` is auto or fp8."""
 
     block_size: int = 16
     num_blocks: int | None = None

@@ -123,8 +123,7 @@ class CacheSchema:
     num_blocks: int | None = key(None, "cache blocks; null: as many as fit in memory", ge=1)
     gpu_memory_utilization: float = key(
         0.9,
-        "fraction to use of the GPU memory that is free once the weights are loaded: for the cache and for what a step "
-        "needs at its peak",
+        "fraction of the GPU's memory that this engine may use: for weights, cache and what a step needs at its peak",
         gt=0,
         le=1,
     )

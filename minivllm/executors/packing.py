@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces import Model
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
+    from minivllm.executors.memory import MemoryShare
 
 logger = logging.getLogger("minivllm")
 
@@ -73,12 +74,13 @@ def pack_weights(
     tp: TensorParallel,
     dtype: torch.dtype,
     device: torch.device,
+    memory: MemoryShare | None,
     cache_bytes: int,
     plain: bool,
 ) -> bool:
     """Pack the LM head and layer weights of a loaded model if ``config.packed_weights`` is true, or is auto and they
-    fit on all ranks; returns whether any were packed. ``cache_bytes``: the smallest cache that the configuration
-    allows. ``plain``: its attention ``attends_plainly``.
+    fit on all ranks; returns whether any were packed. ``memory``: the rank's, on a GPU; ``cache_bytes``: the smallest
+    cache that the configuration allows. ``plain``: its attention ``attends_plainly``.
 
     Raises:
         ConfigError: packed_weights=true, but some that would be faster cannot be packed, or none would be; says why.
@@ -90,7 +92,7 @@ def pack_weights(
     impossible, parts = _impossible(dtype, device), (_heads(module), _layers(module, plain))
     for part in parts:
         unfit = impossible or part.unfit or part.odd(dtype)
-        why = unfit or _pack(part, module, config, dtype, device, cache_bytes)
+        why = unfit or _pack(part, module, config, dtype, device, memory, cache_bytes)
         if not tp.minimum(int(why is None), device) and why is None:  # ranks' kernels wait for each other
             unpack_products(part.products)
             why = f"{part.what} are not packed on another rank"
@@ -106,10 +108,17 @@ def pack_weights(
 
 
 def _pack(
-    part: _Part, model: nn.Module, config: EngineConfig, dtype: torch.dtype, device: torch.device, cache_bytes: int
+    part: _Part,
+    model: nn.Module,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: MemoryShare | None,
+    cache_bytes: int,
 ) -> str | None:
     """Pack this part, or return why it cannot be packed."""
-    if (why := _lacks_room(part.weights, config, device, cache_bytes)) is not None:
+    assert memory is not None, "only weights on a GPU can be packed"
+    if (why := _lacks_room(part.weights, config, memory, cache_bytes)) is not None:
         return why
     if not all(packable(*weight.shape) for weight in part.weights) or not part.runs(dtype, device):
         return f"the kernel of packed weights is not for the sizes of {part.what}, or does not run here"
@@ -189,17 +198,16 @@ def _impossible(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 def _lacks_room(
-    weights: Sequence[torch.Tensor], config: EngineConfig, device: torch.device, cache_bytes: int
+    weights: Sequence[torch.Tensor], config: EngineConfig, memory: MemoryShare, cache_bytes: int
 ) -> str | None:
     """What there is not enough memory for, if anything."""
     needed = sum(packed_bytes(*weight.shape) for weight in weights)
-    torch.cuda.empty_cache()
-    room = torch.cuda.mem_get_info(device)[0] * config.cache.gpu_memory_utilization
+    room = memory.left()
     left, asked = room - needed, config.packed_weights == "true"
     if left >= (0 if asked else _LEFT_FOR_CACHE * room) and cache_bytes <= _CACHE_OF_LEFT * left:
         return None
     return (
-        f"they take {needed / 2**30:.1f} GiB of the {room / 2**30:.1f} that are left, and the cache at least "
+        f"they take {needed / 2**30:.1f} GiB of the {max(room, 0) / 2**30:.1f} that are left, and the cache at least "
         f"{cache_bytes / 2**30:.1f}; lower cache.num_blocks or max_model_len, or raise "
         f"cache.gpu_memory_utilization={config.cache.gpu_memory_utilization}"
     )

@@ -23,6 +23,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.cores import usable_cores
 from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
+from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
 from minivllm.kernels.persistent_linear import compile_for_parts
@@ -105,8 +106,10 @@ class Worker:
         )
         self.choice = choose(config.attention, self.spec, registry)
         self.runner: ModelRunner | None = None
+        self._memory: MemoryShare | None = None
         if self.device_type == "cuda":
             open_device(device_index)
+            self._memory = MemoryShare(torch.device("cuda", device_index), config.cache.gpu_memory_utilization)
         elif "OMP_NUM_THREADS" not in os.environ:
             # Torch counts the machine's cores; threads beyond a container's CPU quota would wait for each other.
             torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
@@ -170,8 +173,8 @@ class Worker:
         device = torch.device("cuda", self.device_index) if self.device_type == "cuda" else torch.device("cpu")
         runner = self.runner = self._build(device)
         self.packed_weights = pack_weights(
-            runner.model, self.config, self.tp, getattr(torch, self.dtype), device, self._least_cache_bytes(),
-            attends_plainly(runner.attention),
+            runner.model, self.config, self.tp, getattr(torch, self.dtype), device, self._memory,
+            self._least_cache_bytes(), attends_plainly(runner.attention),
         )  # fmt: skip
         if self.device_type == "cuda":
             self._bind(runner, 0, device)
@@ -377,5 +380,5 @@ class Worker:
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        return free * self.config.cache.gpu_memory_utilization - peak
+        assert self._memory is not None
+        return self._memory.left() - peak

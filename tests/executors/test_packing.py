@@ -3,6 +3,7 @@ every CUDA device were a Hopper GPU, and no layer too small."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from minivllm import LLM
 from minivllm.config.compose import compose_engine_config
-from minivllm.config.engine_config import CacheOptions, EngineConfig
+from minivllm.config.engine_config import EngineConfig
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
@@ -42,6 +43,8 @@ ROWS = packed_chain._ROWS
 ALONE = TensorParallel()
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 
+MEMORY: Any = None  # a MemoryShare, by the fixture ``gpu``
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
@@ -53,8 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(packing, "use_packed_linear", lambda rows, lines, k, dtype, device: its.runs)
     monkeypatch.setattr(packing, "compile_ahead", its.compiled.append)
     monkeypatch.setattr(packed_weights, "loads", lambda kernel, device: False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (its.free, 0))
+    monkeypatch.setattr(sys.modules[__name__], "MEMORY", SimpleNamespace(left=lambda: its.free))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(packed_chain, "_ROWS", ((0, range(1, 65)),))
     return its
@@ -82,9 +84,8 @@ def ask(
     plain: bool = True, tp: Any = ALONE, **config: Any,
 ) -> bool:  # fmt: skip
     """``needs``: of the cache, in packed models."""
-    config.setdefault("cache", CacheOptions(gpu_memory_utilization=1.0))
-    cache_bytes = int(needs * NEEDED)
-    return pack_weights(model, EngineConfig(packed_weights=asked, **config), tp, dtype, device, cache_bytes, plain)
+    engine_config = EngineConfig(packed_weights=asked, **config)
+    return pack_weights(model, engine_config, tp, dtype, device, MEMORY, int(needs * NEEDED), plain)
 
 
 @pytest.mark.parametrize("asked", ["auto", "true", "false"])
@@ -311,12 +312,6 @@ def test_exactly_three_quarters_are_enough(gpu: SimpleNamespace, model: Any, mor
     assert ask(model)
 
 
-def test_a_part_of_the_memory_is_not_for_us(gpu: SimpleNamespace, model: Any) -> None:
-    gpu.free = 5 * NEEDED
-    assert not ask(model, cache=CacheOptions(gpu_memory_utilization=0.5))
-    assert ask(model, cache=CacheOptions(gpu_memory_utilization=0.9))
-
-
 def test_a_cache_that_is_asked_for_comes_first(gpu: SimpleNamespace, model: Any) -> None:
     gpu.free = 5 * NEEDED
     refused(model, r"they take 0.0 GiB of the 0.0 that are left, .* lower cache.num_blocks", needs=3.8)
@@ -325,7 +320,7 @@ def test_a_cache_that_is_asked_for_comes_first(gpu: SimpleNamespace, model: Any)
 
 def test_there_has_to_be_room_at_all(gpu: SimpleNamespace, model: Any) -> None:
     gpu.free = NEEDED - 8
-    refused(model, "raise cache.gpu_memory_utilization=1.0")
+    refused(model, "raise cache.gpu_memory_utilization=0.9")
 
 
 # --------------------------------------------------------------------------- an engine
