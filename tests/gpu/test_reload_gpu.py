@@ -80,7 +80,7 @@ def test_packed_copies_are_made_anew(tmp_path: Path) -> None:
     if not nvrtc.available(torch.device("cuda")):
         pytest.skip("weights are packed on Hopper only")
     shape = {
-        "vocab_size": 512, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2,
+        "vocab_size": 512, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 2,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512,
         "tie_word_embeddings": False, "initializer_range": 0.05,
     }  # fmt: skip
