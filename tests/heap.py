@@ -1,4 +1,4 @@
-"""For folders whose tests make many engines: their conftest imports it."""
+"""Of tests, which make a thousand engines: conftest.py imports it."""
 
 from __future__ import annotations
 
