@@ -1,19 +1,15 @@
-"""For folders whose tests make many engines: their conftest imports it."""
+"""What makes tests quick that make a thousand engines: conftest.py imports it."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
-def frozen_heap() -> Iterator[None]:
-    """Each engine's end collects garbage; what the libraries made at import need not be looked at each time."""
-    import transformers  # noqa: F401
-
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap() -> None:
+    """Each engine's start and end collect garbage; what is there before a file's tests, half a million objects of the
+    libraries, need not be looked at each time. What files import comes bit by bit: each freezes anew."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()

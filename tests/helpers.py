@@ -192,11 +192,11 @@ def plan_late(
                 monkeypatch.setattr(module, name, and_plan(getattr(module, name)))
 
 
-def small_steps(tokens: int, slots: int, **scheduler: int) -> LLM:
+def small_steps(model: Path | str, tokens: int, slots: int, **scheduler: int) -> LLM:
     """An engine on a CPU whose steps are small, and which computes every prompt."""
     options = [f"scheduler.max_num_batched_tokens={tokens}", "cache.enable_prefix_caching=false"]
     options += [f"scheduler.{name}={value}" for name, value in scheduler.items()]
-    return LLM("demo", device="cpu", attention="torch", max_num_seqs=slots, overrides=options)
+    return LLM(str(model), device="cpu", attention="torch", dtype="float32", max_num_seqs=slots, overrides=options)
 
 
 def stand_in_for_prompt_graphs(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from helpers import small_steps
@@ -11,9 +12,15 @@ from minivllm import LLM
 from minivllm.core.model_runner import ModelRunner
 
 
+@pytest.fixture(scope="session")
+def folder(tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A checkpoint of as many tokens as the tests name, with layers that are neither among the first nor the last."""
+    return tiny_checkpoint(vocab_size=1024, num_hidden_layers=5)
+
+
 @pytest.fixture
-def llm() -> Iterator[LLM]:
-    with small_steps(300, 10) as llm:
+def llm(folder: Path) -> Iterator[LLM]:
+    with small_steps(folder, 300, 10) as llm:
         yield llm
 
 

@@ -12,7 +12,7 @@ from minivllm.core.garbage import collect_engines, frozen, uncollected
 
 @pytest.fixture(autouse=True)
 def thawed():
-    """``heap.frozen_heap`` of other folders' tests may have come first in this process."""
+    """``heap.frozen_heap`` has come first."""
     frozen_before = gc.get_freeze_count()
     gc.unfreeze()
     yield

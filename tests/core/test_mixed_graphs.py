@@ -157,7 +157,7 @@ def test_a_backend_that_plans_on_the_host_finds_each_rows_blocks_there(
 def test_a_capture_is_led_by_a_few_layers_and_followed_by_its_step(
     llm: LLM, runner: ModelRunner, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the model's six layers those that differ, and nothing of it is told: neither a token nor a length."""
+    """Of the model's five layers those that differ, and nothing of it is told: neither a token nor a length."""
     attend, layers, before = runner.attention.attend, [], []
     forward = MixedGraphs._forward
 
@@ -171,7 +171,7 @@ def test_a_capture_is_led_by_a_few_layers_and_followed_by_its_step(
             before[:] = [t.clone() for t in state]
             del layers[:]
             hidden = forward(self, key)
-            assert layers == [0, 1, 2, 5] and all(map(torch.equal, before, state))
+            assert layers == [0, 1, 2, 4] and all(map(torch.equal, before, state))
             return hidden
         return forward(self, key)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,8 +172,8 @@ class Recorded:
 
 
 @pytest.fixture
-def llm() -> Iterator[LLM]:
-    with small_steps(512, 4) as llm:
+def llm(folder: Path) -> Iterator[LLM]:
+    with small_steps(folder, 512, 4) as llm:
         yield llm
 
 

@@ -3,6 +3,7 @@ On a GPU: ``tests/gpu``."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_replays_find_what_eager_steps_find(
 
 @pytest.mark.parametrize(("slots", "drafts"), [*((n, 0) for n in (1, 2, 3, 4, 6, 9)), (20, 5), (60, 5)])
 def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
-    slots: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, slots: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sizes are rounded up beyond the slots; what graphs of prompts have is as wide as the slots. Rows of drafts are
     more than the layers see."""
@@ -118,7 +119,8 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
     def made(run: Any, result: torch.Tensor) -> Recorded:
         return Recorded(lambda: [run()], [result], lambda: replays.append(run.args[0]))
 
-    with small_steps(300, slots, num_speculative_tokens=drafts, prompt_lookup_min=1) as llm:
+    model = "demo" if drafts else folder  # the demo says what it said before, which drafts take
+    with small_steps(model, 300, slots, num_speculative_tokens=drafts, prompt_lookup_min=1) as llm:
         runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
         prompts = [[7 + i] * n for i, n in enumerate((5, 40, 30, 100, 3, 260, 60, 7, 9))]
         params = [SamplingParams(temperature=0.7, seed=i, max_tokens=2 + i, ignore_eos=True) for i in range(9)]
@@ -145,8 +147,10 @@ def test_graphs_of_prompts_end_with_them_however_few_slots_there_are(
         assert (max(launches) > 8) == (drafts > 0)
 
 
-def test_a_draft_beside_prompts_whose_graph_keeps_last_tokens_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    with small_steps(300, 16, num_speculative_tokens=5, prompt_lookup_min=1) as llm:
+def test_a_draft_beside_prompts_whose_graph_keeps_last_tokens_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_steps(folder, 300, 16, num_speculative_tokens=5, prompt_lookup_min=1) as llm:
         runner: ModelRunner = llm.engine.executor._worker.runner  # type: ignore[attr-defined]
         params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, allowed_token_ids=[70, 71])
         replays: list[tuple[int, bool]] = []

@@ -17,6 +17,9 @@ _FILE = re.compile(r"```(?:toml|python)\n# ([\w./]+)[^\n]*\n(.*?)```", re.DOTALL
 _COMMANDS = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
 
+QUICK = ["-pheap", "-ptriton_patches"]  # pytest's options: what makes our own tests quick
+
+
 def files(page: str) -> dict[str, str]:
     """Name → text."""
     return dict(_FILE.findall((ROOT / "docs" / page).read_text()))
@@ -44,7 +47,8 @@ def install(page: str, site: Path) -> None:
 def run(site: Path, *args: str) -> str:
     """``python ARGS`` beside ``site``, on the CPU, with what is installed there; returns what it printed."""
     env = os.environ | {
-        "PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "MINIVLLM_STRICT_PLUGINS": "1", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "tests"))), "MINIVLLM_STRICT_PLUGINS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, *args], cwd=site.parent, env=env, text=True, stdout=subprocess.PIPE,

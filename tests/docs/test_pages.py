@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import ROOT, commands, files, install, run
+from pages import QUICK, ROOT, commands, files, install, run
 
 ADD = {
     "add-a-model.md": "test_qwen2",
@@ -48,6 +48,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         SESSION,
         *ours,
         "--",
+        *QUICK,
         "-q",
         "-mnot slow",
         "-pno:cacheprovider",
@@ -98,7 +99,7 @@ def test_the_suites_of_contract_md_work_as_pasted(mine: Path) -> None:
     file.write_text(code)
     tests = ("TestMine::test_greedy_tokens", "TestGentle::test_every_row", "TestAttention::test_every_kind_of_step")
     chosen = " or ".join(["test_dtypes", *(test.partition("::")[2] for test in tests)])
-    said = run(mine, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-k", chosen, str(file))
+    said = run(mine, "-m", "pytest", *QUICK, "-p", "no:cacheprovider", "-rA", "-k", chosen, str(file))
     for test in tests:
         assert f"PASSED {name}::{test}" in said
     assert "the page that shows this has no time for it" in said

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from heap import frozen_heap  # noqa: F401
 
 from minivllm import LLM
 

@@ -51,6 +51,8 @@ def prompts_of(max_model_len: int) -> list[list[int]]:
 
 
 def main(job: str) -> None:
+    import triton_patches  # noqa: F401
+
     from minivllm import LLM, SamplingParams
     from minivllm.backends import triton
 

@@ -38,7 +38,7 @@ class Site:
     output: str = ""
 
     def run(self, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        path = f"{self.folder}{os.pathsep}{ROOT}"
+        path = os.pathsep.join(map(str, (self.folder, ROOT, ROOT / "tests")))
         env = os.environ | {"PYTHONPATH": path, "MINIVLLM_STRICT_PLUGINS": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.run(
             [sys.executable, "-m", *command], cwd=cwd, env=env, text=True, stdout=subprocess.PIPE,
@@ -64,8 +64,8 @@ def _tests(site: Site, packages: dict[str, Path], cwd: Path) -> tuple[dict[str, 
     outcomes: dict[str, Counter[str]] = {name: Counter() for name in packages}
     report = cwd / "report.xml"
     output = site.run(
-        "pytest", "-q", "-n2", f"-k{TESTS}", "-pno:cacheprovider", f"--rootdir={cwd}",
-        f"-c{ROOT / 'pyproject.toml'}", f"--junitxml={report}",
+        "pytest", "-q", "-n2", f"-k{TESTS}", "-pheap", "-ptriton_patches", "-pno:cacheprovider",
+        f"--rootdir={cwd}", f"-c{ROOT / 'pyproject.toml'}", f"--junitxml={report}",
         *(str(package / "tests") for package in packages.values()), cwd=cwd,
     ).stdout  # fmt: skip
     for case in ElementTree.parse(report).iter("testcase") if report.is_file() else ():

@@ -2,12 +2,16 @@
 comes out. For what a kernel's threads and programs tell each other, not for its speed."""
 
 import ctypes
+import functools
 import itertools
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 HEADER = Path(__file__).with_name("emulator.h")
+# Fortified, a jump to another stack is taken for a mistake.
+COMMAND = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-fPIC", "-w"]
 _FUNCTIONS = {  # what a piece of PTX holds, the longer first: its function
     "elect.sync": "elect_sync",
     "mbarrier.test_wait": "mbarrier_test_wait",
@@ -119,6 +123,20 @@ def _without_assembly(source):
     return "".join(parts) + source[at:]
 
 
+@functools.cache
+def _header():
+    """HEADER, compiled once a process: every kernel includes it."""
+    folder = tempfile.TemporaryDirectory()
+    compiled = Path(folder.name, f"{HEADER.name}.gch")
+    _compile("-x", "c++-header", "-o", compiled, HEADER)
+    return folder, compiled.with_suffix("")
+
+
+def _compile(*arguments):
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+
+
 def build(source, folder):
     """A function of (GPUs, programs of each, threads of each, seed, addresses of the arguments, one GPU's behind the
     other's), which runs the only kernel of ``source`` to its end; what went wrong, or b""."""
@@ -138,8 +156,7 @@ def build(source, folder):
         lambda its: f"auto& {its[2]} = emulated::fixed<{its[1]}{its[3] or ''}>({next(places)});",
         text,
     )
-    text = f"""#include "{HEADER}"
-{text}
+    text = f"""{text}
 extern "C" const char* run(unsigned gpus, unsigned programs, unsigned threads, unsigned seed, void** all) {{
   return emulated::run(gpus, programs, threads, seed, [&](unsigned gpu) {{
     void** given = all + gpu * {len(types)};
@@ -149,10 +166,8 @@ extern "C" const char* run(unsigned gpus, unsigned programs, unsigned threads, u
 """
     file, library = folder / "kernel.cpp", folder / "kernel.so"
     file.write_text(text)
-    # Fortified, a jump to another stack is taken for a mistake.
-    command = ["g++", "-std=c++20", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w", "-o", library, file]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:4000]
+    _, header = _header()
+    _compile("-shared", "-include", header, "-o", library, file)
     run = ctypes.CDLL(str(library)).run
     run.restype = ctypes.c_char_p
     return run

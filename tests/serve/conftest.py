@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from fake_plugins import fake_plugin  # noqa: F401
-from heap import frozen_heap  # noqa: F401
 from running import OVERRIDES, SETTINGS, Running, serving
 
 from minivllm import LLM
