@@ -1,5 +1,5 @@
 """The part of a GPU's memory that a rank may use: ``cache.gpu_memory_utilization`` of all that the GPU has, as in vLLM,
-for weights, cache and what a step needs. Other processes and other engines of this process do not count as the rank's.
+for weights, cache and what a step needs. What other processes and other engines of this one have does not count.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ _SPARE = 0.02  # of all memory, which stays free if others have so much that a r
 
 
 class MemoryShare:
-    """Make it before the rank allocates anything."""
+    """Make it before the rank allocates anything. Counted is what torch allocates, not CUDA's own half a gigabyte, so
+    that engines in several processes may start at the same time."""
 
     def __init__(self, device: torch.device, fraction: float) -> None:
         self._device, self._fraction = device, fraction
-        self._free_at_first = self._free()[0]
+        self._before = self._allocated()
 
     def left(self) -> float:
         """Bytes that the rank may still allocate; negative if it has taken more than its part."""
-        free, everything = self._free()
-        taken = max(self._free_at_first - free, 0)
+        taken = max(self._allocated() - self._before, 0)
+        free, everything = torch.cuda.mem_get_info(self._device)
         return min(self._fraction * everything - taken, free - _SPARE * everything)
 
-    def _free(self) -> tuple[int, int]:
+    def _allocated(self) -> int:
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self._device)
+        return torch.cuda.memory_reserved(self._device)

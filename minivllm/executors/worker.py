@@ -21,7 +21,15 @@ from minivllm.core.interfaces import AttentionSpec, undoes_sample
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.cores import usable_cores
-from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
+from minivllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    PluginError,
+    RequestError,
+    calling,
+    described,
+    was_shut_down,
+)
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
@@ -154,7 +162,10 @@ class Worker:
     def _reload(self, runner: ModelRunner, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         folder = fetch(self.config.model) if weights is None else weights
         given = float_weights(folder, runner.device) if isinstance(folder, Path) else outside_inference_mode(folder)
-        reload_model(runner.model, given)
+        try:
+            reload_model(runner.model, given)
+        except RequestError as error:  # which would say that nothing was written; a plugin's load_weights may raise it
+            raise EngineDeadError(f"{type(runner.model).__name__}.load_weights raised {described(error)}") from error
         if self.device_type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory

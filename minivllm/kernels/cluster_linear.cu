@@ -5,12 +5,13 @@
 // cluster_linear.py.
 //
 // Compiled for one (GROUPS, COLUMNS, ROWS_FIRST, GATED, HEAD, FLOAT8), after hopper.cuh and `multiply`
-// (wgmma.m64n{COLUMNS}, 32 bytes of k). Tensor maps take two float8 for one bfloat16. A program (thread block) has GROUPS warpgroups that multiply, each 64 lines of the first
-// operand by COLUMNS lines of the second, and a warp that loads tiles. The first operand is the weight, or x if
-// ROWS_FIRST. Grid and cluster are (feature tiles, row tiles, splits of k). The programs of a cluster have the same
-// feature tile. Those of one split share the weight's tiles: each loads a part and multicasts it. For the reduction
-// over splits, each program finishes some rows and receives the other splits' sums of these. With GATED or HEAD,
-// SQUARING additional threads may be launched: then each row is divided by x's rms (a norm in front).
+// (wgmma.m64n{COLUMNS}, 32 bytes of k). Tensor maps take two float8 for one bfloat16. A program (thread block) has
+// GROUPS warpgroups that multiply, each 64 lines of the first operand by COLUMNS lines of the second, and a warp that
+// loads tiles. The first operand is the weight, or x if ROWS_FIRST. Grid and cluster are (feature tiles, row tiles,
+// splits of k). The programs of a cluster have the same feature tile. Those of one split share the weight's tiles: each
+// loads a part and multicasts it. For the reduction over splits, each program finishes some rows and receives the other
+// splits' sums of these. With GATED or HEAD, SQUARING additional threads may be launched: then each row is divided by
+// x's rms (a norm in front).
 
 constexpr int FEATURES = ROWS_FIRST ? COLUMNS : 64 * GROUPS;
 constexpr int ROWS = ROWS_FIRST ? 64 * GROUPS : COLUMNS;

@@ -80,7 +80,7 @@ def use_cluster_in_float8(
     if head_dim:
         faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if size > LARGE_WEIGHT else 64)
     else:
-        faster = rows <= (64 if size > LARGE_WEIGHT else 128 if size > SMALL_WEIGHT else MAX_ROWS)
+        faster = 1 <= rows <= (64 if size > LARGE_WEIGHT else 128 if size > SMALL_WEIGHT else MAX_ROWS)
     if not faster:
         return False
     config = cluster_config(rows, n, k // 2, num_sms(device), gated, head_dim)

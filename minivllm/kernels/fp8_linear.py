@@ -84,7 +84,8 @@ def _quantize_kernel(
         h *= w.to(tl.float32)
     top = tl.maximum(tl.max(tl.abs(h), 0), _SOME)
     tl.store(scales + row, top / _MOST * by)
-    h = tl.minimum(tl.maximum(h * (_MOST / top), -_MOST), _MOST)
+    every: tl.constexpr = tl.PropagateNan.ALL
+    h = tl.minimum(tl.maximum(h * (_MOST / top), -_MOST, every), _MOST, every)
     tl.store(out + row * N + cols, h.to(out.dtype.element_ty), mask=mask)
 
 
@@ -246,6 +247,8 @@ def fp8_linear_reference(rows: Fp8Rows, weight: torch.Tensor, scale: torch.Tenso
 
 def _product(rows: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, bool]:
     """The product (t, n), and whether the scales are still to be applied: bfloat16 can hold the numbers without."""
+    if not len(rows.values):
+        return torch.empty((0, len(weight)), dtype=rows.dtype, device=weight.device), False
     recipe = F.ScalingType
     unscaled = len(rows.values) <= MAX_SCALED_LATER
     if unscaled:

@@ -3,12 +3,13 @@
 // Bytes of one line in a stage, padded so that the eight lines are in different banks.
 __device__ constexpr int line_bytes(int chunk) { return BYTES * chunk + 64; }
 
-// Loads a stage: ``some`` elements of k, up to OF, of up to eight lines, each lane with one line's address. If each lane issues its own
-// load, they take 400 cycles: too long for stages of 8 KB, but with larger ones it keeps programs at the same pace.
+// Loads a stage: ``elements`` of k, up to OF, of up to eight lines, each lane with one line's address. If each lane
+// issues its own load, they take 400 cycles: too long for stages of 8 KB, but with larger ones it keeps programs at the
+// same pace.
 template <int OF>
 __device__ __forceinline__ void load_lines(const Stored* from, int lines, Ring& ring, int lane, u64 policy,
-                                           int some = OF) {
-  const int length = some * BYTES;
+                                           int elements = OF) {
+  const int length = elements * BYTES;
   keep_pace<8 * OF * BYTES>(ring);
   const u32 bar = make_room(ring, lines * length, lane);
   if constexpr (OF * BYTES > 1024) {

@@ -10,7 +10,7 @@ constexpr int ADD_LINES = HIDDEN / PROGRAMS, GATE_LINES = CHOSEN * 2 * INNER / P
 constexpr int UP_AT = PACKED ? (GATE_LINES / 2 + 7) / 8 * 8 : GATE_LINES / 2, GATE_SUMS = 2 * UP_AT;
 constexpr int MOST_OTHERS = ADD_LINES > QKV_LINES ? ADD_LINES : QKV_LINES;
 constexpr int MOST_LINES = GATE_SUMS > MOST_OTHERS ? GATE_SUMS : MOST_OTHERS;
-// Offsets of the scales of packed lines, one product of a layer after another.
+// Offsets of the scales of lines, one product of a layer after another.
 constexpr int O_SCALES = QKV_LINES, DOWN_SCALES = O_SCALES + ADD_LINES, GATE_SCALES = DOWN_SCALES + ADD_LINES;
 constexpr int UP_SCALES = GATE_SCALES + GATE_LINES / 2, ALL_SCALES = GATE_SCALES + GATE_LINES;
 constexpr int PIECE = CHOSEN * INNER / PIECES;  // pieces of down's input, which may not fit in shared memory whole
@@ -45,7 +45,7 @@ struct Layer {
   const u16 *query_norm, *key_norm;        // (D,), or null: no norm
   u16 *keys, *values;                      // (blocks, TILE, KV, D)
   const u16 *router, *norm;                // (EXPERTS, HIDDEN); (HIDDEN,): before router and experts, or if FLOAT8
-  const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // if SCALED; of packed lines see packed_weights.py
+  const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // if SCALED; packed: see packed_weights.py
   const u16* qkv_bias;                                                // one per line, if BIASED
   const u16* input_norm;                                              // (HIDDEN,): before qkv, if FLOAT8
 };

@@ -1,10 +1,12 @@
 // All layers of a decoder in one kernel, for the next token of up to ROWS sequences; see megakernel.py.
 //
 // Compiled for one shape, after hopper.cuh and the mega_*.cuh: mega_dense.cuh or mega_experts.cuh for the MLP,
-// mega_lines.cuh or mega_packed.cuh for loading weights, mega_float8.cuh if x and weights are float8. PROGRAMS thread blocks run at once, one per SM. Each has
-// equally many lines (weight rows, all of k) of each of a layer's four products. One warp loads weights as far ahead as
-// its ring buffer has room, across products and layers: they depend only on which experts are selected. It also loads
-// the pages that its program attends to. WARPS warps multiply, each a part of k, and attend, each to a page at a time.
+// mega_lines.cuh or mega_packed.cuh for loading weights, mega_float8.cuh if x and weights are float8.
+//
+// PROGRAMS thread blocks run at once, one per SM. Each has equally many lines (weight rows, all of k) of each of a
+// layer's four products. One warp loads weights as far ahead as its ring buffer has room, across products and layers:
+// they depend only on which experts are selected. It also loads the pages that its program attends to. WARPS warps
+// multiply, each a part of k, and attend, each to a page at a time.
 // Programs exchange vectors as words in memory: two bfloat16 (or a float) and a flag in one 64-bit store. A word is
 // valid if its flag is this step's and layer's, so there are no fences, counters or resets. (A flag repeats after 2^32
 // layers.) Layers reuse the buffers: whoever writes a word has read what all programs made of its previous contents.

@@ -151,25 +151,36 @@ def megakernel_config(
     if packed and (routing or any(n // programs % 4 for n in lines) or any(k % STEP for k in ks)):
         return None
     width = 1 if shape.float8 else 2  # bytes of an element
-    hidden, attended, inner = (_WARPS * STEP if packed else _chunk(k, width, whole=routing is not None) for k in ks)
-    chunks = hidden, attended, inner
-    if not all(chunks):
-        return None
-    gate_lines, *others = (-(-n // programs // 8) * 8 for n in (shape.inner * chosen, shape.qkv, shape.hidden))
+    if packed:
+        ways = [[_WARPS * STEP] * 3]
+    else:
+        ways = [[_chunk(k, width, whole) for k in ks] for whole in (False, True) if whole or not routing]
+    cuts = (_cut(shape, rows, programs, packed, chunks) for chunks in ways if all(chunks))
+    return next((cut for cut in cuts if cut is not None), None)
+
+
+def _cut(
+    shape: DecoderShape, rows: int, programs: int, packed: Order | None, chunks: list[int]
+) -> MegakernelConfig | None:
+    """With such stages; None: there is no room for enough of them."""
+    hidden, attended, inner = chunks
+    width, group = 1 if shape.float8 else 2, shape.num_heads // shape.num_kv_heads
+    of_experts = (shape.inner * shape.chosen, shape.qkv, shape.hidden)
+    gate_lines, *others = (-(-n // programs // 8) * 8 for n in of_experts)
     most_lines = max(2 * gate_lines, *others)
     page_bytes = 4 * PAGE * shape.head_dim  # one head's keys and values; a stage has one or two such pages
     weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (width * max(chunks) + 64)
     stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
-    for pieces in range(1, 2 if routing or shape.float8 else _MOST_PIECES + 1):
+    for pieces in range(1, 2 if shape.routing or shape.float8 else _MOST_PIECES + 1):
         if shape.inner % (pieces * (STEP if packed else inner // _WARPS if pieces == 1 else inner)):
             continue
-        most_k = max(shape.hidden, shape.width, chosen * shape.inner // pieces)
+        most_k = max(shape.hidden, shape.width, shape.chosen * shape.inner // pieces)
         x_bytes = rows * (width * most_k + (64 if rows > 1 else 0))
         memory = max(x_bytes, 4 * _WARPS * group * shape.head_dim)  # see Memory of the kernel
         memory += 4 * _WARPS + 4 * rows + (2 * (rows * most_k + shape.hidden) if shape.float8 else 32)
         memory += 4 * _WARPS * (rows * most_lines + 2 * 8 + 1) + (group + 2) * (2 * shape.head_dim + 16)
-        memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128 + (8 * rows * chosen if routing else 0)
+        memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128 + (8 * rows * shape.chosen if shape.routing else 0)
         scaled = packed or shape.float8
         memory += 4 * sum((shape.qkv, 2 * shape.hidden, 2 * shape.inner)) // programs if scaled else 4
         memory = -(-memory // 1024) * 1024
@@ -178,9 +189,9 @@ def megakernel_config(
             break
     else:
         return None
-    splits = min(programs // shape.num_kv_heads, _MOST_SPLITS)
-    under_way = _under_way(shape, rows)
-    return MegakernelConfig(rows, programs, splits, chunks, stages, stage_bytes, memory, pieces, under_way, packed)
+    splits, under_way = min(programs // shape.num_kv_heads, _MOST_SPLITS), _under_way(shape, rows)
+    sizes = (hidden, attended, inner)
+    return MegakernelConfig(rows, programs, splits, sizes, stages, stage_bytes, memory, pieces, under_way, packed)
 
 
 def _under_way(shape: DecoderShape, rows: int) -> int:

@@ -158,7 +158,7 @@ class DecoderLayer(nn.Module):
         return self.self_attn._pick is _all_tokens
 
     def products(self) -> tuple[QKVParallelLinear, RowParallelLinear, MergedColumnParallelLinear, RowParallelLinear]:
-        """The four matmuls, in order, of a layer that has a ``chain_shape``."""
+        """The four matmuls, in order, of a layer with a ``SelfAttention`` and a ``GatedMLP``."""
         own, mlp = self.self_attn, self.mlp
         assert isinstance(own, SelfAttention) and isinstance(mlp, GatedMLP)
         return own.qkv_proj, own.o_proj, mlp.gate_up_proj, mlp.down_proj

@@ -121,7 +121,8 @@ def _routed_shape_of(layer: DecoderLayer) -> DecoderShape | None:
     if experts is None or not _attends_as_usual(layer):
         return None
     assert isinstance(attention, SelfAttention)
-    if type(attention.attention) is not Attention or not attention.qkv_proj.folded:
+    kept = attention.qkv_proj.weight_scale, attention.o_proj.weight_scale
+    if type(attention.attention) is not Attention or not attention.qkv_proj.folded or kept != (None, None):
         return None
     routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
     return decoder_shape(layer, experts.down.shape[2], routing)

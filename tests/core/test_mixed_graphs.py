@@ -22,7 +22,7 @@ from minivllm.core.interfaces import StepHandle
 from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
 from minivllm.kernels.capture import captured
-from minivllm.layers.decoder import _all_tokens
+from minivllm.layers.decoder_layer import _all_tokens
 
 _Key = tuple[int, int, bool]
 Log = list[tuple[str, _Key]]

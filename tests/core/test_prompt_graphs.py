@@ -23,7 +23,7 @@ from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import GraphInput, PromptGraphs, prompt_sizes
 from minivllm.errors import MinivllmError
-from minivllm.layers.decoder import _all_tokens
+from minivllm.layers.decoder_layer import _all_tokens
 
 VOCAB = 1000
 NO_WORDS: Any = SimpleNamespace(prompt_words=lambda *lens: np.empty(0, dtype=np.int32))  # a backend that wants none

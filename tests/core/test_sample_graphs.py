@@ -21,7 +21,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.core.prompt_graphs import PromptGraphs
 from minivllm.core.sample_graphs import DRAFTED_ROWS, SampleGraphs
 from minivllm.errors import MinivllmError
-from minivllm.layers.decoder import _all_tokens
+from minivllm.layers.decoder_layer import _all_tokens
 
 Log = list[tuple[int, int, int]]  # of each replay its rows; the rows and the tokens of its step
 

@@ -374,6 +374,24 @@ def test_an_iterator_that_raises_ends_the_engine(error: type[Exception], old: Pa
     llm.shutdown()
 
 
+def test_a_model_that_refuses_halfway_ends_the_engine(
+    old: Path, new: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A RequestError of its own would say that nothing was written."""
+
+    def refuses(self: Any, weights: Any) -> None:
+        next(self.parameters()).data.zero_()
+        raise RequestError("not these")
+
+    llm = engine(old)
+    model = type(llm.engine.executor._worker.runner.model)  # type: ignore[attr-defined]
+    monkeypatch.setattr(model, "load_weights", refuses)
+    tensors = tensors_of(new)
+    with pytest.raises(EngineDeadError, match=r"load_weights raised .*not these"):
+        llm.reload_weights(weights_iterator=tensors.items())
+    is_dead(llm, "not these")
+
+
 def test_an_iterator_that_lacks_a_tensor_ends_the_engine(old: Path, new: Path, engine: Engine) -> None:
     tensors, llm = tensors_of(new), engine(old)
     del tensors[DOWN]

@@ -105,7 +105,7 @@ def test_a_product_is_that_of_the_numbers_in_float8():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2, 7, 16, 64, 200, fp8.MAX_SCALED_LATER, fp8.MAX_SCALED_LATER + 1, 1000])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 16, 64, 200, fp8.MAX_SCALED_LATER, fp8.MAX_SCALED_LATER + 1, 1000])
 @pytest.mark.parametrize(("n", "k"), [(256, 16), (5120, 17408), (4096, 1024)])
 def test_products_equal_those_in_float32(close, rows, n, k):
     device = torch.device("cuda")
