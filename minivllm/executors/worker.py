@@ -21,15 +21,7 @@ from minivllm.core.interfaces import AttentionSpec, undoes_sample
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
 from minivllm.cores import usable_cores
-from minivllm.errors import (
-    ConfigError,
-    EngineDeadError,
-    PluginError,
-    RequestError,
-    calling,
-    described,
-    was_shut_down,
-)
+from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
@@ -162,17 +154,10 @@ class Worker:
     def _reload(self, runner: ModelRunner, weights: Path | Iterable[tuple[str, torch.Tensor]] | None) -> None:
         folder = fetch(self.config.model) if weights is None else weights
         given = float_weights(folder, runner.device) if isinstance(folder, Path) else outside_inference_mode(folder)
-        try:
-            reload_model(runner.model, given)
-        except RequestError as error:  # which would say that nothing was written; a plugin's load_weights may raise it
-            raise EngineDeadError(f"{type(runner.model).__name__}.load_weights raised {described(error)}") from error
+        reload_model(runner.model, given)
         if self.device_type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what loading took for a while: the cache of blocks has most of the memory
-
-    @property
-    def _model_name(self) -> str:
-        return self.registry.model_for_architecture(self.model_config.architecture).name
 
     def start(self) -> int:
         """Build everything; returns the number of cache blocks that fit."""
@@ -200,7 +185,7 @@ class Worker:
     def _build(self, device: torch.device) -> ModelRunner:
         """The model with its weights, the sampler and the attention backend, in a runner."""
         config, model_config = self.config, self.model_config
-        model_name = self._model_name
+        model_name = self.registry.model_for_architecture(model_config.architecture).name
         model_class = self.registry.resolve("model", model_name)
         dummy = config.load_format == "dummy"
         if self.tp.exchange is not None and config.quantization == "none":
@@ -382,7 +367,7 @@ class Worker:
 
     def _free_bytes_at_peak(self) -> float:
         """Run the largest batch once, on the bound one-block cache, and measure the memory left."""
-        assert self.runner is not None
+        assert self.runner is not None and self._memory is not None
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -390,6 +375,4 @@ class Worker:
         self.runner.dry_run(self.spec.max_num_batched_tokens, self.max_model_len)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
-        torch.cuda.empty_cache()
-        assert self._memory is not None
         return self._memory.left() - peak

@@ -43,13 +43,28 @@ MIN_LONG_ROWS = 3  # for a long weight
 
 
 def use_cluster(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gated: bool = False,
+    head_dim: int = 0,
+    float8: bool = False,
 ) -> bool:
-    """Whether this is faster for (rows, k) @ (n, k).T than the library; the only place that decides."""
+    """Whether this is faster for (rows, k) @ (n, k).T than the library; the only place that decides. ``dtype``: of the
+    output; ``float8``: x and weight are."""
+    if float8:
+        if n % 16 or k % 16:
+            return False
+        k //= 2  # two count as one bfloat16
     if dtype != torch.bfloat16 or n % (16 if gated else 8) or k % 8 or not nvrtc.available(device):
         return False
     if head_dim:
         faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if n * k > LARGE_WEIGHT else 64)
+    elif float8:
+        faster = 1 <= rows <= (64 if n * k > LARGE_WEIGHT else 128 if n * k > SMALL_WEIGHT else MAX_ROWS)
     elif n * k > LARGE_WEIGHT:
         faster = rows <= 64 or (rows <= 192 and not gated and k > n)  # persistent_linear does gated ones
     else:
@@ -60,7 +75,7 @@ def use_cluster(
     if not faster:
         return False
     config = cluster_config(rows, n, k, num_sms(device), gated, head_dim)
-    return config is not None and loads(tile_kernel(config.tile), device)
+    return config is not None and loads(tile_kernel(replace(config.tile, float8=float8)), device)
 
 
 class Scales(NamedTuple):
@@ -68,23 +83,6 @@ class Scales(NamedTuple):
 
     rows: torch.Tensor
     lines: torch.Tensor
-
-
-def use_cluster_in_float8(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False, head_dim: int = 0
-) -> bool:
-    """The same for x and weight in float8, also of one row; ``dtype``: of the output."""
-    if dtype != torch.bfloat16 or n % 16 or k % 16 or not nvrtc.available(device):
-        return False
-    size = n * k // 2  # in bfloat16
-    if head_dim:
-        faster = n % HEADS_TILE == 0 and MIN_ROWS <= rows <= (128 if size > LARGE_WEIGHT else 64)
-    else:
-        faster = 1 <= rows <= (64 if size > LARGE_WEIGHT else 128 if size > SMALL_WEIGHT else MAX_ROWS)
-    if not faster:
-        return False
-    config = cluster_config(rows, n, k // 2, num_sms(device), gated, head_dim)
-    return config is not None and loads(tile_kernel(replace(config.tile, float8=True)), device)
 
 
 def gate_up_takes_norm(rows: int, n: int, k: int) -> bool:

@@ -17,13 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
-from minivllm.kernels.cluster_linear import (
-    Scales,
-    cluster_gate_up,
-    cluster_linear,
-    cluster_linear_add,
-    use_cluster_in_float8,
-)
+from minivllm.kernels.cluster_linear import Scales, cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import inverse_rms, row_factors_reference
 from minivllm.kernels.silu_mul import silu_mul
@@ -264,7 +258,7 @@ def _product(rows: Fp8Rows, weight: torch.Tensor, scale: torch.Tensor) -> tuple[
 
 def _clusters(rows: Fp8Rows, weight: torch.Tensor, gated: bool = False) -> bool:
     n, k = weight.shape
-    return use_cluster_in_float8(len(rows.values), n, k, rows.dtype, weight.device, gated=gated)
+    return use_cluster(len(rows.values), n, k, rows.dtype, weight.device, gated=gated, float8=True)
 
 
 @cache
@@ -286,13 +280,11 @@ def fp8_linear(
     """
     if not weight.is_cuda:
         y = fp8_linear_reference(rows, weight, scale)
-    elif bias is None and _clusters(rows, weight):
+    elif bias is None and (residual is None or residual.is_contiguous()) and _clusters(rows, weight):
         scales = Scales(rows.scales, scale)
         if residual is None:
             return cluster_linear(rows.values, weight, scales)
-        if residual.is_contiguous():
-            return cluster_linear_add(rows.values, weight, residual, scales)
-        return residual.add_(cluster_linear(rows.values, weight, scales))
+        return cluster_linear_add(rows.values, weight, residual, scales)
     else:
         y, unscaled = _product(rows, weight, scale)
         if unscaled:

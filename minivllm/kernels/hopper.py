@@ -50,20 +50,13 @@ class Kernel:
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         files = ("hopper.cuh", *(f"{name}.cuh" for name in self.headers), f"{self.name}.cu")
         first, *others = ((folder / file).read_text() for file in files)
-        multiply = _multiply_float8 if self.float8 else _multiply
-        products = [*map(multiply, self.columns), *map(_multiply_held, self.held), *map(_multiply_by, self.by)]
+        products = [_multiply(n, self.float8) for n in self.columns]
+        products += [*map(_multiply_held, self.held), *map(_multiply_by, self.by)]
         return macros + first + "".join(products) + "".join(others)
 
 
-def _multiply(n: int) -> str:
-    return _multiply_both(n, _product(n), "1, 1, 0, 0")
-
-
-def _multiply_float8(n: int) -> str:
-    return _multiply_both(n, _product(n, "k32.f32.e4m3.e4m3"), "1, 1")
-
-
-def _multiply_both(n: int, product: str, signs: str) -> str:
+def _multiply(n: int, float8: bool) -> str:
+    product, signs = (_product(n, "k32.f32.e4m3.e4m3"), "1, 1") if float8 else (_product(n), "1, 1, 0, 0")
     both = (("multiply", "+", 1), ("multiply_first", "=", 0))
     a, b = (f"%{n // 2 + i}" for i in range(2))
     return "".join(

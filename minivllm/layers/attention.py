@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
-from minivllm.kernels.cluster_linear import Scales, cluster_qkv, use_cluster, use_cluster_in_float8
+from minivllm.kernels.cluster_linear import Scales, cluster_qkv, use_cluster
 from minivllm.kernels.fp8_linear import quantize
 from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
 from minivllm.kernels.rms_norm import RowScale, row_factors
@@ -115,8 +115,7 @@ class Attention:
         if self._usual(norm, projection, backend):
             product = (len(x), *projection.weight.shape, x.dtype, x.device)
             in_float8 = projection.weight_scale is not None
-            use_some = use_cluster_in_float8 if in_float8 else use_cluster
-            some = not fresh and use_some(*product, head_dim=self.head_dim)
+            some = not fresh and use_cluster(*product, head_dim=self.head_dim, float8=in_float8)
             many = not some and not in_float8 and use_persistent(*product, head_dim=self.head_dim)
         if not some and not many:
             qkv, scale = projection.unscaled(x, norm)
@@ -125,14 +124,13 @@ class Attention:
         if projection.weight_scale is not None:
             rows = quantize(x, norm.weight, norm.eps)
             q = cluster_qkv(rows.values, weight, heads, scales=Scales(rows.scales, projection.weight_scale))
-            return backend.attend(q, self).view(-1, self.num_heads * self.head_dim)
-        normed = x if folded else norm(x)
-        if some:
-            q = cluster_qkv(normed, weight, heads, norm.eps if folded else None)
+            out = backend.attend(q, self)
+        elif some:
+            q = cluster_qkv(x if folded else norm(x), weight, heads, norm.eps if folded else None)
             out = backend.attend(q, self)
         else:
             factors = row_factors(x, norm.eps) if folded else None
-            q, new_k, new_v = persistent_qkv(normed, weight, heads, factors, keep=fresh)
+            q, new_k, new_v = persistent_qkv(x if folded else norm(x), weight, heads, factors, keep=fresh)
             out = backend.attend(q, self, new_k, new_v)
         return out.view(-1, self.num_heads * self.head_dim)
 

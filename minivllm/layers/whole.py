@@ -4,7 +4,8 @@ the attention backend allow it. Called by ``layers/fused.py``; keeps no state of
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,11 +24,14 @@ from minivllm.kernels.megakernel import (
     packed_megakernel_rows,
     use_megakernel,
 )
-from minivllm.kernels.packed_weights import Order, PackedWeight
+from minivllm.kernels.packed_weights import Order
 from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
 from minivllm.layers.experts import RoutedExperts, RoutedMLP
+from minivllm.layers.linear import LinearBase
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.plain import is_plain
+
+_T = TypeVar("_T")
 
 
 def decoder_shape(
@@ -134,18 +138,14 @@ def _weights_of(layer: DecoderLayer, shape: DecoderShape, backend: AttentionBack
         values,
         None if experts is None else experts.router,
         layer.post_attention_layernorm.weight if experts is not None or shape.float8 else None,
-        _packed_of(layer) if packed else None,
+        _of_products(layer, lambda its: its.packed_weight) if packed else None,
         attention.qkv_proj.bias,
         layer.input_layernorm.weight if shape.float8 else None,
-        _scales_of(layer) if shape.float8 else None,
+        _of_products(layer, lambda its: its.weight_scale) if shape.float8 else None,
     )
 
 
-def _scales_of(layer: DecoderLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    qkv, o, gate_up, down = (cast(torch.Tensor, product.weight_scale) for product in layer.products())
-    return qkv, o, gate_up, down
-
-
-def _packed_of(layer: DecoderLayer) -> tuple[PackedWeight, PackedWeight, PackedWeight, PackedWeight]:
-    qkv, o, gate_up, down = (cast(PackedWeight, product.packed_weight) for product in layer.products())
+def _of_products(layer: DecoderLayer, get: Callable[[LinearBase], _T | None]) -> tuple[_T, _T, _T, _T]:
+    """What each of the layer's products has."""
+    qkv, o, gate_up, down = (cast(_T, get(product)) for product in layer.products())
     return qkv, o, gate_up, down

@@ -81,6 +81,7 @@ def reload_model(model: Model, weights: Weights) -> None:
 
     Raises:
         CheckpointError: the tensors do not fit; some are in the model by then.
+        EngineDeadError: the model's ``load_weights`` raised a RequestError.
         TypeError: the model's ``load_weights`` replaced a tensor instead of writing to it.
     """
     assert isinstance(model, nn.Module)
@@ -89,7 +90,10 @@ def reload_model(model: Model, weights: Weights) -> None:
             module.weight_scale.fill_(float("nan"))  # as before the first load: what stays so was not loaded
     before = _addresses(model)
     with PinnedUpload():
-        model.load_weights(weights)
+        try:
+            model.load_weights(weights)
+        except RequestError as error:  # which would say that nothing was written
+            raise EngineDeadError(f"{type(model).__name__}.load_weights raised {described(error)}") from error
     refuse_unscaled(model)
     renew_copies(model)  # a load_weights of the model's own may not have
     after = _addresses(model)

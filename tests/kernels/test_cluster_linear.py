@@ -203,6 +203,22 @@ def test_the_kernel_is_told_where_heads_go(told, normed):
     assert [sent.queries, sent.keys_each, sent.block_size, sent.eps] == [heads, kv_heads, 16, 0.25]
 
 
+def launched(product, x, weight, *, add, gated, **kwargs):
+    """What the kernel writes, into a guarded output, and what it should, of this product in float32."""
+    rows, expected = len(x), product
+    if gated:
+        gate, up = product.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+    guarded = torch.full((rows + 8, expected.shape[1]), 7.0, device=x.device, dtype=torch.bfloat16)
+    out = guarded[:rows].fill_(float("nan"))
+    if add:
+        out.normal_()
+        expected = expected + out.float()
+    cluster._launch(x, weight, out, add=add, gated=gated, **kwargs)
+    assert (guarded[rows:] == 7).all(), "rows past the end were written"
+    return out.float(), expected
+
+
 def check(gpu, rows, n, k, config=None):
     """n: lines of the weight. All that the kernel can do, into guarded outputs."""
     wide = torch.randn(rows, k + 64, device=gpu, dtype=torch.bfloat16)
@@ -214,20 +230,11 @@ def check(gpu, rows, n, k, config=None):
         chosen = cluster_config(rows, n, k, gated=gated)
         if (n % 16 and gated) or chosen is None or (eps and not (config or chosen).tile.squaring):
             continue
-        expected = product
-        if gated:
-            gate, up = (product / rms if eps else product).chunk(2, -1)
-            expected = torch.nn.functional.silu(gate) * up
-        guarded = torch.full((rows + 8, expected.shape[1]), 7.0, device=gpu, dtype=torch.bfloat16)
-        out = guarded[:rows].fill_(float("nan"))
-        if add:
-            out.normal_()
-            expected = expected + out.float()
         this = config and replace(config, tile=replace(config.tile, gated=gated))
-        cluster._launch(x, weight, out, add=add, gated=gated, eps=eps, config=this)
-        error = ((out.float() - expected).norm() / expected.norm()).item()
+        its = product / rms if eps else product
+        out, expected = launched(its, x, weight, add=add, gated=gated, eps=eps, config=this)
+        error = ((out - expected).norm() / expected.norm()).item()
         assert error < 3e-3, f"add={add} gated={gated} eps={eps}: {error:.2e}"
-        assert (guarded[rows:] == 7).all(), "rows past the end were written"
 
 
 @pytest.mark.gpu
@@ -257,20 +264,10 @@ def test_products_of_float8_are_right(gpu, rows, n, k):
     for add, gated in [(False, False), (True, False), (False, True)]:
         if (n % 32 and gated) or cluster_config(rows, n, k // 2, gated=gated) is None:
             continue
-        expected = product
-        if gated:
-            gate, up = product.chunk(2, -1)
-            expected = torch.nn.functional.silu(gate) * up
-        guarded = torch.full((rows + 8, expected.shape[1]), 7.0, device=gpu, dtype=torch.bfloat16)
-        out = guarded[:rows].fill_(float("nan"))
-        if add:
-            out.normal_()
-            expected = expected + out.float()
-        cluster._launch(x.values, weight.values, out, add=add, gated=gated, scales=scales)
-        for mine, its in zip(out.float(), expected, strict=True):  # a row's error counts as much as another's
+        out, expected = launched(product, x.values, weight.values, add=add, gated=gated, scales=scales)
+        for mine, its in zip(out, expected, strict=True):  # a row's error counts as much as another's
             error = ((mine - its).norm() / its.norm()).item()
             assert error < 1e-2, f"add={add} gated={gated}: {error:.2e}"
-        assert (guarded[rows:] == 7).all(), "rows past the end were written"
 
 
 @pytest.mark.gpu

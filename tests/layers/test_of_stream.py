@@ -128,8 +128,8 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     n = (HEADS + 2 * KV_HEADS) * DIM
     asked = (sum(LENS), n, HIDDEN, torch.float32, torch.device("cpu"))
 
-    def answer(name: str) -> Any:
-        return lambda *what, **kind: what == asked and kind == {"head_dim": DIM} and name in ways.open
+    def answer(name: str, **more: bool) -> Any:
+        return lambda *what, **kind: what == asked and kind == {"head_dim": DIM, **more} and name in ways.open
 
     def call(name: str, reference: Any) -> Any:
         return lambda *args, **kwargs: ways.taken.append(name) or reference(*args, **kwargs)
@@ -137,10 +137,11 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def cluster(*args: Any, **kwargs: Any) -> torch.Tensor:
         return (float8_reference if "scales" in kwargs else cluster_reference)(*args, **kwargs)
 
-    for name, reference in {"cluster": cluster, "persistent": persistent_reference}.items():
-        monkeypatch.setattr(module, f"use_{name}", answer(name))
-        monkeypatch.setattr(module, f"{name}_qkv", call(name, reference))
-    monkeypatch.setattr(module, "use_cluster_in_float8", answer("cluster in float8"))
+    kinds = {False: answer("cluster", float8=False), True: answer("cluster in float8", float8=True)}
+    monkeypatch.setattr(module, "use_cluster", lambda *what, **kind: kinds[kind["float8"]](*what, **kind))
+    monkeypatch.setattr(module, "use_persistent", answer("persistent"))
+    monkeypatch.setattr(module, "cluster_qkv", call("cluster", cluster))
+    monkeypatch.setattr(module, "persistent_qkv", call("persistent", persistent_reference))
     return ways
 
 
