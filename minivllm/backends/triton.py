@@ -88,8 +88,9 @@ class TritonBackend(AttentionBackend):
                 max_len=s.max_model_len,
             )
             shape = (s.num_heads, s.num_kv_heads, s.head_dim)
-            if fits_stream(*shape, s.block_size, kv_cache.dtype, kv_cache.device, s.sliding_window, self.max_rows):
-                self._stream = StreamWorkspace(self.max_rows, *shape, kv_cache.device)
+            device, dtypes = kv_cache.device, (getattr(torch, s.dtype), kv_cache.dtype)
+            if fits_stream(*shape, s.block_size, device, s.sliding_window, self.max_rows, *dtypes):
+                self._stream = StreamWorkspace(self.max_rows, *shape, device, s.kv_cache_dtype == "fp8")
             if self.cascade_limits is not None:
                 blocks = -(-s.max_model_len // s.block_size)
                 self._cascade = CascadeWorkspace(

@@ -135,11 +135,31 @@ __device__ __forceinline__ void multiply_float8(float (&d)[4], u32 a0, u32 a1, u
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// The same for float16.
+__device__ __forceinline__ void multiply_halves(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+               " {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 // Rounded to e4m3, at most 448.
 __device__ __forceinline__ u32 float8_pair(float a, float b) {
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(b), "f"(a));
   return pair;
+}
+__device__ __forceinline__ u32 float8_four(u32 pair, u32 other) {  // from bfloat16
+  return float8_pair(low(pair), high(pair)) | float8_pair(low(other), high(other)) << 16;
+}
+__device__ __forceinline__ u32 half_pair(float a, float b) {  // in float16
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+  return pair;
+}
+// Four numbers of e4m3 as two pairs in float16, which has them all.
+__device__ __forceinline__ void halves(u32 four, u32& first, u32& second) {
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((u16)four));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((u16)(four >> 16)));
 }
 
 // Programs exchange numbers through memory. Each word tells whether it is there: ABSENT, a NaN with its sign bit set,

@@ -1,8 +1,8 @@
 // Attention of one new token per sequence over a paged cache of 16-key pages, read as one stream; see stream_decode.py.
 //
-// Compiled for one (KV, G, D, QKV, SHARED), after hopper.cuh: key heads, query heads per key head, their dimension,
-// whether q is the packed projection, which is normed and rotated here, and whether rows come with parts of attention
-// over shared keys. The pages of all sequences, one after another, are split into shares, one per program (thread
+// Compiled for one (KV, G, D, QKV, SHARED, FLOAT8), after hopper.cuh: key heads, query heads per key head, their
+// dimension, whether q is the packed projection, which is normed and rotated here, whether rows come with parts of
+// attention over shared keys, and whether the cache is in float8 (e4m3), which is multiplied in float16. The pages of all sequences, one after another, are split into shares, one per program (thread
 // block): equal ones, or nearly equal ones of one sequence each. In a program
 // - one warp loads pages, keys and values of all heads, by TMA, as far ahead as there is room, across sequences;
 // - HELPERS warps prepare queries in shared memory, a sequence ahead of its pages, and the new key and value, which
@@ -16,8 +16,8 @@
 // before it are running by then, because they start in order.
 
 constexpr int PAGE = 16;                        // keys
-constexpr int HALVES = KV * D / 64;             // 128-byte columns of a page
-constexpr int PART_BYTES = HALVES * PAGE * LINE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
+constexpr int HEAD_SIZE = FLOAT8 ? D : 2 * D;   // bytes of a head in a page
+constexpr int PART_BYTES = KV * HEAD_SIZE * PAGE, STAGE_BYTES = 2 * PART_BYTES;  // keys, then values
 constexpr int PER_HEAD = WARPS / KV, DIMS = D / PER_HEAD, TILES = DIMS / 16, STEPS = D / 16;
 constexpr int HEADS = KV * (QKV ? G + 2 : G);   // in a row of q: queries, new keys, new values
 constexpr int HEAD_BYTES = 2 * D, LANES = D / 8;  // a lane prepares eight dimensions of a head
@@ -38,10 +38,17 @@ __device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
 }
+__device__ __forceinline__ void load_two_transposed(u32 (&a)[2], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(a[0]), "=r"(a[1]) : "r"(from) : "memory");
+}
 __device__ __forceinline__ u32 read1(u32 from) {
   u32 word;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
   return word;
+}
+__device__ __forceinline__ void read2(u32 (&words)[2], u32 from) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
 }
 __device__ __forceinline__ void write1(u32 to, u32 word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
@@ -62,6 +69,16 @@ __device__ __forceinline__ u32 transposed(u32 pair) {  // transposes an 8 x 8 ma
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(pair));
   return d;
 }
+// Where byte ``at`` of a line of a page is: TMA swizzles columns of 128 bytes.
+__device__ __forceinline__ u32 in_page(int line, int at) {
+  return at / LINE * PAGE * LINE + line * LINE + (at % LINE / 16 ^ (line & 7)) * 16 + at % 16;
+}
+// Four dimensions of a head in float8, from bfloat16 in shared memory.
+__device__ __forceinline__ u32 read_as_float8(u32 from) {
+  u32 pairs[2];
+  read2(pairs, from);
+  return float8_four(pairs[0], pairs[1]);
+}
 __device__ __forceinline__ float column_max(float x) {  // over the lanes that hold a column
 #pragma unroll
   for (int other = 4; other < 32; other *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
@@ -78,7 +95,7 @@ struct New {  // how to make q, k and v from a packed projection; strides in ele
   const u16 *query_norm, *key_norm;    // (D,), or null: no norm
   const float* angles;                 // (positions, D) cosines of half a head's dimensions, then sines
   const long long *positions, *slots;  // (rows,)
-  u16 *keys, *values;                  // (blocks, PAGE, KV, D)
+  u16 *keys, *values;                  // (blocks, PAGE, KV, D); FLOAT8: bytes
   long long x_stride, angles_stride;
   int size;
   float eps, x_eps;
@@ -187,12 +204,22 @@ struct Maker {
         const int head = head_of(b), key = head - KV * G;
         if (head >= HEADS) continue;
         write16(element(made_at, head, chunk * 8), heads[b]);
-        u16* cache = key < KV ? its.keys : its.values - KV * D;
-        if (key >= 0 && keeps) *(uint4*)(cache + (slot * KV + key) * D + chunk * 8) = heads[b];
+        if (key < 0 || !keeps) continue;
+        u16* cache = key < KV ? its.keys : its.values;
+        const long long at = (slot * KV + key % KV) * D + chunk * 8;
+        if (FLOAT8)
+          *(uint2*)((unsigned char*)cache + at) =
+              make_uint2(float8_four(heads[b].x, heads[b].y), float8_four(heads[b].z, heads[b].w));
+        else
+          *(uint4*)(cache + at) = heads[b];
       }
     }
   }
 };
+
+// A tile of outputs has 16 dimensions. Its lines `group` and group + 8 are these and those behind them: neighbours in
+// float8, which is transposed in pairs.
+constexpr int GROUP_DIMS = FLOAT8 ? 2 : 1, HALF_TILE = FLOAT8 ? 1 : 8;
 
 struct State {  // of a warp and a sequence; each lane has two columns: query heads 2 * (lane % 4) and the next
   float out[TILES][4], top[2], sum[2];  // not yet divided by the sum; maxima in base 2
@@ -242,7 +269,7 @@ struct State {  // of a warp and a sequence; each lane has two columns: query he
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-          for (int j = 0; j < 2; j++) out[t][2 * j + i] += weight * __ldcg(from + 16 * t + 8 * j);
+          for (int j = 0; j < 2; j++) out[t][2 * j + i] += weight * __ldcg(from + 16 * t + HALF_TILE * j);
       }
   }
 
@@ -382,9 +409,9 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
   for (int i = threadIdx.x; i <= rows; i += 32 * WARPS) starts[i] = starts_of[i];
   asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS + 32) : "memory");
   const int head = warp / PER_HEAD, part = warp % PER_HEAD, group = lane / 4, pair = lane % 4 * 2;
-  const u32 key_line = lane % 16 * LINE, value_line = (lane % 8 + lane / 16 * 8) * LINE;
-  const int front = lane * 2, back = front + D / 2;  // this lane's dimensions of the new key and value, and the next
-  const bool has_new = front < D / 2;
+  // This lane's dimensions of the new key and value: FLOAT8: four; else two, and two that are half a head away.
+  const int front = lane * (FLOAT8 ? 4 : 2), back = front + D / 2;
+  const bool has_new = lane < D / 4;
   // An arrival lets TMA refill a stage, but does not wait for earlier loads. So its address includes a value that
   // depends on them: zero, which the compiler does not know.
   const u32 nothing = early >> 1;
@@ -396,15 +423,25 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     const int length = its_length;
     u32 query[STEPS][2], new_key[2] = {0, 0}, new_value[2] = {0, 0};
 #pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {  // columns beyond the query heads repeat the last one
+    for (int s = 0; s < STEPS; s += FLOAT8 ? 1 : 2) {  // columns beyond the query heads repeat the last one
+      if (FLOAT8) {  // four neighbours, as the words of keys have
+        u32 two[2];
+        read2(two, element(made_at, head * G + min(group, G - 1), 16 * s + 2 * pair));
+        query[s][0] = half_pair(low(two[0]), high(two[0])), query[s][1] = half_pair(low(two[1]), high(two[1]));
+        continue;
+      }
       u32 four[4];
       load_matrices(four, element(made_at, head * G + min(lane % 8, G - 1), 16 * s + lane / 8 * 8));
       query[s][0] = four[0], query[s][1] = four[1], query[s + 1][0] = four[2], query[s + 1][1] = four[3];
     }
     if (QKV && stop == end && has_new) {
       const int key = KV * G + head, value = key + KV;
-      new_key[0] = read1(element(made_at, key, front)), new_key[1] = read1(element(made_at, key, back));
-      new_value[0] = read1(element(made_at, value, front)), new_value[1] = read1(element(made_at, value, back));
+      if (FLOAT8)
+        new_key[0] = read_as_float8(element(made_at, key, front)),
+        new_value[0] = read_as_float8(element(made_at, value, front));
+      else
+        new_key[0] = read1(element(made_at, key, front)), new_key[1] = read1(element(made_at, key, back)),
+        new_value[0] = read1(element(made_at, value, front)), new_value[1] = read1(element(made_at, value, back));
     }
     State state;
     state.clear();
@@ -416,12 +453,9 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       const bool ends = page == end - 1;
       const int left = length - (page - begin) * PAGE;  // keys in this page
       if (QKV && ends && left > 0) {
-        const int line = left - 1;
-        const u32 to = at + line * LINE + lane * 4 % 16;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int d = i ? back : front;
-          const u32 there = to + (head * (D / 64) + d / 64) * PAGE * LINE + (d % 64 / 8 ^ (line & 7)) * 16;
+        for (int i = 0; i < (FLOAT8 ? 1 : 2); i++) {
+          const u32 there = at + in_page(left - 1, head * HEAD_SIZE + (FLOAT8 ? front : 2 * (i ? back : front)));
           if (has_new) write1(there, new_key[i]), write1(there + PART_BYTES, new_value[i]);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // before TMA refills the stage
@@ -429,11 +463,19 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       }
       float scores[2][4] = {};
 #pragma unroll
-      for (int s = 0; s < STEPS; s++) {
-        u32 a[4];
-        load_matrices(a, at + (head * (D / 64) + s / 4) * PAGE * LINE + key_line +
-                             ((s % 4 * 2 + lane / 16) ^ (lane & 7)) * 16);
-        multiply(scores[s % 2], a[0], a[1], a[2], a[3], query[s][0], query[s][1]);
+      for (int s = 0; s < STEPS; s += FLOAT8 ? 2 : 1) {
+        u32 a[4];  // 32 bytes of each key
+        load_matrices(a, at + in_page(lane % 16, head * HEAD_SIZE + HEAD_SIZE / STEPS * s + lane / 16 * 16));
+        if (FLOAT8) {
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            u32 b[4];
+            halves(a[2 * i], b[0], b[2]), halves(a[2 * i + 1], b[1], b[3]);
+            multiply_halves(scores[i], b[0], b[1], b[2], b[3], query[s + i][0], query[s + i][1]);
+          }
+        } else {
+          multiply(scores[s % 2], a[0], a[1], a[2], a[3], query[s][0], query[s][1]);
+        }
       }
       float p[4];
 #pragma unroll
@@ -445,20 +487,30 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
       state.raise(top[0], top[1]);
 #pragma unroll
       for (int i = 0; i < 4; i++) p[i] = exp2_of(p[i] - state.top[i % 2]), state.sum[i % 2] += p[i];
-      const u32 b0 = transposed(pack(p[0], p[1])), b1 = transposed(pack(p[2], p[3]));
+      const u32 b0 = transposed(FLOAT8 ? half_pair(p[0], p[1]) : pack(p[0], p[1]));
+      const u32 b1 = transposed(FLOAT8 ? half_pair(p[2], p[3]) : pack(p[2], p[3]));
       // A key that does not exist has weight 0, but its value may be NaN.
       u32 seen = b0 | b1;
       const u32 there[2] = {(pair < left ? 0xFFFFu : 0) | (pair + 1 < left ? 0xFFFF0000u : 0),
                             (pair + 8 < left ? 0xFFFFu : 0) | (pair + 9 < left ? 0xFFFF0000u : 0)};
 #pragma unroll
       for (int t = 0; t < TILES; t++) {
-        const int d = part * TILES + t;
+        const int d = head * D + part * DIMS + 16 * t;
         u32 a[4];
-        load_transposed(a, at + PART_BYTES + (head * (D / 64) + d / 4) * PAGE * LINE + value_line +
-                               ((d % 4 * 2 + lane / 8 % 2) ^ (lane & 7)) * 16);
-        seen |= a[0];
+        if (FLOAT8) {
+          u32 pairs[2];  // dimensions 2 * group and the next one, of two keys each
+          load_two_transposed(pairs, at + PART_BYTES + in_page(lane % 16, d));
+          seen |= pairs[0];
+          halves(__byte_perm(pairs[0], 0, 0x3120), a[0], a[1]), halves(__byte_perm(pairs[1], 0, 0x3120), a[2], a[3]);
+        } else {
+          load_transposed(a, at + PART_BYTES + in_page(lane % 8 + lane / 16 * 8, 2 * d + lane / 8 % 2 * 16));
+          seen |= a[0];
+        }
         if (ends) a[0] &= there[0], a[1] &= there[0], a[2] &= there[1], a[3] &= there[1];
-        multiply(state.out[t], a[0], a[1], a[2], a[3], b0, b1);
+        if (FLOAT8)
+          multiply_halves(state.out[t], a[0], a[1], a[2], a[3], b0, b1);
+        else
+          multiply(state.out[t], a[0], a[1], a[2], a[3], b0, b1);
       }
       __syncwarp();
       if (lane == 0) {
@@ -495,16 +547,21 @@ stream_decode(const __grid_constant__ TensorMap keys, const __grid_constant__ Te
     if (SHARED) {
       asm volatile("griddepcontrol.wait;" ::: "memory");  // for the parts; pages come first
       const int its_first = its_shared.of_rows[2 * row], count = its_shared.of_rows[2 * row + 1];
-      state.add(its_shared, its_first, its_first + count, head, pair, part * DIMS + group);
+      state.add(its_shared, its_first, its_first + count, head, pair, part * DIMS + GROUP_DIMS * group);
     }
     state.scale(state.sum[0] > 0.f ? 1.f / state.sum[0] : 0.f, state.sum[1] > 0.f ? 1.f / state.sum[1] : 0.f);
-    u16* to = out + (long long)row * out_stride + (head * G + group) * D + part * DIMS + pair;
+    u16* to = out + (long long)row * out_stride + (head * G + group) * D + part * DIMS + GROUP_DIMS * pair;
 #pragma unroll
-    for (int t = 0; t < TILES; t++)
+    for (int t = 0; t < TILES; t++) {
+      u32 two[2];  // dimensions of line `pair` and the next, then of those half a tile later
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u32 two = transposed(pack(state.out[t][2 * i], state.out[t][2 * i + 1]));
-        if (group < G) *(u32*)(to + 16 * t + 8 * i) = two;
+      for (int i = 0; i < 2; i++) two[i] = transposed(pack(state.out[t][2 * i], state.out[t][2 * i + 1]));
+      if (FLOAT8) {
+        const uint2 four = {__byte_perm(two[0], two[1], 0x5410), __byte_perm(two[0], two[1], 0x7632)};
+        if (group < G) *(uint2*)(to + 16 * t) = four;
+      } else if (group < G) {
+        *(u32*)(to + 16 * t) = two[0], *(u32*)(to + 16 * t + 8) = two[1];
       }
+    }
   }
 }

@@ -26,7 +26,7 @@ from minivllm.kernels.pdl import use_pdl
 _PAGE, _MAX_STAGES = 16, 24
 _WARPS, _HELPERS = 8, 3  # process pages; prepare queries. One more warp loads pages
 _LEAST = 2  # pages of a program whose share spans several sequences
-_PART = 0.6  # cost of adding a part of a sequence, in pages
+_PART = 0.6  # cost of adding a part of a sequence, in pages of bfloat16
 _SHARE, _NAMED = 8, 32  # fields of a program's share; blocks of its first pages
 _MAX_GROUP = 8  # query heads per key head: columns of an MMA tile
 _BESIDE = 68 << 10  # bytes of an SM's shared memory left to the kernel that makes shared parts
@@ -109,21 +109,25 @@ def fits_stream(
     num_kv_heads: int,
     head_dim: int,
     block_size: int,
-    dtype: torch.dtype,
     device: torch.device,
     window: int | None,
     max_rows: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> bool:
-    """Whether the kernel supports such attention, if it loads."""
+    """Whether the kernel supports such attention, if it loads. ``dtype``: of queries and outputs."""
     pages = num_kv_heads in (2, 4, 8) and head_dim in (64, 128) and block_size == _PAGE
     rows = max_rows <= MAX_ROWS and num_heads // num_kv_heads <= _MAX_GROUP
-    return pages and rows and dtype == torch.bfloat16 and window is None and nvrtc.available(device)
+    dtypes = dtype == torch.bfloat16 and cache_dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    return pages and rows and dtypes and window is None and nvrtc.available(device)
 
 
 @cache
-def _kernel(num_kv_heads: int, group: int, head_dim: int, qkv: bool = False, shared: bool = False) -> Kernel:
-    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "SHARED": int(shared), "WARPS": _WARPS,
-              "HELPERS": _HELPERS, "MAX_STAGES": _MAX_STAGES, "SHARE": _SHARE,
+def _kernel(
+    num_kv_heads: int, group: int, head_dim: int, qkv: bool = False, shared: bool = False, float8: bool = False
+) -> Kernel:
+    macros = {"KV": num_kv_heads, "G": group, "D": head_dim, "QKV": int(qkv), "SHARED": int(shared),
+              "FLOAT8": int(float8), "WARPS": _WARPS, "HELPERS": _HELPERS, "MAX_STAGES": _MAX_STAGES, "SHARE": _SHARE,
               "NAMED": _NAMED}  # fmt: skip
     return Kernel("stream_decode", (), tuple(macros.items()))
 
@@ -170,19 +174,28 @@ def _in_eights(x: torch.Tensor) -> bool:
 
 class StreamWorkspace:
     """The static buffers of ``stream_decode`` for at most ``max_rows`` rows: allocated once, shared by all layers.
+    ``float8``: the cache is in float8_e4m3fn.
 
     starts (max_rows + 1,) int32: pages before each sequence's; shares: see ``_shares_kernel``; parts: of sequences
     split between programs, float32; all bits set means absent, as everything is between launches.
     """
 
     def __init__(
-        self, max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device | str
+        self,
+        max_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        float8: bool = False,
     ) -> None:
         self.device = device = torch.device(device)
         shape = (num_kv_heads, num_heads // num_kv_heads, head_dim)
         self.kernel, self.kernel_qkv, self.kernel_shared = (
-            _kernel(*shape, qkv, shared) for qkv, shared in ((False, False), (True, False), (False, True))
+            _kernel(*shape, qkv, shared, float8) for qkv, shared in ((False, False), (True, False), (False, True))
         )
+        itemsize = 1 if float8 else 2
+        self.part_cost = _PART * 2 / itemsize
         self.programs = num_sms(device)
         self.block = max(next_power_of_2(max_rows), 16)
         tiles = head_dim * num_kv_heads // _WARPS // 16
@@ -191,7 +204,7 @@ class StreamWorkspace:
         parts = torch.full((self.programs, _WARPS, tiles + 1, 32, 4), -1, dtype=torch.int32, device=device)
         self.parts = parts.view(torch.float32)
         self.pdl = use_pdl(device)
-        page_bytes = 2 * _PAGE * num_kv_heads * head_dim * 2
+        page_bytes = 2 * _PAGE * num_kv_heads * head_dim * itemsize
         other_bytes = (num_heads + 2 * num_kv_heads) * head_dim * 2 + 4 * (max_rows + 1)  # a row of q, starts
 
         def stages(room: int) -> tuple[int, nvrtc.LaunchShape]:
@@ -219,7 +232,7 @@ def schedule_stream(workspace: StreamWorkspace, block_tables: torch.Tensor, seq_
     """Assign the pages of the first ``rows`` contexts to programs. Once per step, in the graph: all layers share it."""
     _shares_kernel[(workspace.programs,)](
         seq_lens, block_tables, block_tables.stride(0), workspace.starts, workspace.shares, rows, PAGE=_PAGE,
-        LEAST=_LEAST, PART=_PART, SHARE=_SHARE, NAMED=_NAMED, BLOCK=workspace.block, PDL=workspace.pdl,
+        LEAST=_LEAST, PART=workspace.part_cost, SHARE=_SHARE, NAMED=_NAMED, BLOCK=workspace.block, PDL=workspace.pdl,
         num_warps=4, launch_pdl=workspace.pdl,
     )  # fmt: skip
 
@@ -238,7 +251,8 @@ def stream_decode(
     shared: SharedParts | None = None,
 ) -> None:
     """Call after ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks,
-    16, kv heads, head_dim) contiguous; block_tables (rows, …) int32; seq_lens (rows,) int32. ``early`` as in
+    16, kv heads, head_dim) contiguous, of the dtype that the workspace is for; block_tables (rows, …) int32; seq_lens
+    (rows,) int32. ``early`` as in
     ``paged_decode``. With ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), whose rows
     need not start this late."""
     if compiling():
@@ -258,7 +272,8 @@ def stream_decode(
     elif shared is not None:
         kernel, stages, shape = workspace.kernel_shared, workspace.stages_shared, workspace.shape_shared
     function = load(kernel, workspace.device)
-    maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, kv_heads * dim) for cache in (k_cache, v_cache)]
+    width = kv_heads * dim * k_cache.itemsize // 2  # as if of bfloat16
+    maps = [nvrtc.page_map(cache.data_ptr(), blocks, size, width) for cache in (k_cache, v_cache)]
     tensors = (q, out, block_tables, seq_lens, workspace.starts, workspace.shares, workspace.parts)
     launch_kernel(
         function, shape, maps, tensors,

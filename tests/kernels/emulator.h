@@ -429,6 +429,10 @@ inline void ldmatrix_trans(unsigned& a, unsigned& b, unsigned& c, unsigned& d, u
   auto* rows = emulated::exchange({from});
   a = two_of(rows, 0, true), b = two_of(rows, 1, true), c = two_of(rows, 2, true), d = two_of(rows, 3, true);
 }
+inline void ldmatrix_trans(unsigned& a, unsigned& b, unsigned from) {
+  auto* rows = emulated::exchange({from});
+  a = two_of(rows, 0, true), b = two_of(rows, 1, true);
+}
 inline void movmatrix(unsigned& to, unsigned from) {
   auto* all = emulated::exchange({from});
   const int line = emulated::lane() / 4, pair = emulated::lane() % 4 * 2;
@@ -470,6 +474,21 @@ inline unsigned e4m3(float x) {
   return sign | best;
 }
 inline void cvt_e4m3(unsigned short& pair, float high, float low) { pair = e4m3(high) << 8 | e4m3(low); }
+inline unsigned f16(float x) {
+  const unsigned sign = __float_as_uint(x) >> 31 << 15;
+  if (x != x) return 0x7FFF;
+  const int exponent = std::clamp(x ? ilogbf(x) : -14, -14, 16);
+  const long number = lrintf(ldexpf(fabsf(x), 10 - exponent));  // 1,024 to 2,048, less of the smallest exponent
+  return sign | (exponent > 15 ? 0x7C00 : std::min(number + (exponent + 14) * 1024L, 0x7C00L));
+}
+inline float of_f16(unsigned x) {
+  const int exponent = x >> 10 & 31, mantissa = x & 1023;
+  const float y = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                  : exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+  return x >> 15 ? -y : y;
+}
+inline void cvt_f16(unsigned& pair, float high, float low) { pair = f16(high) << 16 | f16(low); }
+inline void cvt_f16(unsigned& pair, unsigned short two) { cvt_f16(pair, of_e4m3(two >> 8), of_e4m3(two & 255)); }
 inline void cp_async(unsigned to, const void* from) {  // it lands when it is waited for
   emulated::now->later.push_back({to, from});
 }
@@ -546,8 +565,9 @@ inline void wgmma_wait(unsigned left) {
 }
 template <unsigned LEFT> void wgmma_wait() { wgmma_wait(LEFT); }
 // m16n8k16: a lane has of A rows lane / 4 and that + 8, of B and D the columns that PTX's pictures show.
-inline void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                     unsigned b0, unsigned b1) {
+template <float (*OF)(unsigned) = of_bf16>
+void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+              unsigned b0, unsigned b1) {
   auto* all = emulated::exchange({a0, a1, a2, a3, b0, b1});
   const int row = emulated::lane() / 4, column = emulated::lane() % 4 * 2;
   float* d[4] = {&d0, &d1, &d2, &d3};
@@ -555,7 +575,7 @@ inline void mma_sync(float& d0, float& d1, float& d2, float& d3, unsigned a0, un
     float sum = 0.f;
     for (int k = 0; k < 16; k++) {
       const unsigned a = all[row * 4 + k % 8 / 2][k / 8 * 2 + i / 2], b = all[(column + i % 2) * 4 + k % 8 / 2][4 + k / 8];
-      sum += of_bf16(a >> k % 2 * 16 & 0xFFFF) * of_bf16(b >> k % 2 * 16 & 0xFFFF);
+      sum += OF(a >> k % 2 * 16 & 0xFFFF) * OF(b >> k % 2 * 16 & 0xFFFF);
     }
     *d[i] += sum;
   }

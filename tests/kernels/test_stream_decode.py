@@ -17,15 +17,15 @@ from minivllm.kernels.rms_norm import RowScale
 from minivllm.kernels.rotary import qk_norm_rope_store, qk_norm_rope_store_reference
 from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = [(16, 8, 128), (40, 8, 128), (20, 4, 128), (16, 2, 128), (32, 8, 64), (16, 2, 64)]  # heads, kv heads, head_dim
 
 
 # --------------------------------------------------------------------------- which attention
 
 
-def fits(heads=16, kv_heads=8, dim=128, block_size=16, dtype=BF16, device="cuda", window=None, rows=256):
-    return fits_stream(heads, kv_heads, dim, block_size, dtype, torch.device(device), window, rows)
+def fits(heads=16, kv_heads=8, dim=128, block_size=16, dtype=BF16, device="cuda", window=None, rows=256, cache=BF16):
+    return fits_stream(heads, kv_heads, dim, block_size, torch.device(device), window, rows, dtype, cache)
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def on_hopper(monkeypatch):
 
 def test_attention_of_few_key_heads_fits(on_hopper):
     assert fits() and fits(64, 8) and fits(20, 4) and fits(8, 2, 64)
+    assert fits(cache=FP8)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,8 @@ def test_attention_of_few_key_heads_fits(on_hopper):
         {"device": "cpu"},
         {"window": 512},
         {"rows": stream.MAX_ROWS + 1},
+        {"cache": torch.float16},
+        {"dtype": torch.float16, "cache": FP8},
     ],
     ids=str,
 )
@@ -69,20 +72,21 @@ def test_it_is_taken_where_it_loads(on_hopper):
     assert not workspace.takes_heads() and not workspace.takes_qkv()
 
 
-@pytest.mark.parametrize("qkv", [False, True])
+@pytest.mark.parametrize(("qkv", "float8"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_every_kind_compiles(compiled, reads_in_time, heads, kv_heads, dim, qkv):
-    kernel = stream._kernel(kv_heads, heads // kv_heads, dim, qkv)
+def test_every_kind_compiles(compiled, reads_in_time, heads, kv_heads, dim, qkv, float8):
+    kernel = stream._kernel(kv_heads, heads // kv_heads, dim, qkv, float8=float8)
     cubin = nvrtc.compile_cubin(kernel.source)
     assert b"stream_decode" in cubin
     reads_in_time(cubin)
 
 
+@pytest.mark.parametrize("float8", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_the_stages_fit_a_multiprocessor_and_parts_their_buffer(monkeypatch, heads, kv_heads, dim):
+def test_the_stages_fit_a_multiprocessor_and_parts_their_buffer(monkeypatch, heads, kv_heads, dim, float8):
     monkeypatch.setattr(stream, "num_sms", lambda device: 132)
-    workspace = StreamWorkspace(stream.MAX_ROWS, heads, kv_heads, dim, "cpu")
-    page = 4 * 16 * kv_heads * dim
+    workspace = StreamWorkspace(stream.MAX_ROWS, heads, kv_heads, dim, "cpu", float8)
+    page = (2 if float8 else 4) * 16 * kv_heads * dim
     static = 8 * (2 * 24 + 4) + 8  # barriers, a length
     row = (heads + 2 * kv_heads) * dim * 2
     assert 2 <= workspace.stages <= 24
@@ -108,6 +112,10 @@ def test_the_driver_is_told_the_launch(told):
     assert (config.gridDimX, config.gridDimY, config.blockDimX, int(config.hStream)) == (132, 1, 384, 77)
     assert told.maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
     told.seen.clear()
+    told.maps.clear()
+    stream_decode(q, k_cache.to(FP8), v_cache.to(FP8), tables, lens, 0.5, out, StreamWorkspace(64, 20, 4, 128, "cpu", True))
+    assert told.seen.pop()[1] == stream._kernel(4, 5, 128, float8=True)
+    assert [its[1:] for its in told.maps] == [(9, 16, 256)] * 2, "two numbers of float8 for one of bfloat16"
     x, weights, angles = torch.zeros(40, 64, dtype=BF16), torch.zeros(2, 128, dtype=BF16), torch.zeros(99, 128)
     positions, slots = torch.zeros(2, 40, dtype=torch.int64)
     new = NewTokens(weights[0], None, 1e-6, angles, positions, slots, RowScale(x, 1e-5))
@@ -182,6 +190,7 @@ def holds_no_part(workspace):
     return bool((workspace.parts.view(torch.int32) == -1).all())
 
 
+DTYPES = {"bfloat16": BF16, "float8": FP8}  # of the cache
 _draw = random.Random(0)
 LENGTHS = {
     "one key": [1],
@@ -197,7 +206,7 @@ LENGTHS = {
 class Case:
     """Rows of such lengths; pages drawn from all over the cache, and NaN where no key was stored."""
 
-    def __init__(self, lens, heads, kv_heads, dim, device):
+    def __init__(self, lens, heads, kv_heads, dim, device, dtype=BF16):
         pages = [-(-max(n, 1) // 16) for n in lens]
         blocks = 1 + torch.randperm(sum(pages), device=device).int()
         self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
@@ -208,14 +217,16 @@ class Case:
             keys = torch.randn(2, len(some) * 16, kv_heads, dim, device=device, dtype=BF16)
             keys[:, n:] = float("nan")
             self.cache[:, some.long()] = keys.unflatten(1, (-1, 16))
+        self.cache = self.cache.to(dtype)
         self.q = torch.randn(len(lens), heads, dim, device=device, dtype=BF16)
-        self.workspace = StreamWorkspace(max(len(lens), 16), heads, kv_heads, dim, device)
-        assert fits_stream(heads, kv_heads, dim, 16, BF16, self.q.device, None, len(lens))
+        self.workspace = StreamWorkspace(max(len(lens), 16), heads, kv_heads, dim, device, dtype == FP8)
+        assert fits_stream(heads, kv_heads, dim, 16, self.q.device, None, len(lens), BF16, dtype)
 
     def sibling(self):
         """Another layer's: keys, values and queries of its own, all else the same."""
         other = copy(self)
-        other.cache = torch.where(self.cache.isnan(), self.cache, torch.randn_like(self.cache))
+        stored, keys = self.cache.to(BF16), torch.randn(self.cache.shape, device=self.q.device, dtype=BF16)
+        other.cache = torch.where(stored.isnan(), stored, keys).to(self.cache.dtype)
         other.q = torch.randn_like(self.q)
         return other
 
@@ -228,16 +239,17 @@ class Case:
         return out
 
     def expected(self):
-        k, v = torch.nan_to_num(self.cache).float().cpu()
+        k, v = torch.nan_to_num(self.cache.float()).cpu()
         scale = self.q.shape[-1] ** -0.5
         return paged_decode_reference(self.q.float().cpu(), k, v, self.tables.cpu(), self.lens.cpu(), scale)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_it_attends_as_the_reference_does(gpu, close, lens, heads, kv_heads, dim):
-    case = Case(LENGTHS[lens], heads, kv_heads, dim, gpu)
+def test_it_attends_as_the_reference_does(gpu, close, lens, heads, kv_heads, dim, dtype):
+    case = Case(LENGTHS[lens], heads, kv_heads, dim, gpu, DTYPES[dtype])
     expected = case.expected()
     torch.cuda.synchronize()
     first = case.run()
@@ -298,8 +310,8 @@ def test_launches_ahead_of_the_kernel_before_read_what_it_writes(gpu, captured, 
 class Packed(Case):
     """A case whose newest keys are still in the projection, and NaN in the cache."""
 
-    def __init__(self, lens, heads, kv_heads, dim, device, normed, scaled):
-        super().__init__(lens, heads, kv_heads, dim, device)
+    def __init__(self, lens, heads, kv_heads, dim, device, normed, scaled, dtype=BF16):
+        super().__init__(lens, heads, kv_heads, dim, device, dtype)
         rows, turns = len(lens), torch.rand(max(lens), dim // 2, device=device) * 6
         self.qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=BF16)
         weights = [torch.rand(dim, device=device).to(BF16) + 0.5 for _ in range(2)] if normed else [None, None]
@@ -308,7 +320,10 @@ class Packed(Case):
         self.slots = self.tables.gather(1, positions[:, None] // 16)[:, 0].long() * 16 + positions % 16
         scale = RowScale(self.x, 1e-5) if scaled else None
         self.new = NewTokens(*weights, 1e-6, torch.cat([turns.cos(), turns.sin()], 1), positions, self.slots, scale)
-        self.cache.flatten(1, 2)[:, self.slots] = float("nan")
+        self.forget_newest()
+
+    def forget_newest(self):
+        self.cache.flatten(1, 2)[:, self.slots] = torch.tensor(float("nan"), device=self.q.device).to(self.cache.dtype)
 
     def sibling(self):
         other = super().sibling()
@@ -325,7 +340,8 @@ class Packed(Case):
         return out
 
     def expected(self):
-        """Of attention, and the cache, which is written here, too, in float32."""
+        """Of attention, and the cache, which is written here, too, in float32; or rounded to float8, then attention of
+        what a run has stored."""
         cpu = [None if t is None else t.cpu() for t in (self.new.q_weight, self.new.k_weight, self.qkv, self.x)]
         q_weight, k_weight, qkv, x = (None if t is None else t.float() for t in cpu)
         scale, cache = None if x is None else RowScale(x, 1e-5), self.cache.float().cpu()
@@ -333,27 +349,39 @@ class Packed(Case):
         tables, positions, slots = self.new.cos_sin.cpu(), self.new.positions.cpu(), self.slots.cpu()
         args = (q_weight, k_weight, 1e-6, tables, positions, *cache, slots, heads, kv_heads, dim, scale)
         q = qk_norm_rope_store_reference(qkv, *args)
-        k, v = torch.nan_to_num(cache)
+        if self.cache.dtype == FP8:
+            cache = cache.to(BF16).to(FP8).float()
+        k, v = torch.nan_to_num(self.cache.float().cpu() if self.cache.dtype == FP8 else cache)
         return paged_decode_reference(q, k, v, self.tables.cpu(), self.lens.cpu(), dim**-0.5), cache
 
 
+def close_to_stored(close, case, cache):
+    """Whether it stored what the reference did. In float8 what lies between two numbers may become either."""
+    stored, expected = case.cache.flatten(1, 2)[:, case.slots].cpu(), cache.flatten(1, 2)[:, case.slots.cpu()]
+    if stored.dtype == FP8:
+        assert (stored.float() == expected).float().mean() > 0.95
+        assert ((stored.float() - expected).abs() <= expected.abs() / 7 + 0.03).all()
+    else:
+        close(stored, expected)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("normed", "scaled"), [(True, True), (False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("lens", LENGTHS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
 def test_a_packed_projection_is_normed_turned_stored_and_attended(
-    gpu, close, lens, heads, kv_heads, dim, normed, scaled
+    gpu, close, lens, heads, kv_heads, dim, normed, scaled, dtype
 ):
-    case = Packed(LENGTHS[lens], heads, kv_heads, dim, gpu, normed, scaled)
-    expected, cache = case.expected()
+    case = Packed(LENGTHS[lens], heads, kv_heads, dim, gpu, normed, scaled, DTYPES[dtype])
     before = case.cache.clone()
     torch.cuda.synchronize()
     first = case.run()
+    expected, cache = case.expected()
     close(first, expected)
-    stored = case.cache.flatten(1, 2)
-    close(stored[:, case.slots], cache.flatten(1, 2)[:, case.slots.cpu()])
-    stored[:, case.slots] = before.flatten(1, 2)[:, case.slots]
-    assert torch.equal(case.cache.view(torch.int16), before.view(torch.int16)), "it wrote where nobody asked it to"
+    close_to_stored(close, case, cache)
+    case.cache.flatten(1, 2)[:, case.slots] = before.flatten(1, 2)[:, case.slots]
+    assert torch.equal(case.cache.view(torch.uint8), before.view(torch.uint8)), "it wrote where nobody asked it to"
     for _ in range(3):
         assert torch.equal(case.run(), first)
     assert holds_no_part(case.workspace)
@@ -380,7 +408,7 @@ def test_launches_ahead_of_a_projection_read_what_it_writes(gpu, captured, close
         for case in cases:
             case.x.normal_()
             case.qkv.fill_(float("nan"))
-            case.cache.flatten(1, 2)[:, case.slots] = float("nan")
+            case.forget_newest()
         graph.replay()
         for case, out in zip(cases, outs, strict=True):
             close(out, case.expected()[0])
@@ -398,24 +426,27 @@ def scheduled(case):
     return case
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", EMULATED, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (20, 4, 64)])
-def test_it_attends_as_the_reference_does_wherever_it_runs(emulated, close, lens, heads, kv_heads, dim):
+def test_it_attends_as_the_reference_does_wherever_it_runs(emulated, close, lens, heads, kv_heads, dim, dtype):
     torch.manual_seed(0)
-    case = scheduled(Case(lens, heads, kv_heads, dim, "cpu"))
+    case = scheduled(Case(lens, heads, kv_heads, dim, "cpu", DTYPES[dtype]))
     first = case.run()
     close(first, case.expected())
     emulated.seed = 2
     assert torch.equal(case.run(), first) and holds_no_part(case.workspace)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", [lens for lens in EMULATED if 0 not in lens] + [[300, 1, 700]], ids=str)
-def test_a_packed_projection_is_attended_wherever_it_runs(emulated, close, lens):
+def test_a_packed_projection_is_attended_wherever_it_runs(emulated, close, lens, dtype):
     torch.manual_seed(0)
-    case = scheduled(Packed(lens, 16, 8, 128, "cpu", True, True))
+    case = scheduled(Packed(lens, 16, 8, 128, "cpu", True, True, DTYPES[dtype]))
+    out = case.run()
     expected, cache = case.expected()
-    close(case.run(), expected)
-    close(case.cache.flatten(1, 2)[:, case.slots], cache.flatten(1, 2)[:, case.slots])
+    close(out, expected)
+    close_to_stored(close, case, cache)
     assert holds_no_part(case.workspace)
 
 
