@@ -42,7 +42,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec)
         ways = ("plan", "decode", "decode_qkv", "_decode")
         kept = all(getattr(type(self), name) is getattr(TritonBackend, name) for name in ways)
-        self.plain_decode = kept and spec.sliding_window is None and spec.kv_cache_dtype == "auto"
+        self.plain_decode = kept and spec.sliding_window is None
         self.attends_beside = kept and type(self).prefill is TritonBackend.prefill
         self.group = spec.num_heads // spec.num_kv_heads
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))

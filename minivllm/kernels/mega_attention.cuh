@@ -57,7 +57,7 @@ __device__ __forceinline__ void make_plan(Memory& memory, const Shares& shares, 
 // Loads this program's pages of a layer, one head of them. table: the sequence's block table.
 __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* table, const Share& share, Ring& ring,
                                            int lane) {
-  const int end = share.end, column = blockIdx.x % KV * (D / 64);
+  const int end = share.end, column = blockIdx.x % KV * HEAD_COLUMNS;
 #pragma unroll 1
   for (int some = share.begin; some < end; some += 32) {
     const int block = some + lane < end ? table[some + lane] : 0;
@@ -76,17 +76,18 @@ __device__ __forceinline__ void load_pages(const TensorMap* maps, const int* tab
 }
 
 struct Tile {  // a lane's part of one head's page, as MMA fragments
-  uint4 keys[D / 32][2];    // two keys: two eighths of each 64 dimensions
-  uint4 values[4][D / 64];  // four values: an eighth of each 64 dimensions
+  static constexpr int EIGHTHS = 2 * HEAD_COLUMNS;  // that a lane reads of a key: two of each column of 128 bytes
+  uint4 keys[EIGHTHS][2];         // of two keys
+  uint4 values[4][HEAD_COLUMNS];  // four values: an eighth of each column
 
   static __device__ __forceinline__ int key_of(int half) { return threadIdx.x % 32 / 4 + 8 * half; }
   static __device__ __forceinline__ int value_of(int i) { return threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8; }
 
-  // Which eighth of 64 dimensions a lane reads of a key and of a query; free of bank conflicts.
+  // Which eighth of a column a lane reads of a key (and in bfloat16 of a query); free of bank conflicts.
   static __device__ __forceinline__ int eighth_of(int i) { return threadIdx.x % 4 * 2 + i % 2; }
   static __device__ __forceinline__ int head_at(int i) { return i / 2 * LINE + eighth_of(i) * 16; }  // in a whole head
 
-  // Where TMA has put an eighth of a key's 64 elements (swizzled).
+  // Where TMA has put an eighth of a key's column (swizzled).
   static __device__ __forceinline__ u32 place(int key, int eighth) { return key * LINE + (eighth ^ (key & 7)) * 16; }
   // Returns a value that depends on every load.
   __device__ __forceinline__ u32 read(u32 at) {
@@ -94,13 +95,13 @@ struct Tile {  // a lane's part of one head's page, as MMA fragments
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int i = 0; i < D / 32; i++)
+      for (int i = 0; i < EIGHTHS; i++)
         keys[i][half] = read16(at + place(key_of(half), eighth_of(i)) + i / 2 * TILE * LINE),
         seen |= keys[i][half].x;
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int j = 0; j < D / 64; j++)
+      for (int j = 0; j < HEAD_COLUMNS; j++)
         values[i][j] = read16(at + PAGE_BYTES / 2 + place(value_of(i), threadIdx.x % 32 / 4) + j * TILE * LINE),
         seen |= values[i][j].x;
     return seen;
@@ -111,15 +112,63 @@ struct Tile {  // a lane's part of one head's page, as MMA fragments
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int i = 0; i < D / 32; i++)
+      for (int i = 0; i < EIGHTHS; i++)
         if (key_of(half) == left - 1) keys[i][half] = read16(key_at + head_at(i));
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int j = 0; j < D / 64; j++)
+      for (int j = 0; j < HEAD_COLUMNS; j++)
         if (value_of(i) >= left - 1)
           values[i][j] = value_of(i) >= left ? make_uint4(0, 0, 0, 0)
                                              : read16(value_at + threadIdx.x % 32 / 4 * 16 + 128 * j);
+  }
+
+  // Multiplies with a query head: a part of its scores with the two keys, and another part.
+  __device__ __forceinline__ void add_scores(float (&scores)[2][4], float (&more)[2][4], u32 query_at) const {
+#pragma unroll
+    for (int i = 0; i < EIGHTHS; i++) {
+      if (FLOAT8_CACHE) {
+        const uint4 q[2] = {read16(query_at + 2 * head_at(i)), read16(query_at + 2 * head_at(i) + 16)};
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int w = 0; w < 4; w++) {
+            u32 first, second;
+            halves(word(keys[i][half], w), first, second);
+            multiply_halves(w % 2 ? more[half] : scores[half], word(q[w / 2], w % 2 * 2), 0,
+                            word(q[w / 2], w % 2 * 2 + 1), 0, first, second);
+          }
+      } else {
+        const uint4 q = read16(query_at + head_at(i));
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const uint4 b = keys[i][half];
+          multiply(scores[half], q.x, 0, q.y, 0, b.x, b.y);
+          multiply(more[half], q.z, 0, q.w, 0, b.z, b.w);
+        }
+      }
+    }
+  }
+  // Adds its values, weighted, to tile t of the output, two neighbouring dimensions of each lane from ``dim_of(t)``.
+  __device__ __forceinline__ void add_values(float (&out)[4], int t, const u32 (&weights)[2]) const {
+    if (FLOAT8_CACHE) {
+      u32 a[4];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {  // two keys: their first numbers, then their second ones
+        const u32 key = word(values[2 * i][t / 8], t % 8 / 2), next = word(values[2 * i + 1][t / 8], t % 8 / 2);
+        halves(__byte_perm(key, next, t % 2 ? 0x7362 : 0x5140), a[2 * i], a[2 * i + 1]);
+      }
+      multiply_halves(out, a[0], a[1], a[2], a[3], weights[0], weights[1]);
+    } else {
+      const u32 v[4] = {word(values[0][t / 4], t % 4), word(values[1][t / 4], t % 4), word(values[2][t / 4], t % 4),
+                        word(values[3][t / 4], t % 4)};
+      multiply(out, __byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
+               __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632), weights[0], weights[1]);
+    }
+  }
+  static __device__ __forceinline__ int dim_of(int t) {
+    constexpr int TILES = FLOAT8_CACHE ? 8 : 4;  // of a column
+    return t / TILES * TILES * 16 + threadIdx.x % 32 / 4 * TILES * 2 + t % TILES * 2;
   }
 };
 
@@ -154,11 +203,18 @@ __device__ __forceinline__ void make_heads(Memory& memory, const Layer& its, con
       back = pack(b[0] * c.x + a[0] * s.x, b[1] * c.y + a[1] * s.y);
     }
     if (!holds) continue;
-    *((u32*)memory.made[h] + lane) = front, *((u32*)memory.made[h] + D / 4 + lane) = back;
-    if (h >= G) {
-      u32* to = (u32*)((h == G ? its.keys : its.values) + ((u64)memory.slot * KV + head) * D) + lane;
-      to[0] = front, to[D / 4] = back;
+    const u64 at = ((u64)memory.slot * KV + head) * D;  // in the cache
+    u16* kept = h == G ? its.keys : its.values;
+    if (FLOAT8_CACHE && h >= G) {
+      const u16 first = float8_pair(low(front), high(front)), second = float8_pair(low(back), high(back));
+      u16* to = (u16*)((unsigned char*)kept + at) + lane;
+      memory.made[h][lane] = first, memory.made[h][D / 4 + lane] = second;
+      to[0] = first, to[D / 4] = second;
+      continue;
     }
+    if (FLOAT8_CACHE) front = half_pair(low(front), high(front)), back = half_pair(low(back), high(back));
+    *((u32*)memory.made[h] + lane) = front, *((u32*)memory.made[h] + D / 4 + lane) = back;
+    if (h >= G) *((u32*)(kept + at) + lane) = front, *((u32*)(kept + at) + D / 4 + lane) = back;
   }
   meet();
 }
@@ -191,16 +247,7 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
     const int left = memory.length - page * TILE;
     if (left <= TILE) tile.complete(left, made_at + G * HEAD_BYTES, made_at + (G + 1) * HEAD_BYTES);
     float scores[2][4] = {}, more[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) {
-      const uint4 q = read16(made_at + min(group, G - 1) * HEAD_BYTES + Tile::head_at(i));
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const uint4 b = tile.keys[i][half];
-        multiply(scores[half], q.x, 0, q.y, 0, b.x, b.y);
-        multiply(more[half], q.z, 0, q.w, 0, b.z, b.w);
-      }
-    }
+    tile.add_scores(scores, more, made_at + min(group, G - 1) * HEAD_BYTES);
     float now = top;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -216,15 +263,15 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
       float& p = scores[i / 2][i % 2];
       p = exp2_of(p - now), total += p;
     }
-    const u32 weights[2] = {pack(scores[0][0], scores[0][1]), pack(scores[1][0], scores[1][1])};
+    u32 weights[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      weights[half] = FLOAT8_CACHE ? half_pair(scores[half][0], scores[half][1]) : pack(scores[half][0], scores[half][1]);
     const float first_by = __shfl_sync(~0u, by, column * 8), second_by = __shfl_sync(~0u, by, column * 8 + 4);
 #pragma unroll
     for (int t = 0; t < D / 16; t++) {
-      const u32 v[4] = {word(tile.values[0][t / 4], t % 4), word(tile.values[1][t / 4], t % 4),
-                        word(tile.values[2][t / 4], t % 4), word(tile.values[3][t / 4], t % 4)};
       out[t][0] *= first_by, out[t][1] *= second_by, out[t][2] *= first_by, out[t][3] *= second_by;
-      multiply(out[t], __byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
-               __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632), weights[0], weights[1]);
+      tile.add_values(out[t], t, weights);
     }
   }
   total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
@@ -234,8 +281,7 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
     if (2 * column + h < G)
 #pragma unroll
       for (int t = 0; t < D / 16; t++)
-        *(float2*)&memory.outs[warp][2 * column + h][t / 4 * 64 + group * 8 + t % 4 * 2] =
-            make_float2(out[t][h], out[t][2 + h]);
+        *(float2*)&memory.outs[warp][2 * column + h][Tile::dim_of(t)] = make_float2(out[t][h], out[t][2 + h]);
   meet();
   for (int i = threadIdx.x; i < G * D / 2; i += THREADS) {
     const int h = i / (D / 2), d = i % (D / 2) * 2;

@@ -23,7 +23,9 @@ constexpr int SUMS_OF = X_TILES > 2 ? X_TILES : 2;  // per eight lines: one per 
 constexpr int TILE = 16;                    // keys in a page
 constexpr int MOST_TAKEN = 2;               // parts of a sequence that every program reads itself, see join_parts
 constexpr int HEAD_BYTES = 2 * D + 16;      // of a query in shared memory
-constexpr int PAGE_BYTES = 4 * TILE * D, PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // of one head; in a stage
+constexpr int HEAD_COLUMNS = D / (FLOAT8_CACHE ? 128 : 64);  // of 128 bytes, of a head in a page
+constexpr int PAGE_BYTES = 2 * TILE * HEAD_COLUMNS * LINE;   // of one head: keys, then values
+constexpr int PAGES = STAGE_BYTES / PAGE_BYTES < 2 ? 1 : 2;  // in a stage
 static_assert(STAGE_BYTES >= PAGE_BYTES && !(STAGE_BYTES % 1024), "megakernel.py");
 static_assert(INNER % PIECES == 0, "megakernel.py");
 static_assert(ROWS == 1 || ROWS == 2 || ROWS == 4 || ROWS == 8, "megakernel.py");
@@ -43,7 +45,7 @@ typedef u16 Stored;
 struct Layer {
   const Stored *qkv, *o, *gate_up, *down;  // norm weights are folded in, but see norm and input_norm
   const u16 *query_norm, *key_norm;        // (D,), or null: no norm
-  u16 *keys, *values;                      // (blocks, TILE, KV, D)
+  u16 *keys, *values;                      // (blocks, TILE, KV, D); FLOAT8_CACHE: bytes
   const u16 *router, *norm;                // (EXPERTS, HIDDEN); (HIDDEN,): before router and experts, or if FLOAT8
   const float *qkv_scales, *o_scales, *gate_up_scales, *down_scales;  // if SCALED; packed: see packed_weights.py
   const u16* qkv_bias;                                                // one per line, if BIASED
@@ -139,7 +141,7 @@ struct Memory {  // in shared memory
   alignas(16) u16 norm[FLOAT8 ? HIDDEN : 8];                      // weights of the norm before this product
   float largest[WARPS], x_scales[ROWS];
   float scales[SCALED ? ALL_SCALES : 1];
-  alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, then the new key and value
+  alignas(16) u16 made[G + 2][HEAD_BYTES / 2];  // queries, then the new key and value; FLOAT8_CACHE: float16, float8
   float tops[WARPS][8], totals[WARPS][8], squares[WARPS];
   // The same in every layer of a step: this program's share of attention, the sequence's rotary angles, length and
   // cache slot, and the parts of all sequences.

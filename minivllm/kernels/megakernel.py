@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import LOG2E, compiling, next_power_of_2, num_sms
+from minivllm.kernels.cache_write import rounded_for
 from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.fp8_linear import quantize_reference
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, launch_kernel, load, loads
@@ -83,6 +84,7 @@ class DecoderShape:
     ranks: int = 1  # that an all-reduce sums over
     biased: bool = False  # whether qkv has a bias
     float8: bool = False  # whether weights are float8_e4m3fn
+    float8_cache: bool = False  # whether keys and values are
 
     @property
     def chosen(self) -> int:
@@ -132,7 +134,7 @@ def megakernel_config(
         return None
     rows = next_power_of_2(rows)
     group, rest = divmod(shape.num_heads, shape.num_kv_heads)
-    if rest or group > _MAX_GROUP or shape.head_dim not in (64, 128):
+    if rest or group > _MAX_GROUP or shape.head_dim not in ((128,) if shape.float8_cache else (64, 128)):
         return None
     lines = shape.hidden, shape.inner, shape.qkv
     even = range(sms // 8 * 8, sms * 9 // 10, -8)
@@ -168,7 +170,7 @@ def _cut(
     of_experts = (shape.inner * shape.chosen, shape.qkv, shape.hidden)
     gate_lines, *others = (-(-n // programs // 8) * 8 for n in of_experts)
     most_lines = max(2 * gate_lines, *others)
-    page_bytes = 4 * PAGE * shape.head_dim  # one head's keys and values; a stage has one or two such pages
+    page_bytes = (2 if shape.float8_cache else 4) * PAGE * shape.head_dim  # of one head; a stage has one or two pages
     weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (width * max(chunks) + 64)
     stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
@@ -222,7 +224,8 @@ def megakernel_of(shape: DecoderShape, config: MegakernelConfig) -> Kernel:
               "SPLITS": config.splits, "COPIES": _COPIES, "PIECES": config.pieces,
               "MEMORY_BYTES": config.memory_bytes, "CHOSEN": shape.chosen, "UNDER_WAY": config.under_way,
               "RANKS": shape.ranks, "PACKED": int(config.packed is not None),
-              "BIASED": int(shape.biased), "FLOAT8": int(shape.float8)}  # fmt: skip
+              "BIASED": int(shape.biased), "FLOAT8": int(shape.float8),
+              "FLOAT8_CACHE": int(shape.float8_cache)}  # fmt: skip
     macros |= zip(("HIDDEN_CHUNK", "WIDTH_CHUNK", "INNER_CHUNK"), config.chunks, strict=True)
     routing = shape.routing
     macros["EXPERTS"] = routing.experts if routing else 0
@@ -273,7 +276,8 @@ def _launch_shape(config: MegakernelConfig, pdl: bool) -> nvrtc.LaunchShape:
 class LayerWeights:
     """One layer's weights and cache. Norms are folded into ``qkv`` (qkv, hidden) and ``gate_up`` (2 * inner, hidden); o
     (hidden, width), down (hidden, inner); q_norm, k_norm (head_dim,) or None; keys and values (blocks, 16, kv heads,
-    head_dim). All bfloat16 and contiguous. With routing: gate_up (experts, 2 * inner, hidden), gate's rows first, down
+    head_dim). All bfloat16 (keys and values float8_e4m3fn if the shape has a ``float8_cache``) and contiguous. With
+    routing: gate_up (experts, 2 * inner, hidden), gate's rows first, down
     (experts, hidden, inner), router (experts, hidden), and the norm before them (hidden,), which is not folded in.
     ``packed``: packed copies of qkv, o, gate_up (as gated) and down, which the kernel reads instead; of all layers, in
     one order, or of none. qkv_bias (qkv,), if the shape is ``biased``. If it is ``float8``, qkv, o, gate_up and down
@@ -338,9 +342,10 @@ def _table(device: torch.device, pointers: tuple[tuple[int, ...], ...]) -> torch
 
 
 @cache
-def _maps(device: torch.device, caches: tuple[int, ...], blocks: int, kv_heads: int, head_dim: int) -> torch.Tensor:
-    """(layers, 2, 128) uint8 on the device: tensor maps of each layer's keys and values, for one head of a page."""
-    maps = (nvrtc.page_map(pointer, blocks, PAGE, kv_heads * head_dim, head_dim) for pointer in caches)
+def _maps(device: torch.device, caches: tuple[int, ...], blocks: int, kv_heads: int, head_size: int) -> torch.Tensor:
+    """(layers, 2, 128) uint8 on the device: tensor maps of each layer's keys and values, for one head of a page.
+    ``head_size``: in elements of bfloat16, or pairs of float8."""
+    maps = (nvrtc.page_map(pointer, blocks, PAGE, kv_heads * head_size, head_size) for pointer in caches)
     data = b"".join(map(_map_bytes, maps))
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
@@ -376,9 +381,10 @@ def megakernel(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) -> torch.T
     pointers_of = tuple(layer.pointers() for layer in layers.weights)
     table = _table(device, pointers_of)
     caches = tuple(cache.data_ptr() for layer in layers.weights for cache in (layer.keys, layer.values))
-    blocks, page = layers.weights[0].keys.shape[:2]
-    assert page == PAGE
-    maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim)
+    keys = layers.weights[0].keys
+    blocks, page = keys.shape[:2]
+    assert page == PAGE and keys.itemsize == (1 if shape.float8_cache else 2)
+    maps = _maps(device, caches, blocks, shape.num_kv_heads, shape.head_dim * keys.itemsize // 2)
     parts = config.splits * (shape.width // 2 + shape.num_heads)
     streams = shape.hidden + (shape.chosen * shape.inner + shape.width) // 2
     streams += shape.routing.experts if shape.routing else 0
@@ -431,7 +437,7 @@ def megakernel_reference(x: torch.Tensor, layers: Layers, tokens: DecodeTokens) 
         q, k, v = heads.split((shape.num_heads, groups, groups), dim=1)
         stored = layer.keys.view(-1, groups, dim), layer.values.view(-1, groups, dim)
         for kept, new in zip(stored, (turned(normed(k, layer.k_norm)), v), strict=True):
-            kept[tokens.slots] = new.to(kept.dtype)
+            kept[tokens.slots] = rounded_for(new, kept.dtype)
         q = turned(normed(q, layer.q_norm)).view(len(x), groups, -1, dim)
         out = []
         for queries, its_places in zip(q, places, strict=True):

@@ -8,6 +8,7 @@ since modules may be replaced at any time; a captured step is checked once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar, cast
 
@@ -166,7 +167,7 @@ def _at_once(
     if len(x) > most or not (tp.size == 1 or tp.words):
         return x, layers
     usual, products = cast(list[DecoderLayer], layers), chain_shape(layers)
-    whole = _whole_shape(layers, x, products, tp)
+    whole = _whole_shape(layers, x, products, attention, tp)
     order = _order_of(usual) if products and (whole or len(x) in packed_rows(products)) else None
     if whole and order and goes_whole(usual, whole, x, attention, order):
         return decode_whole(usual, whole, x, positions, attention, tp, packed=True), []
@@ -180,15 +181,21 @@ def _at_once(
 
 
 def _whole_shape(
-    layers: list[nn.Module], x: torch.Tensor, products: ChainShape | None, tp: TensorParallel
+    layers: list[nn.Module],
+    x: torch.Tensor,
+    products: ChainShape | None,
+    attention: AttentionBackend,
+    tp: TensorParallel,
 ) -> DecoderShape | None:
     """The shape for running all layers as one kernel: dense, in float8 or with experts; only for steps of few rows."""
     if len(x) > MAX_MEGAKERNEL_ROWS:  # do not ask each layer in vain
         return None
     if products is not None:
-        return _dense_shape(layers[0], products, tp)
-    in_float8 = _shared(layers, lambda layer: _float8_shape_of(layer, tp))
-    return in_float8 or (_shared(layers, _routed_shape_of) if tp.size == 1 else None)
+        shape: DecoderShape | None = _dense_shape(layers[0], products, tp)
+    else:
+        shape = _shared(layers, lambda layer: _float8_shape_of(layer, tp))
+        shape = shape or (_shared(layers, _routed_shape_of) if tp.size == 1 else None)
+    return shape and replace(shape, float8_cache=attention.spec.kv_cache_dtype == "fp8")
 
 
 def _order_of(layers: list[DecoderLayer]) -> Order | None:

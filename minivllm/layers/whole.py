@@ -78,7 +78,8 @@ def goes_whole(
         return False
     own = _self_attention(layers[0])
     products = own.o_proj.weight.shape, own.qkv_proj.weight.shape
-    fits = products == ((shape.hidden, shape.width), (shape.qkv, shape.hidden)) and backend.kv_cache.dtype == x.dtype
+    fits = products == ((shape.hidden, shape.width), (shape.qkv, shape.hidden))
+    fits = fits and backend.kv_cache.dtype == (torch.float8_e4m3fn if shape.float8_cache else x.dtype)
     rotates = own.attention.rotary.cos_sin.shape[1] == shape.head_dim
     return fits and rotates and use_megakernel(shape, len(x), x.dtype, x.device, packed)
 

@@ -80,7 +80,7 @@ def check(shape, rows, sms, packed=None):
     assert config.stages >= 4 and config.shared_bytes <= hopper.SHARED_BYTES - 1024
     assert config.stage_bytes % 1024 == config.memory_bytes % 1024 == 0, "what TMA swizzles"
     line_bytes = PIECE_BYTES if packed else width * max(config.chunks) + 64
-    assert config.stage_bytes >= max(8 * line_bytes, 64 * shape.head_dim)
+    assert config.stage_bytes >= max(8 * line_bytes, (32 if shape.float8_cache else 64) * shape.head_dim)
     assert not packed or all(lines // config.programs % 4 == 0 for lines in (shape.hidden, shape.inner, shape.qkv))
     assert shape.num_heads // shape.num_kv_heads <= 8
     return True
@@ -95,6 +95,7 @@ def check(shape, rows, sms, packed=None):
         st.sampled_from([1, 2, 4, 8, 16]),
         st.sampled_from([64, 96, 128]),
         float8=st.booleans(),
+        float8_cache=st.booleans(),
     ),
     st.integers(1, 9),
     st.sampled_from([2, 39, 114, 132]),
@@ -301,10 +302,17 @@ class Step:
             )  # fmt: skip
         return own
 
+    def with_float8_cache(self):
+        """The same step with keys and values in float8."""
+        own = copy.copy(self)
+        own.shape, own.cache = replace(self.shape, float8_cache=True), self.cache.to(torch.float8_e4m3fn)
+        own.layers = [replace(its, keys=k, values=v) for its, (k, v) in zip(self.layers, own.cache, strict=True)]
+        return own
+
     def take_new(self):
         """Each layer's new keys and values, (layers, 2, rows, kv heads, head_dim), out of the cache."""
-        new = self.flat[:, :, self.slots].clone()
-        self.flat[:, :, self.slots] = float("nan")
+        new = self.flat[:, :, self.slots].to(BF16)
+        self.flat[:, :, self.slots] = torch.tensor(float("nan"), device=self.x.device).to(self.cache.dtype)
         return new
 
 
@@ -349,11 +357,12 @@ def agrees(close, monkeypatch):
         new = step.take_new()
         got = step.run()
         its_new = step.take_new()
-        near = nearly if step.shape.float8 else close
+        near = nearly if step.shape.float8 or step.shape.float8_cache else close
         near(got, x)
         near(its_new, new)
-        close(its_new[0], new[0])  # of the first layer, whose input has no error yet
-        assert torch.equal(step.cache.view(torch.int16), before.view(torch.int16)), "nothing else is written"
+        # Of the first layer, whose input has no error yet.
+        (nearly if step.shape.float8_cache else close)(its_new[0], new[0])
+        assert torch.equal(step.cache.view(torch.uint8), before.view(torch.uint8)), "nothing else is written"
         return got
 
     return check
@@ -466,6 +475,37 @@ def test_weights_in_float8_are_multiplied_with_inputs_in_float8(emulated, agrees
     got = agrees(step)
     emulated.seed = 2
     assert torch.equal(step.run(), got), "whoever comes first"
+
+
+FLOAT8_CACHES = [(SMALL, [1], False), (SMALL, [2500], False), (SMALL, [300, 17, 100], False), (SMALL, [40, 33], True)]
+
+
+@pytest.mark.parametrize(("shape", "lengths", "weights"), FLOAT8_CACHES, ids=str)
+def test_a_cache_in_float8_is_read_and_written(emulated, agrees, shape, lengths, weights):
+    torch.manual_seed(0)
+    step = Step(shape, 2, lengths, "cpu").with_float8_cache()
+    step = step.in_float8() if weights else step
+    got = agrees(step)
+    emulated.seed = 2
+    assert torch.equal(step.run(), got), "whoever comes first"
+
+
+CACHE_MISTAKES = {
+    "queries in another order": ("word(q[w / 2], w % 2 * 2), 0,", "word(q[w / 2], w % 2 * 2 + 1), 0,"),
+    "the new key left out": ("if (key_of(half) == left - 1)", "if (false)"),
+    "the second of two values twice": ("t % 2 ? 0x7362 : 0x5140", "0x7362"),
+    "another head's new value": ("u16* to = (u16*)((unsigned char*)kept + at) + lane;", "u16* to = kept + at + lane;"),
+}
+
+
+@pytest.mark.parametrize("mistake", CACHE_MISTAKES)
+def test_the_emulator_notices_those_of_a_cache_in_float8(emulated, agrees, mistake):
+    torch.manual_seed(0)
+    step = Step(SMALL, 2, [40, 300], "cpu").with_float8_cache()
+    agrees(step)
+    emulated.changes = (CACHE_MISTAKES[mistake],)
+    with pytest.raises((AssertionError, RuntimeError)):
+        agrees(step)
 
 
 FLOAT8_MISTAKES = {
@@ -721,6 +761,19 @@ def test_weights_in_float8_are_multiplied_here(gpu, agrees, model):
         if megakernel_config(step.shape, len(lengths)) is None:
             assert model == "Qwen3-32B" and len(lengths) == 2
             continue
+        got = agrees(step)
+        for _ in range(5):
+            assert torch.equal(step.run(), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [model for model, shape in SHAPES.items() if shape.head_dim == 128])
+def test_a_cache_in_float8_is_read_and_written_here(gpu, agrees, model):
+    for lengths in [1], [1000], [40, 300], [5000, 17], [700] * 4:
+        kind = {"normed": model.startswith("Qwen3"), "biased": model.startswith("Qwen2")}
+        if len(lengths) > max(ROWS[model]):
+            continue
+        step = distinct_step(SHAPES[model], 2, lengths, gpu, **kind).with_float8_cache()
         got = agrees(step)
         for _ in range(5):
             assert torch.equal(step.run(), got)

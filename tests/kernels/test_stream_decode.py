@@ -113,7 +113,9 @@ def test_the_driver_is_told_the_launch(told):
     assert told.maps == [(cache.data_ptr(), 9, 16, 512) for cache in (k_cache, v_cache)]
     told.seen.clear()
     told.maps.clear()
-    stream_decode(q, k_cache.to(FP8), v_cache.to(FP8), tables, lens, 0.5, out, StreamWorkspace(64, 20, 4, 128, "cpu", True))
+    stream_decode(
+        q, k_cache.to(FP8), v_cache.to(FP8), tables, lens, 0.5, out, StreamWorkspace(64, 20, 4, 128, "cpu", True)
+    )
     assert told.seen.pop()[1] == stream._kernel(4, 5, 128, float8=True)
     assert [its[1:] for its in told.maps] == [(9, 16, 256)] * 2, "two numbers of float8 for one of bfloat16"
     x, weights, angles = torch.zeros(40, 64, dtype=BF16), torch.zeros(2, 128, dtype=BF16), torch.zeros(99, 128)
