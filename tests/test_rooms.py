@@ -32,8 +32,8 @@ NAMES = {
     "plugins": {"config", "core"},  # of whom a rank's registry says what it lacks
 }
 EXCEPTIONS = {
-    ("kernels/cascade.py", "core.batch"): "annotations, which Triton needs as they are; it is handed a Cascade",
-    ("kernels/sampling.py", "core.parallel"): "the same; it is handed a TensorParallel",
+    ("kernels/attention/cascade.py", "core.batch"): "annotations, as Triton needs them; it is handed a Cascade",
+    ("kernels/sampling/sampling.py", "core.parallel"): "the same; it is handed a TensorParallel",
     ("core/engine.py", "assemble"): "LLMEngine.from_config, for who has a config and no parts",
     ("layers/decoder.py", "models.loader"): "how a model loads its weights unless it says otherwise",
     ("models/checkpoint.py", "config.engine_config"): "annotations; it is handed ModelOptions",

@@ -8,7 +8,13 @@ import torch
 from minivllm.backends.triton import TritonBackend
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels import nvrtc
-from minivllm.kernels.prompt_attention import HEAD_DIMS, PAGE, PromptWorkspace, loads_prompt_attention, prompt_attention
+from minivllm.kernels.attention.prompt_attention import (
+    HEAD_DIMS,
+    PAGE,
+    PromptWorkspace,
+    loads_prompt_attention,
+    prompt_attention,
+)
 
 
 class HopperBackend(TritonBackend):

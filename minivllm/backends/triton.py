@@ -10,7 +10,7 @@ import torch
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.cascade import CascadeLimits
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
-from minivllm.kernels.cascade import (
+from minivllm.kernels.attention.cascade import (
     BLOCK_M,
     BLOCK_N,
     CascadeWorkspace,
@@ -18,10 +18,10 @@ from minivllm.kernels.cascade import (
     own_contexts,
     programs_a_head,
 )
-from minivllm.kernels.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
-from minivllm.kernels.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
+from minivllm.kernels.attention.paged_decode import DecodeWorkspace, NewTokens, paged_decode_triton, schedule_decode
+from minivllm.kernels.attention.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
+from minivllm.kernels.attention.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 from minivllm.kernels.rms_norm import RowScale
-from minivllm.kernels.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 
 _CASCADE_BYTES = 320 << 20  # keys and values per layer, 25-40 µs to read, mostly from L2: two more kernels pay off
 

@@ -18,7 +18,7 @@ from minivllm.bench.replay import captured, need_gpu
 from minivllm.bench.table import show
 from minivllm.core.parallel import TensorParallel
 from minivllm.executors.group import join, open_store
-from minivllm.kernels.all_reduce import PeerAllReduce
+from minivllm.kernels.collectives.all_reduce import PeerAllReduce
 
 SIZES = [1 << k for k in range(10, 27, 2)]  # bytes: 1 KiB to 64 MiB
 _CALLS, _REPEATS = 20, 20

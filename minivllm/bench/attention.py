@@ -30,7 +30,7 @@ from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 
 if TYPE_CHECKING:
     from minivllm.backends.triton import TritonBackend
-    from minivllm.kernels.paged_decode import DecodeConfig
+    from minivllm.kernels.attention.paged_decode import DecodeConfig
 
 BACKENDS = {
     "hopper": "HopperBackend",
@@ -170,7 +170,7 @@ DECODE_CUTS = [(1, 2), (2, 1), (2, 2), (2, 4), (3, 2), (4, 1), (4, 2), (4, 4), (
 
 
 def prefill_variants(backend: TritonBackend) -> Iterator[tuple[str, TritonBackend]]:
-    from minivllm.kernels.paged_prefill import PrefillConfig
+    from minivllm.kernels.attention.paged_prefill import PrefillConfig
 
     for block_m, block_n, warps, stages in PREFILL_BLOCKS:
         backend.prefill_config = PrefillConfig(block_m, block_n, warps, stages)
@@ -179,7 +179,7 @@ def prefill_variants(backend: TritonBackend) -> Iterator[tuple[str, TritonBacken
 
 def with_decode(backend: TritonBackend, config: DecodeConfig | None) -> TritonBackend:
     """The backend, changed to another decode configuration, or back to the default."""
-    from minivllm.kernels.paged_decode import DecodeWorkspace
+    from minivllm.kernels.attention.paged_decode import DecodeWorkspace
 
     s = backend.spec
     backend._stream = None  # configurations are for the other kernel
@@ -193,7 +193,7 @@ def with_decode(backend: TritonBackend, config: DecodeConfig | None) -> TritonBa
 def sweep_decode(spec: AttentionSpec) -> None:
     """Try blocks with the default split, then splits with the case's best blocks."""
     from minivllm.backends.triton import TritonBackend
-    from minivllm.kernels.paged_decode import decode_config
+    from minivllm.kernels.attention.paged_decode import decode_config
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     print(f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}")

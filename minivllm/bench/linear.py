@@ -22,14 +22,14 @@ import torch
 from torch.nn import functional as F
 
 from minivllm.bench.replay import need_gpu, replay_seconds
-from minivllm.kernels import cluster_linear as cluster_module
 from minivllm.kernels import rms_norm as norm_module
-from minivllm.kernels import skinny_linear as skinny
 from minivllm.kernels._triton import num_sms
-from minivllm.kernels.cluster_config import cluster_config
-from minivllm.kernels.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
-from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
-from minivllm.kernels.skinny_linear import SkinnyConfig
+from minivllm.kernels.linear import cluster_linear as cluster_module
+from minivllm.kernels.linear import skinny_linear as skinny
+from minivllm.kernels.linear.cluster_config import cluster_config
+from minivllm.kernels.linear.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
+from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
+from minivllm.kernels.linear.skinny_linear import SkinnyConfig
 
 EPS = 1e-6
 PEAK = 4.3e12  # bytes/s, a device copy on an H200

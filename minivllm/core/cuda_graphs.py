@@ -24,7 +24,7 @@ from minivllm.core.landing import Landing, Packed
 from minivllm.errors import MinivllmError
 from minivllm.kernels.capture import loading
 from minivllm.kernels.decode_inputs import decode_inputs
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
+from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS
 
 if TYPE_CHECKING:
     from minivllm.core.cascade import CascadePlan

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from minivllm.core.model_config import ModelConfig
     from minivllm.core.parallel import TensorParallel
     from minivllm.core.sequence import FinishReason, Sequence
-    from minivllm.kernels.sampling import Shard
+    from minivllm.kernels.sampling.sampling import Shard
     from minivllm.plugins.registry import Registry
 
 # --------------------------------------------------------------------------- scheduling
@@ -287,7 +287,7 @@ class AttentionBackend(FastPaths, ABC):
 
     def write(self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> None:
         """Write k and v, (t, num_kv_heads, head_dim), to the places in the batch's ``slot_mapping``."""
-        from minivllm.kernels.cache_write import write_cache
+        from minivllm.kernels.attention.cache_write import write_cache
 
         assert self.batch is not None
         write_cache(k, v, self.kv_cache[layer.index, 0], self.kv_cache[layer.index, 1], self.batch.slot_mapping)

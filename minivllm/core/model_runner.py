@@ -20,7 +20,7 @@ from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
 from minivllm.core.landing import IN_FLIGHT, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
 from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS
+from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS
 from minivllm.kernels.prompt_inputs import prompt_inputs
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from minivllm.kernels.all_reduce import PeerAllReduce
-    from minivllm.kernels.exchange import PeerExchange
-    from minivllm.kernels.peer_words import PeerWords
+    from minivllm.kernels.collectives.all_reduce import PeerAllReduce
+    from minivllm.kernels.collectives.exchange import PeerExchange
+    from minivllm.kernels.collectives.peer_words import PeerWords
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class TensorParallel:
     """A handle that every layer is built with; with ``size == 1`` nothing is communicated.
 
     ``group`` is a ``torch.distributed`` process group, or None on one rank. ``peer`` all-reduces small tensors
-    (``takes``) faster than the group (``kernels/all_reduce.py``); ``exchange`` large ones, overlapped with GEMMs
-    (``kernels/exchange.py``); ``words`` are for a kernel of all layers (``kernels/peer_words.py``).
+    (``takes``) faster than the group (``all_reduce.py`` in ``kernels/collectives/``); ``exchange`` large ones,
+    overlapped with GEMMs (``exchange.py``); ``words`` are for a kernel of all layers (``peer_words.py``).
     """
 
     rank: int = 0

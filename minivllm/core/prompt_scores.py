@@ -14,7 +14,7 @@ import torch
 from minivllm.core.interfaces import DeviceLogprobs
 from minivllm.core.landing import Packed, PendingStep
 from minivllm.core.staging import PinnedRing, Staging
-from minivllm.kernels.logprobs import Found, logprobs
+from minivllm.kernels.sampling.logprobs import Found, logprobs
 
 if TYPE_CHECKING:
     from minivllm.core.batch import Batch, Scored

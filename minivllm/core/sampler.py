@@ -5,7 +5,7 @@ Slot arrays on the device, one row per running sequence and one for padding, own
 # presence, frequency, repetition float32   min_position int64   suppress (slots, 16) int64
 # bias (slots, vocab) float32: added to the logits of biased sequences, zeros for others; allocated when needed
 # bits (slots, words) int32: allowed next tokens of guided sequences, all ones for others; allocated when needed
-# counts (slots, vocab) int16: token counts of penalized sequences, see kernels/adjust_logits.py; allocated when needed
+# counts (slots, vocab) int16: token counts of penalized sequences (kernels/sampling/adjust_logits.py); made when needed
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from minivllm.core.model_config import FrozenDict
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
 from minivllm.kernels._triton import next_power_of_2
-from minivllm.kernels.adjust_logits import Adjustments, adjust_logits, count, count_known
-from minivllm.kernels.filters import Filters
-from minivllm.kernels.logprobs import logprobs
-from minivllm.kernels.sampling import Shard, sample_tokens
-from minivllm.kernels.token_masks import mask_tokens
+from minivllm.kernels.sampling.adjust_logits import Adjustments, adjust_logits, count, count_known
+from minivllm.kernels.sampling.filters import Filters
+from minivllm.kernels.sampling.logprobs import logprobs
+from minivllm.kernels.sampling.sampling import Shard, sample_tokens
+from minivllm.kernels.sampling.token_masks import mask_tokens
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16

@@ -13,12 +13,12 @@ from torch import nn
 from minivllm.errors import ConfigError
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import num_sms
-from minivllm.kernels.chain_config import ChainShape
 from minivllm.kernels.hopper import compile_ahead
-from minivllm.kernels.megakernel import DecoderShape, megakernel_config, megakernel_of, use_megakernel
-from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
-from minivllm.kernels.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
-from minivllm.kernels.packed_weights import PACK_KERNEL, Order, packable, packed_bytes
+from minivllm.kernels.linear.chain_config import ChainShape
+from minivllm.kernels.linear.packed_chain import packed_chain_config, packed_kernel, packed_rows, use_packed
+from minivllm.kernels.linear.packed_linear import MIN_WEIGHTS, linear_config, linear_kernel, use_packed_linear
+from minivllm.kernels.linear.packed_weights import PACK_KERNEL, Order, packable, packed_bytes
+from minivllm.kernels.megakernel.megakernel import DecoderShape, megakernel_config, megakernel_of, use_megakernel
 from minivllm.layers.embedding import rank_rows
 from minivllm.layers.fused import chain_shape, dense_shape
 from minivllm.layers.packed import (

@@ -12,9 +12,9 @@ import torch
 from minivllm.core.cuda_graphs import capture_graph
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
-from minivllm.kernels.all_reduce import PeerAllReduce
-from minivllm.kernels.exchange import PeerExchange, least_rows
-from minivllm.kernels.peer_words import PeerWords
+from minivllm.kernels.collectives.all_reduce import PeerAllReduce
+from minivllm.kernels.collectives.exchange import PeerExchange, least_rows
+from minivllm.kernels.collectives.peer_words import PeerWords
 from minivllm.kernels.rms_norm import row_factors_reference
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from minivllm.executors.first_calls import look_at_model, look_at_sampler
 from minivllm.executors.memory import MemoryShare
 from minivllm.executors.packing import compile_for_packing, pack_weights
 from minivllm.kernels._triton import compile_only, open_device
-from minivllm.kernels.persistent_linear import compile_for_parts
+from minivllm.kernels.linear.persistent_linear import compile_for_parts
 from minivllm.layers.attention import attention_scale
 from minivllm.layers.decoder_layer import launch_all_heads
 from minivllm.layers.whole import attends_plainly

@@ -8,14 +8,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import nvrtc
 from minivllm.kernels._triton import compiling
-from minivllm.kernels.rotary import Heads
+
+if TYPE_CHECKING:  # the folders' kernels import this file
+    from minivllm.kernels.attention.rotary import Heads
 
 logger = logging.getLogger("minivllm")
 
@@ -27,7 +29,7 @@ FIXED_BYTES = 2048  # of it: barriers, and aligning tiles to 1,024
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """What a kernel is compiled from: ``macros``, hopper.cuh, generated WGMMA products, the .cuh files named in
-    ``headers``, and ``name``.cu; all in this folder.
+    ``headers``, and ``name``.cu; all in this folder or one in it.
 
     A product is one instruction, 64 x 16 (A) times 16 x N (B) in bfloat16. It is generated for each N
     - of ``columns``: ``multiply``, and ``multiply_first``, which overwrites the sums; both in shared memory, K-major;
@@ -46,13 +48,19 @@ class Kernel:
 
     @property
     def source(self) -> str:
-        folder = Path(__file__).parent
         macros = "".join(f"#define {name} {value}\n" for name, value in self.macros)
         files = ("hopper.cuh", *(f"{name}.cuh" for name in self.headers), f"{self.name}.cu")
-        first, *others = ((folder / file).read_text() for file in files)
+        first, *others = (_sources()[file].read_text() for file in files)
         products = [_multiply(n, self.float8) for n in self.columns]
         products += [*map(_multiply_held, self.held), *map(_multiply_by, self.by)]
         return macros + first + "".join(products) + "".join(others)
+
+
+@cache
+def _sources() -> dict[str, Path]:
+    """The files in CUDA C++ by name: no two folders have the same."""
+    folder = Path(__file__).parent
+    return {file.name: file for ending in ("cu", "cuh") for file in folder.rglob(f"*.{ending}")}
 
 
 def _multiply(n: int, float8: bool) -> str:
@@ -152,7 +160,7 @@ class HeadsArgument(ctypes.Structure):
     ]
 
 
-def heads_argument(heads: Heads | None, kept: torch.Tensor | None = None) -> HeadsArgument:
+def heads_argument(heads: "Heads | None", kept: torch.Tensor | None = None) -> HeadsArgument:
     """``kept`` (t, 2 * kv heads, head_dim): receives a copy of keys and values."""
     if heads is None:
         return HeadsArgument()

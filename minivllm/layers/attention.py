@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
-from minivllm.kernels.cluster_linear import Scales, cluster_qkv, use_cluster
-from minivllm.kernels.fp8_linear import quantize
-from minivllm.kernels.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
+from minivllm.kernels.attention.rotary import Heads, qk_norm_rope, qk_norm_rope_store
+from minivllm.kernels.linear.cluster_linear import Scales, cluster_qkv, use_cluster
+from minivllm.kernels.linear.fp8_linear import quantize
+from minivllm.kernels.linear.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
+from minivllm.kernels.linear.skinny_linear import linear_into
 from minivllm.kernels.rms_norm import RowScale, row_factors
-from minivllm.kernels.rotary import Heads, qk_norm_rope, qk_norm_rope_store
-from minivllm.kernels.skinny_linear import linear_into
 from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream

@@ -18,7 +18,7 @@ from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels._triton import compiling
 from minivllm.kernels.capture import only_loads
-from minivllm.kernels.sampling import Shard
+from minivllm.kernels.sampling.sampling import Shard
 from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.fused import run_fused

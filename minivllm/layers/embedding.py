@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.draws import GROUP
 from minivllm.kernels.embedding import embedding
-from minivllm.kernels.packed_linear import packed_linear, use_packed_linear
-from minivllm.kernels.packed_weights import PackedWeight
-from minivllm.kernels.sampling import Shard
-from minivllm.kernels.skinny_linear import linear
+from minivllm.kernels.linear.packed_linear import packed_linear, use_packed_linear
+from minivllm.kernels.linear.packed_weights import PackedWeight
+from minivllm.kernels.linear.skinny_linear import linear
+from minivllm.kernels.sampling.draws import GROUP
+from minivllm.kernels.sampling.sampling import Shard
 from minivllm.layers.parameter import Piece, sharded_parameter
 
 

@@ -1,6 +1,6 @@
 """``quantization=fp8``: the linear layers of a decoder keep their weights in float8 (e4m3) with a scale per output
-feature, and multiply inputs in float8 with a scale per row (``kernels/fp8_linear.py``). Embeddings, the LM head, norms
-and routers stay in the model's dtype.
+feature, and multiply inputs in float8 with a scale per row (``kernels/linear/fp8_linear.py``). Embeddings, the LM head,
+norms and routers stay in the model's dtype.
 
 Weights are quantized tensor by tensor as they are loaded, so that a GPU never holds more than it keeps.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from minivllm.errors import ConfigError
-from minivllm.kernels.fp8_linear import MULTIPLE
+from minivllm.kernels.linear.fp8_linear import MULTIPLE
 from minivllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from minivllm.layers.linear import (
     ColumnParallelLinear,

@@ -17,15 +17,15 @@ from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
-from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.chain_linear import chain_linear, use_chain
-from minivllm.kernels.exchange import PeerExchange
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
-from minivllm.kernels.packed_chain import packed_chain, packed_rows, use_packed
-from minivllm.kernels.packed_weights import Order, PackedWeight
+from minivllm.kernels.collectives.exchange import PeerExchange
+from minivllm.kernels.linear.chain_config import MAX_ROWS as MAX_CHAIN_ROWS
+from minivllm.kernels.linear.chain_config import ChainShape
+from minivllm.kernels.linear.chain_linear import chain_linear, use_chain
+from minivllm.kernels.linear.packed_chain import packed_chain, packed_rows, use_packed
+from minivllm.kernels.linear.packed_weights import Order, PackedWeight
+from minivllm.kernels.linear.skinny_linear import norm_gate_up
+from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
 from minivllm.kernels.rms_norm import RowScale
-from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention
 from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear

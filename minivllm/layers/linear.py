@@ -18,10 +18,10 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.capture import captured
-from minivllm.kernels.fp8_linear import fp8_linear, quantize
-from minivllm.kernels.packed_weights import PackedWeight
+from minivllm.kernels.linear.fp8_linear import fp8_linear, quantize
+from minivllm.kernels.linear.packed_weights import PackedWeight
+from minivllm.kernels.linear.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.kernels.rms_norm import RowScale
-from minivllm.kernels.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
 from minivllm.layers.plain import is_plain

@@ -8,10 +8,10 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.kernels.fp8_linear import fp8_gate_up, quantize
-from minivllm.kernels.persistent_linear import persistent_gate_up, use_persistent
+from minivllm.kernels.linear.fp8_linear import fp8_gate_up, quantize
+from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
+from minivllm.kernels.linear.skinny_linear import norm_gate_up
 from minivllm.kernels.silu_mul import silu_mul
-from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear, goes_with
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream

@@ -1,6 +1,6 @@
-"""Packed copies of decoder layer and LM head weights (``kernels/packed_weights.py``), kept beside the originals: steps
-of few rows read the copies, all others the weights themselves. ``executors/packing.py`` decides whether a model gets
-any.
+"""Packed copies of decoder layer and LM head weights (``kernels/linear/packed_weights.py``), kept beside the originals:
+steps of few rows read the copies, all others the weights themselves. ``executors/packing.py`` decides whether a model
+gets any.
 
 ``load_weights`` packs again whatever was packed (as it folds norms again). If you change a weight in any other way, set
 its module's ``packed_weight`` to None: then all layers run without packed weights, except in CUDA graphs that are
@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeAlias, cast
 from torch import nn
 
 from minivllm.errors import CheckpointError
-from minivllm.kernels.chain_config import ChainShape
-from minivllm.kernels.megakernel import DecoderShape, packed_megakernel_rows
-from minivllm.kernels.packed_chain import packed_rows
-from minivllm.kernels.packed_weights import Order, pack_again, pack_all
+from minivllm.kernels.linear.chain_config import ChainShape
+from minivllm.kernels.linear.packed_chain import packed_rows
+from minivllm.kernels.linear.packed_weights import Order, pack_again, pack_all
+from minivllm.kernels.megakernel.megakernel import DecoderShape, packed_megakernel_rows
 from minivllm.layers.decoder import Decoder, DecoderLayer
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.fused import chain_shape

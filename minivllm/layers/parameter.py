@@ -13,7 +13,7 @@ from torch import nn
 
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
-from minivllm.kernels.fp8_linear import FP8, quantize
+from minivllm.kernels.linear.fp8_linear import FP8, quantize
 
 # The part of a stacked parameter: "q", "k", "v"; 0, 1. None: the only part, or all parts, stacked.
 ShardId = str | int | None

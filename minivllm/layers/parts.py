@@ -1,6 +1,6 @@
 """The residual stream of a large step on several ranks, each of which sums a part of its rows
-(``kernels/exchange.py``): the other ranks' parts arrive while a matmul starts on those already there. ``Decoder``
-decides which layers run this way; the state here lasts one step.
+(``kernels/collectives/exchange.py``): the other ranks' parts arrive while a matmul starts on those already there.
+``Decoder`` decides which layers run this way; the state here lasts one step.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.kernels.exchange import Arrival, PeerExchange
+from minivllm.kernels.collectives.exchange import Arrival, PeerExchange
 from minivllm.layers.linear import RowParallelLinear
 
 

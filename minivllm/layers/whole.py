@@ -1,5 +1,5 @@
-"""Runs a decode step of a few sequences through all layers as one kernel (``kernels/megakernel.py``), if the layers and
-the attention backend allow it. Called by ``layers/fused.py``; keeps no state of a step.
+"""Runs a decode step of a few sequences through all layers as one kernel (``kernels/megakernel/megakernel.py``), if the
+layers and the attention backend allow it. Called by ``layers/fused.py``; keeps no state of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import nn
 
 from minivllm.core.interfaces import AttentionBackend, overrides_both
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.megakernel import (
+from minivllm.kernels.linear.packed_weights import Order
+from minivllm.kernels.megakernel.megakernel import (
     MAX_MEGAKERNEL_ROWS,
     PAGE,
     DecoderShape,
@@ -24,7 +25,6 @@ from minivllm.kernels.megakernel import (
     packed_megakernel_rows,
     use_megakernel,
 )
-from minivllm.kernels.packed_weights import Order
 from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
 from minivllm.layers.experts import RoutedExperts, RoutedMLP
 from minivllm.layers.linear import LinearBase

@@ -85,16 +85,16 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     # helpers for writing kernels, and the kernels: each runs on a GPU and, as a torch reference, on any device
     "minivllm.kernels._triton": ("HAVE_TRITON", "cdiv", "next_power_of_2", "tl", "triton"),
     "minivllm.kernels.pdl": ("use_pdl",),
-    "minivllm.kernels.cache_write": ("write_cache",),
-    "minivllm.kernels.draws": ("gumbel_noise",),
+    "minivllm.kernels.attention.cache_write": ("write_cache",),
+    "minivllm.kernels.sampling.draws": ("gumbel_noise",),
     "minivllm.kernels.embedding": ("embedding",),
-    "minivllm.kernels.paged_decode": ("paged_decode",),
-    "minivllm.kernels.paged_prefill": ("paged_attention_reference", "paged_prefill"),
+    "minivllm.kernels.attention.paged_decode": ("paged_decode",),
+    "minivllm.kernels.attention.paged_prefill": ("paged_attention_reference", "paged_prefill"),
     "minivllm.kernels.rms_norm": ("rms_norm",),
-    "minivllm.kernels.rotary": ("qk_norm_rope", "qk_norm_rope_store"),
-    "minivllm.kernels.sampling": ("sample_tokens",),
+    "minivllm.kernels.attention.rotary": ("qk_norm_rope", "qk_norm_rope_store"),
+    "minivllm.kernels.sampling.sampling": ("sample_tokens",),
     "minivllm.kernels.silu_mul": ("silu_mul",),
-    "minivllm.kernels.skinny_linear": ("linear", "linear_add", "norm_gate_up", "norm_linear"),
+    "minivllm.kernels.linear.skinny_linear": ("linear", "linear_add", "norm_gate_up", "norm_linear"),
 }
 _HOMES = {name: module for module, names in EXPORTS.items() for name in names}
 

@@ -15,7 +15,7 @@ from minivllm.core.interfaces import Model
 from minivllm.core.parallel import TensorParallel
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import CheckpointError, ConfigError
-from minivllm.kernels.fp8_linear import quantize
+from minivllm.kernels.linear.fp8_linear import quantize
 from minivllm.llm import LLM
 from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors, read_model_config
 from minivllm.models.reloading import reload_model

@@ -13,7 +13,7 @@ import torch
 from minivllm.core.batch import AttentionBatch, Cascade
 from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
-from minivllm.kernels.paged_prefill import paged_attention_reference
+from minivllm.kernels.attention.paged_prefill import paged_attention_reference
 
 LAYER = SimpleNamespace(index=1)  # the second of the cache's two layers
 JUNK = 2**30  # a block id that must never be read

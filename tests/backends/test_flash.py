@@ -19,7 +19,7 @@ from minivllm.backends.select import HybridBackend
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.paged_prefill import paged_attention_reference
+from minivllm.kernels.attention.paged_prefill import paged_attention_reference
 from minivllm.layers.linear import _StackedLinear
 from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
 from minivllm.models.qwen3 import Qwen3ForCausalLM

@@ -19,7 +19,7 @@ from minivllm.backends.select import HybridBackend
 from minivllm.backends.torch import TorchBackend
 from minivllm.backends.triton import TritonBackend
 from minivllm.core.interfaces import AttentionBackend
-from minivllm.kernels.paged_decode import _decode_kernel
+from minivllm.kernels.attention.paged_decode import _decode_kernel
 from minivllm.testing.steps import Step, relative_error, spec_of
 
 CPU = {"device": "cpu", "dtype": "float32", "max_num_seqs": 8, "max_model_len": 256}

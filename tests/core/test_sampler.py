@@ -15,8 +15,8 @@ from minivllm.core.sampler import DefaultSampler
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.errors import RequestError
-from minivllm.kernels.filters import Filters, filter_bounds_reference
-from minivllm.kernels.sampling import Shard
+from minivllm.kernels.sampling.filters import Filters, filter_bounds_reference
+from minivllm.kernels.sampling.sampling import Shard
 
 PROMPT_LEN = 5
 

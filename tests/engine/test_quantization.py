@@ -16,7 +16,7 @@ from torch import nn
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import ConfigError
-from minivllm.kernels.cache_write import write_cache
+from minivllm.kernels.attention.cache_write import write_cache
 
 PROMPTS = [[random.Random(n).randrange(512) for _ in range(n)] for n in (1, 3, 17, 40, 90)]
 CHECKPOINTS: dict[str, dict[str, Any]] = {

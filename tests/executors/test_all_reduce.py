@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.kernels import all_reduce, two_shots
 from minivllm.kernels._triton import HAVE_TRITON
-from minivllm.kernels.all_reduce import PeerAllReduce, all_reduce_reference
-from minivllm.kernels.lamport import EMPTY
+from minivllm.kernels.collectives import all_reduce, two_shots
+from minivllm.kernels.collectives.all_reduce import PeerAllReduce, all_reduce_reference
+from minivllm.kernels.collectives.lamport import EMPTY
 
 CAPACITY = 1 << 13  # bytes
 ONE_SHOT = 1 << 12  # of more than two ranks

@@ -22,11 +22,12 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.executors import packing
 from minivllm.executors.packing import compile_for_packing, pack_weights
-from minivllm.kernels import megakernel, packed_chain, packed_weights
-from minivllm.kernels.megakernel import megakernel_config, megakernel_of
-from minivllm.kernels.packed_chain import packed_chain_config, packed_kernel, packed_rows
-from minivllm.kernels.packed_linear import linear_config, linear_kernel
-from minivllm.kernels.packed_weights import Order, packed_bytes
+from minivllm.kernels.linear import packed_chain, packed_weights
+from minivllm.kernels.linear.packed_chain import packed_chain_config, packed_kernel, packed_rows
+from minivllm.kernels.linear.packed_linear import linear_config, linear_kernel
+from minivllm.kernels.linear.packed_weights import Order, packed_bytes
+from minivllm.kernels.megakernel import megakernel
+from minivllm.kernels.megakernel.megakernel import megakernel_config, megakernel_of
 from minivllm.layers.fused import chain_shape, dense_shape
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.packed import packed_ways

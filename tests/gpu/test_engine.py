@@ -27,9 +27,9 @@ from minivllm.core.mixed_graphs import MixedGraphs
 from minivllm.core.model_runner import ModelRunner
 from minivllm.errors import ConfigError, MinivllmError
 from minivllm.kernels import nvrtc
-from minivllm.kernels.megakernel import megakernel
-from minivllm.kernels.packed_chain import packed_chain
-from minivllm.kernels.packed_linear import packed_linear
+from minivllm.kernels.linear.packed_chain import packed_chain
+from minivllm.kernels.linear.packed_linear import packed_linear
+from minivllm.kernels.megakernel.megakernel import megakernel
 from minivllm.layers import decoder, embedding, whole
 from minivllm.plugins.manager import load_plugins
 from minivllm.testing.checkpoints import random_checkpoint

@@ -17,7 +17,7 @@ from minivllm import LLM, RequestOutput, SamplingParams
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import EngineDeadError
 from minivllm.kernels import nvrtc
-from minivllm.kernels.exchange import least_rows
+from minivllm.kernels.collectives.exchange import least_rows
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two CUDA GPUs")]
@@ -200,7 +200,7 @@ def check_all_reduce(rank: int, ranks: int, port: int) -> None:
     import torch.distributed as dist
 
     from minivllm.executors.group import join
-    from minivllm.kernels.all_reduce import PeerAllReduce, all_reduce_reference
+    from minivllm.kernels.collectives.all_reduce import PeerAllReduce, all_reduce_reference
 
     tp = join("cuda", rank, rank, ranks, "127.0.0.1", port)
     device = torch.device("cuda", rank)
@@ -248,7 +248,7 @@ def check_exchange(tp: TensorParallel, device: torch.device) -> None:
     """Sums by copy engines: random data against a sum in float32, call after call, beside products and late ranks."""
     import torch.distributed as dist
 
-    from minivllm.kernels.exchange import PeerExchange
+    from minivllm.kernels.collectives.exchange import PeerExchange
     from minivllm.kernels.rms_norm import row_factors_reference
 
     rows, width = 5000, 5120
@@ -322,8 +322,8 @@ def check_arrival(tp: TensorParallel, device: torch.device) -> None:
     """A product that waits for the others' parts itself gives the same bits as one of rows that are there; call after
     call, ranks late by turns, with nothing between."""
     from minivllm.kernels import nvrtc
-    from minivllm.kernels.exchange import PeerExchange
-    from minivllm.kernels.persistent_linear import persistent_gate_up
+    from minivllm.kernels.collectives.exchange import PeerExchange
+    from minivllm.kernels.linear.persistent_linear import persistent_gate_up
     from minivllm.layers.parts import PartedStream
 
     if not nvrtc.available(device):

@@ -128,17 +128,10 @@ def reads_in_time(disassembled):
 def told(monkeypatch):
     """The driver's own structures, filled, without a GPU. ``seen``, of each launch: its config, its Kernel, its
     arguments' values (a tensor map's is its address, 5), read back from their addresses. ``maps``: what TMA loads."""
-    from minivllm.kernels import (
-        chain_linear,
-        cluster_linear,
-        hopper,
-        megakernel,
-        packed_chain,
-        packed_linear,
-        persistent_linear,
-        prompt_attention,
-        stream_decode,
-    )
+    from minivllm.kernels import hopper
+    from minivllm.kernels.attention import prompt_attention, stream_decode
+    from minivllm.kernels.linear import chain_linear, cluster_linear, packed_chain, packed_linear, persistent_linear
+    from minivllm.kernels.megakernel import megakernel
 
     driver = pytest.importorskip("cuda.bindings.driver")
     launches = SimpleNamespace(seen=[], maps=[], driver=driver)
@@ -192,16 +185,10 @@ def emulated(monkeypatch, tmp_path_factory):
         pytest.skip("no g++, or not on Linux")
     import emulator
 
-    from minivllm.kernels import (
-        megakernel,
-        nvrtc,
-        packed_chain,
-        packed_config,
-        packed_linear,
-        packed_weights,
-        prompt_attention,
-        stream_decode,
-    )
+    from minivllm.kernels import nvrtc
+    from minivllm.kernels.attention import prompt_attention, stream_decode
+    from minivllm.kernels.linear import packed_chain, packed_config, packed_linear, packed_weights
+    from minivllm.kernels.megakernel import megakernel
 
     asked = SimpleNamespace(seed=1, changes=(), gpus=1)
     there, met = {}, threading.Condition()

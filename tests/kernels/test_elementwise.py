@@ -4,7 +4,8 @@ reference."""
 import pytest
 import torch
 
-from minivllm.kernels import cache_write, decode_inputs, embedding, rms_norm, rotary, silu_mul
+from minivllm.kernels import decode_inputs, embedding, rms_norm, silu_mul
+from minivllm.kernels.attention import cache_write, rotary
 from minivllm.kernels.rms_norm import RowScale
 
 EPS = 1e-6

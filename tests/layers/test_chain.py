@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.chain_config import ChainShape
+from minivllm.kernels.linear.chain_config import ChainShape
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import SelfAttention

@@ -11,7 +11,7 @@ from torch import nn
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
-from minivllm.kernels.fp8_linear import FP8, quantize
+from minivllm.kernels.linear.fp8_linear import FP8, quantize
 from minivllm.layers.fp8 import keep_weights_in_fp8
 from minivllm.layers.linear import (
     ColumnParallelLinear,

@@ -15,10 +15,10 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.cluster_linear import Scales
-from minivllm.kernels.fp8_linear import Fp8Rows, fp8_linear_reference, quantize
+from minivllm.kernels.attention.rotary import Heads, qk_norm_rope_store_reference
+from minivllm.kernels.linear.cluster_linear import Scales
+from minivllm.kernels.linear.fp8_linear import Fp8Rows, fp8_linear_reference, quantize
 from minivllm.kernels.rms_norm import row_factors_reference
-from minivllm.kernels.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.layers import attention as module
 from minivllm.layers import decoder_layer
 from minivllm.layers.attention import Attention

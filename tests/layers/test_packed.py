@@ -18,8 +18,15 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.kernels.megakernel import PAGE, DecoderShape, DecodeTokens, Layers, LayerWeights, megakernel_reference
-from minivllm.kernels.packed_weights import Order, PackedWeight, pack, unpack
+from minivllm.kernels.linear.packed_weights import Order, PackedWeight, pack, unpack
+from minivllm.kernels.megakernel.megakernel import (
+    PAGE,
+    DecoderShape,
+    DecodeTokens,
+    Layers,
+    LayerWeights,
+    megakernel_reference,
+)
 from minivllm.layers.decoder import Decoder
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.packed import heads_of, pack_products, packable_decoders, products_of

@@ -23,11 +23,11 @@ from minivllm.backends.torch import TorchBackend
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
+from minivllm.kernels.attention.rotary import Heads, qk_norm_rope_store
 from minivllm.kernels.capture import rehearsal
-from minivllm.kernels.exchange import Arrival, PeerExchange
+from minivllm.kernels.collectives.exchange import Arrival, PeerExchange
+from minivllm.kernels.linear.skinny_linear import norm_gate_up
 from minivllm.kernels.rms_norm import row_factors_reference
-from minivllm.kernels.rotary import Heads, qk_norm_rope_store
-from minivllm.kernels.skinny_linear import norm_gate_up
 from minivllm.layers.attention import Attention
 from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
@@ -169,9 +169,9 @@ class Rank:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART", 1)
-    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART_CAPTURED", 1)
-    monkeypatch.setattr("minivllm.kernels.exchange._TILE", 1)
+    monkeypatch.setattr("minivllm.kernels.collectives.exchange.MIN_PART", 1)
+    monkeypatch.setattr("minivllm.kernels.collectives.exchange.MIN_PART_CAPTURED", 1)
+    monkeypatch.setattr("minivllm.kernels.collectives.exchange._TILE", 1)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_any_step_begins_with_the_same_number(
 def test_captured_steps_exchange_smaller_parts(
     folder: Path, expected: torch.Tensor, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minivllm.kernels.exchange.MIN_PART", 1000)
+    monkeypatch.setattr("minivllm.kernels.collectives.exchange.MIN_PART", 1000)
     world = World(folder)
     torch.testing.assert_close(world.step(), expected)
     assert not any(rank.exchanged() for rank in world.ranks)
@@ -501,5 +501,5 @@ def test_which_steps_an_exchange_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     with rehearsal():
         assert end.takes(torch.zeros(1024, 8).bfloat16()) and not end.takes(torch.zeros(1023, 8).bfloat16())
         assert of_four.takes(torch.zeros(2048, 8).bfloat16()) and not of_four.takes(torch.zeros(2047, 8).bfloat16())
-    monkeypatch.setattr("minivllm.kernels.exchange.compiling", lambda: True)
+    monkeypatch.setattr("minivllm.kernels.collectives.exchange.compiling", lambda: True)
     assert not end.takes(torch.zeros(4096, 8).bfloat16())

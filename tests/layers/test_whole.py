@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.interfaces import AttentionBackend
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing, megakernel_reference
+from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing, megakernel_reference
 from minivllm.layers.attention import Attention
 from minivllm.layers.experts import RoutedExperts
 from minivllm.layers.mlp import GatedMLP
