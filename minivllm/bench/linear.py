@@ -29,6 +29,7 @@ from minivllm.kernels.linear import skinny_linear as skinny
 from minivllm.kernels.linear.cluster_config import cluster_config
 from minivllm.kernels.linear.cluster_linear import cluster_gate_up, cluster_linear, cluster_linear_add, use_cluster
 from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
+from minivllm.kernels.linear.products import linear_add, norm_gate_up, norm_linear
 from minivllm.kernels.linear.skinny_linear import SkinnyConfig
 
 EPS = 1e-6
@@ -305,8 +306,8 @@ def chain(model: Shape) -> None:
         def fused(h: torch.Tensor = h, start: torch.Tensor = start) -> None:
             h.copy_(start)
             for qkv, o, gate_up, down in weights:
-                skinny.linear_add(skinny.norm_linear(h, norm, EPS, qkv)[:, :width], o, None, h)
-                skinny.linear_add(skinny.norm_gate_up(h, norm, EPS, gate_up, folded=True), down, None, h)
+                linear_add(norm_linear(h, norm, EPS, qkv)[:, :width], o, None, h)
+                linear_add(norm_gate_up(h, norm, EPS, gate_up, folded=True), down, None, h)
 
         def separate(h: torch.Tensor = h, start: torch.Tensor = start) -> None:
             h.copy_(start)

@@ -13,7 +13,7 @@ from minivllm.kernels.attention.rotary import Heads, qk_norm_rope, qk_norm_rope_
 from minivllm.kernels.linear.cluster_linear import Scales, cluster_qkv, use_cluster
 from minivllm.kernels.linear.fp8_linear import quantize
 from minivllm.kernels.linear.persistent_linear import HEAD_DIMS, persistent_qkv, use_persistent
-from minivllm.kernels.linear.skinny_linear import linear_into
+from minivllm.kernels.linear.products import linear_into
 from minivllm.kernels.rms_norm import RowScale, row_factors
 from minivllm.layers.linear import LinearBase, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm

@@ -9,7 +9,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.embedding import embedding
 from minivllm.kernels.linear.packed_linear import packed_linear, use_packed_linear
 from minivllm.kernels.linear.packed_weights import PackedWeight
-from minivllm.kernels.linear.skinny_linear import linear
+from minivllm.kernels.linear.products import linear
 from minivllm.kernels.sampling.draws import GROUP
 from minivllm.kernels.sampling.sampling import Shard
 from minivllm.layers.parameter import Piece, sharded_parameter

@@ -23,7 +23,7 @@ from minivllm.kernels.linear.chain_config import ChainShape
 from minivllm.kernels.linear.chain_linear import chain_linear, use_chain
 from minivllm.kernels.linear.packed_chain import packed_chain, packed_rows, use_packed
 from minivllm.kernels.linear.packed_weights import Order, PackedWeight
-from minivllm.kernels.linear.skinny_linear import norm_gate_up
+from minivllm.kernels.linear.products import norm_gate_up
 from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS, DecoderShape, Routing
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention

@@ -20,7 +20,7 @@ from minivllm.errors import ConfigError
 from minivllm.kernels.capture import captured
 from minivllm.kernels.linear.fp8_linear import fp8_linear, quantize
 from minivllm.kernels.linear.packed_weights import PackedWeight
-from minivllm.kernels.linear.skinny_linear import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
+from minivllm.kernels.linear.products import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split

@@ -10,7 +10,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
 from minivllm.kernels.linear.fp8_linear import fp8_gate_up, quantize
 from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
-from minivllm.kernels.linear.skinny_linear import norm_gate_up
+from minivllm.kernels.linear.products import norm_gate_up
 from minivllm.kernels.silu_mul import silu_mul
 from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear, goes_with
 from minivllm.layers.norm import RMSNorm

@@ -94,7 +94,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "minivllm.kernels.attention.rotary": ("qk_norm_rope", "qk_norm_rope_store"),
     "minivllm.kernels.sampling.sampling": ("sample_tokens",),
     "minivllm.kernels.silu_mul": ("silu_mul",),
-    "minivllm.kernels.linear.skinny_linear": ("linear", "linear_add", "norm_gate_up", "norm_linear"),
+    "minivllm.kernels.linear.products": ("linear", "linear_add", "norm_gate_up", "norm_linear"),
 }
 _HOMES = {name: module for module, names in EXPORTS.items() for name in names}
 

@@ -26,7 +26,7 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.attention.rotary import Heads, qk_norm_rope_store
 from minivllm.kernels.capture import rehearsal
 from minivllm.kernels.collectives.exchange import Arrival, PeerExchange
-from minivllm.kernels.linear.skinny_linear import norm_gate_up
+from minivllm.kernels.linear.products import norm_gate_up
 from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.layers.attention import Attention
 from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear

@@ -1,7 +1,5 @@
 """Linear layers over few rows (1 to 8, or 16): the weight is read once, with the norm before, and the residual addition
-or SiLU * up after, in the same kernel. Otherwise, where faster: ``cluster_linear`` for 9 to 256 rows, and for fewer
-with long or large weights; ``persistent_linear`` for gate and up of 1,024 rows and more, or with large weights. All
-else, and other devices, use the library.
+or SiLU * up after, in the same kernel. ``products.py`` chooses between this and other kernels.
 
 Bytes moved: the weight, n * k elements. Qwen3-0.6B's four products per layer in bf16: 8.4 + 4.2 + 12.6 + 6.3 MB, so 7.3
 µs at 4.3 TB/s; the LM head's 311 MB 72 µs. A kernel exceeds the time of its stream only by what comes after
@@ -26,23 +24,11 @@ from torch.nn import functional as F
 
 from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.linear.cluster_config import LARGE_WEIGHT
-from minivllm.kernels.linear.cluster_linear import MIN_ROWS as MIN_CLUSTER_ROWS
-from minivllm.kernels.linear.cluster_linear import (
-    cluster_gate_up,
-    cluster_linear,
-    cluster_linear_add,
-    gate_up_takes_norm,
-    use_cluster,
-)
-from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.pdl import use_pdl
-from minivllm.kernels.rms_norm import RowScale, rms_norm, row_factors
+from minivllm.kernels.rms_norm import rms_norm
 from minivllm.kernels.silu_mul import silu_mul
 
 MAX_ROWS = 16
-# Dividing by a row's rms may be left to whoever reads the product, which must then read the row of x as well, sometimes
-# several times. With more rows, or longer ones, that costs more than the norm's kernel.
-MAX_UNSCALED_ROWS, MAX_UNSCALED_SIZE = 1024, 2048
 _LANES = 32
 _FEATURES = tl.constexpr(16)  # per program of the matrix kernel: MMA's M
 
@@ -477,7 +463,7 @@ def linear_add_triton(
     return _launch(x, weight, residual, bias=bias, residual=residual, config=config)
 
 
-# --------------------------------------------------------------------------- references, and many rows
+# --------------------------------------------------------------------------- references
 
 
 def norm_linear_reference(
@@ -499,96 +485,3 @@ def linear_add_reference(
     if bias is None:
         return residual.addmm_(x, weight.t())
     return residual.add_(F.linear(x, weight, bias))
-
-
-# --------------------------------------------------------------------------- what layers call
-
-
-def _few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, gated: bool = False) -> bool:
-    rows = x.shape[0]
-    if not use_skinny(rows, weight.shape[0], weight.shape[1], x.dtype, x.device):
-        return False
-    return rows <= 2 or bias is not None or not _some_rows(x, weight, gated)
-
-
-def _some_rows(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
-    return use_cluster(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device, gated=gated)
-
-
-def _many_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The product alone, for more rows than the kernels here support."""
-    if bias is None and _some_rows(x, weight):
-        return cluster_linear(x, weight)
-    return F.linear(x, weight, bias)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x (t, k), weight (n, k); returns (t, n)."""
-    if _few_rows(x, weight, bias):
-        return linear_triton(x, weight, bias)
-    return _many_rows(x, weight, bias)
-
-
-def linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """``linear`` for very many rows, written to ``out`` (t, n)."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def norm_linear(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``linear(rms_norm(x), weight, bias)``: x (t, k), norm_weight (k,), weight (n, k); returns (t, n)."""
-    if _few_rows(x, weight, bias):
-        return norm_linear_triton(x, norm_weight, eps, weight, bias)
-    return _many_rows(rms_norm(x, norm_weight, eps), weight, bias)
-
-
-def norm_linear_unscaled(
-    x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, RowScale | None]:
-    """``norm_linear`` if norm_weight is folded into weight, and is ones; also returns the scale and bias that are still
-    to be applied to the rows, if any. Many rows then need no norm kernel; very many keep it, since it takes little
-    beside the product."""
-    some = MIN_CLUSTER_ROWS <= x.shape[0] <= MAX_UNSCALED_ROWS and x.shape[1] <= MAX_UNSCALED_SIZE
-    if some and not _few_rows(x, weight, bias):
-        return _many_rows(x, weight), RowScale(x, eps, bias)
-    return norm_linear(x, norm_weight, eps, weight, bias), None
-
-
-def norm_gate_up(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    folded: bool = False,
-) -> torch.Tensor:
-    """SiLU(gate) * up of ``norm_linear``: weight (2 * i, k), gate's rows first; returns (t, i). ``folded``: as above,
-    without bias."""
-    if _few_rows(x, weight, bias, gated=True):
-        return norm_gate_up_triton(x, norm_weight, eps, weight, bias)
-    if bias is None and _some_rows(x, weight, gated=True):
-        if folded and gate_up_takes_norm(x.shape[0], weight.shape[0], weight.shape[1]):
-            return cluster_gate_up(x, weight, eps)
-        return cluster_gate_up(rms_norm(x, norm_weight, eps), weight)
-    if bias is None and use_persistent(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, x.device, gated=True):
-        if folded:
-            return persistent_gate_up(x, weight, row_factors(x, eps))
-        return persistent_gate_up(rms_norm(x, norm_weight, eps), weight)
-    if folded:
-        return silu_mul(*norm_linear_unscaled(x, norm_weight, eps, weight))
-    return norm_gate_up_reference(x, norm_weight, eps, weight, bias)
-
-
-def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    """Add ``linear(x, weight, bias)`` to ``residual`` (t, n) in place; returns it."""
-    if _few_rows(x, weight, bias):
-        return linear_add_triton(x, weight, bias, residual)
-    if bias is None and _some_rows(x, weight):
-        return cluster_linear_add(x, weight, residual)
-    return linear_add_reference(x, weight, bias, residual)

@@ -27,7 +27,7 @@ from minivllm.kernels.linear.cluster_config import (
 )
 from minivllm.kernels.linear.cluster_linear import Scales, cluster_qkv
 from minivllm.kernels.linear.fp8_linear import FP8, quantize
-from minivllm.kernels.linear.skinny_linear import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
+from minivllm.kernels.linear.products import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
 from minivllm.kernels.rms_norm import rms_norm
 
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 8192), (3584, 5120), (272, 72), (8, 8)]

@@ -17,11 +17,12 @@ from minivllm.kernels._triton import cdiv, num_sms
 from minivllm.kernels.attention.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.kernels.collectives.exchange import Arrival, part_rows
 from minivllm.kernels.linear import persistent_linear as persistent
-from minivllm.kernels.linear import skinny_linear
+from minivllm.kernels.linear import products
 from minivllm.kernels.linear.cluster_config import LARGE_WEIGHT
 from minivllm.kernels.linear.persistent_config import GRID, busy, cut_kernel, even, even_cut, persistent_cut
 from minivllm.kernels.linear.persistent_linear import persistent_gate_up, persistent_qkv
-from minivllm.kernels.linear.skinny_linear import linear, linear_add, norm_gate_up, norm_gate_up_reference
+from minivllm.kernels.linear.products import linear, linear_add, norm_gate_up
+from minivllm.kernels.linear.skinny_linear import norm_gate_up_reference
 from minivllm.kernels.rms_norm import rms_norm, row_factors
 
 KINDS = [{"gated": True}, {"head_dim": 64}, {"head_dim": 128}]
@@ -272,10 +273,8 @@ def test_gate_and_up_of_many_rows_go_here_with_their_norm(monkeypatch, folded):
     norm_weight, bias = torch.ones(40) if folded else torch.randn(40), torch.randn(64)
     expected = norm_gate_up_reference(x, norm_weight, 1e-2, weight)
     asked = (20, 64, 40, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(
-        skinny_linear, "use_persistent", lambda *what, **kind: what == asked and kind == {"gated": True}
-    )
-    monkeypatch.setattr(skinny_linear, "persistent_gate_up", gate_up)
+    monkeypatch.setattr(products, "use_persistent", lambda *what, **kind: what == asked and kind == {"gated": True})
+    monkeypatch.setattr(products, "persistent_gate_up", gate_up)
     torch.testing.assert_close(
         norm_gate_up(x, norm_weight, 1e-2, weight, folded=folded), expected, rtol=1e-4, atol=1e-5
     )

@@ -100,15 +100,6 @@ def test_chosen_configurations_are_right(where, close, rows, n, k):
     check_all(where, close, rows, n, k, None)
 
 
-def test_clusters_go_first_where_they_can_be_had(monkeypatch):
-    weight, bias = torch.empty(64, 64), torch.empty(64)
-    monkeypatch.setattr(skinny, "use_skinny", lambda *shape: True)
-    for clusters in (True, False):
-        monkeypatch.setattr(skinny, "use_cluster", lambda *shape, gated, clusters=clusters: clusters)
-        few = [skinny._few_rows(torch.empty(rows, 64), weight, b) for rows in (2, 3) for b in (None, bias)]
-        assert few == [True, True, not clusters, True]
-
-
 @pytest.mark.parametrize(
     ("rows", "n", "k", "taken"),
     [(8, 1024, 3072, False), (9, 1024, 3072, True), (2, 2048, 8192, False), (3, 2048, 8192, True)],
@@ -118,17 +109,6 @@ def test_from_where_on_clusters_are_taken(monkeypatch, rows, n, k, taken):
     monkeypatch.setattr(cluster_linear, "num_sms", lambda device: 132)
     monkeypatch.setattr(cluster_linear, "loads", lambda kernel, device: True)
     assert cluster_linear.use_cluster(rows, n, k, torch.bfloat16, torch.device("cuda")) == taken
-
-
-def test_the_layers_entries_take_the_reference_on_the_cpu():
-    x, g, w, b = tensors(("cpu", torch.float32), 2, 8, 16, bias=True)
-    assert torch.equal(skinny.linear(x, w, b), torch.nn.functional.linear(x, w, b))
-    assert torch.equal(skinny.norm_linear(x, g, EPS, w, b), skinny.norm_linear_reference(x, g, EPS, w, b))
-    assert torch.equal(skinny.norm_gate_up(x, g, EPS, w), skinny.norm_gate_up_reference(x, g, EPS, w))
-    residual = torch.ones(2, 8)
-    assert skinny.linear_add(x, w, b, residual) is residual
-    torch.testing.assert_close(residual, 1 + torch.nn.functional.linear(x, w, b))
-    torch.testing.assert_close(skinny.linear_add(x, w, None, torch.zeros(2, 8)), x @ w.T)
 
 
 @pytest.mark.skipif(not os.environ.get("TRITON_INTERPRET"), reason="on a GPU the case cuda-bf16 covers it")

@@ -15,7 +15,7 @@ import torch
 
 from minivllm.bench.linear import compile_ahead
 from minivllm.bench.replay import need_gpu, replay_seconds
-from minivllm.kernels.linear.skinny_linear import linear, norm_linear
+from minivllm.kernels.linear.products import linear, norm_linear
 from minivllm.layers.norm import RMSNorm
 from minivllm_qwen3_moe.experts import BACKENDS
 from minivllm_qwen3_moe.kernels import grouped_linear, pairs

@@ -7,7 +7,7 @@ import os
 import torch
 
 from minivllm.kernels._triton import HAVE_TRITON
-from minivllm.kernels.linear.skinny_linear import linear, norm_linear
+from minivllm.kernels.linear.products import linear, norm_linear
 from minivllm.layers.norm import RMSNorm
 from minivllm_qwen3_moe.experts.interface import Experts
 from minivllm_qwen3_moe.kernels.grouped_linear import combine, grouped_down, grouped_gate_up
