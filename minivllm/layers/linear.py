@@ -18,7 +18,7 @@ from torch import nn
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
 from minivllm.kernels.capture import captured
-from minivllm.kernels.linear.fp8_linear import fp8_linear, quantize
+from minivllm.kernels.linear.fp8_linear import Fp8Rows, fp8_linear, quantize
 from minivllm.kernels.linear.packed_weights import PackedWeight
 from minivllm.kernels.linear.products import linear, linear_add, linear_into, norm_linear, norm_linear_unscaled
 from minivllm.kernels.rms_norm import RowScale
@@ -192,20 +192,28 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(super().forward(x))
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def takes_fp8_rows(self) -> bool:
+        """Whether ``add_to`` also takes x as rows of float8."""
+        plain = is_plain(self, RowParallelLinear) and type(self).add_to is RowParallelLinear.add_to
+        return plain and self.weight_scale is not None
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
         """Add ``self(x)`` to residual (t, out) in place; every rank holds all of it. Returns residual."""
+        if self.weight_scale is not None and is_plain(self, RowParallelLinear):
+            rows = x if isinstance(x, Fp8Rows) else quantize(x)
+            if self.tp.size == 1:
+                return fp8_linear(rows, self.weight, self.weight_scale, self.bias, residual)
+            return self.tp.all_reduce_add(residual, fp8_linear(rows, self.weight, self.weight_scale, self.bias))
+        assert isinstance(x, torch.Tensor)
         if not is_plain(self, RowParallelLinear):
             return residual.add_(self(x))
         return self._add(residual, x)
 
     def _add_whole(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if self.weight_scale is not None:
-            return fp8_linear(quantize(x), self.weight, self.weight_scale, self.bias, residual)
         return linear_add(x, self.weight, self.bias, residual)
 
     def _add_part(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        many = self.bias is None and self.weight_scale is None and x.shape[0] >= SUMMED_IN_HALVES
-        if many and not captured(x):
+        if self.bias is None and x.shape[0] >= SUMMED_IN_HALVES and not captured(x):
             return self._add_halves(residual, x)
         return self.tp.all_reduce_add(residual, super().forward(x))
 

@@ -8,7 +8,7 @@ from torch import nn
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.kernels.linear.fp8_linear import fp8_gate_up, quantize
+from minivllm.kernels.linear.fp8_linear import fp8_gate_up, fp8_gate_up_rows, quantize
 from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.linear.products import norm_gate_up
 from minivllm.kernels.silu_mul import silu_mul
@@ -39,7 +39,12 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
-        return self.down_proj.add_to(x, self._activated(x, norm))
+        up, down = self.gate_up_proj, self.down_proj
+        if self._in_fp8(norm) and down.takes_fp8_rows():
+            rows = quantize(x, norm.weight, norm.eps)
+            assert up.weight_scale is not None
+            return down.add_to(x, fp8_gate_up_rows(rows, up.weight, up.weight_scale, up.bias))
+        return down.add_to(x, self._activated(x, norm))
 
     def takes_fp8(self) -> bool:
         """Whether gate and up may be in float8: an activation of one's own reads their weight itself."""
@@ -58,12 +63,18 @@ class GatedMLP(nn.Module):
         ys = {part.rank: self._activated(x, norm) for part, x in stream.arriving()}
         stream.add(self.down_proj, [ys[part.rank] for part in stream.parts], eps)
 
+    def _in_fp8(self, norm: RMSNorm) -> bool:
+        """Whether gate and up are in float8, and nobody has a forward or a hook of their own."""
+        up = self.gate_up_proj
+        usual = self.takes_fp8() and up.weight_scale is not None
+        return usual and is_plain(up, LinearBase) and is_plain(norm, RMSNorm)
+
     def _activated(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         up = self.gate_up_proj
-        usual = self.activation is norm_gate_up
-        if usual and up.weight_scale is not None and is_plain(up, LinearBase) and is_plain(norm, RMSNorm):
+        if self._in_fp8(norm):
+            assert up.weight_scale is not None
             return fp8_gate_up(quantize(x, norm.weight, norm.eps), up.weight, up.weight_scale, up.bias)
-        if usual and not goes_with(up, norm):
+        if self.activation is norm_gate_up and not goes_with(up, norm):
             return silu_mul(up(norm(x)))
         if up.weight_scale is not None:
             raise TypeError("an activation of one's own gets the weight of gate and up, which quantization=fp8 changes")

@@ -76,13 +76,18 @@ def test_scales_equal_their_reference(where, close, rows, n, added, biased):
         assert torch.equal(wide[:, n:], before[:, n:])
 
 
-@pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 16), (5, 1100)])
-def test_silu_of_scaled_products_equals_its_reference(where, close, rows, n):
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("rows", "n"), [(0, 64), (1, 16), (5, 1100), (2, 17408)])
+def test_silu_of_products_in_float8_equals_its_reference(where, same, rows, n, scaled):
     device, dtype = where
     y = torch.randn(rows, 2 * n, device=device, dtype=dtype)
-    of_rows, of_columns = torch.rand(rows, device=device) * 3, torch.rand(2 * n, device=device)
-    out = fp8.scaled_silu_mul_triton(y, of_rows, of_columns)
-    close(out, fp8.scaled_silu_mul_reference(y.float(), of_rows, of_columns))
+    of_both = (torch.rand(rows, device=device) * 3, torch.rand(2 * n, device=device)) if scaled else ()
+    if rows > 1:
+        y[1, n:] = 0
+    out = fp8.silu_quantize_triton(y, *of_both)
+    assert out.values.dtype == FP8 and out.values.shape == (rows, n) and out.dtype == dtype
+    if rows:
+        same(out, fp8.silu_quantize_reference(y, *of_both))
 
 
 def test_a_product_is_that_of_the_numbers_in_float8():
@@ -120,4 +125,10 @@ def test_products_equal_those_in_float32(close, rows, n, k):
     close(fp8.fp8_linear(quantized, values, scale, bias), wide + bias.float())
     close(fp8.fp8_linear(quantized, values, scale, None, residual.clone()), wide + residual.float())
     gate, up = wide.chunk(2, 1)
-    close(fp8.fp8_gate_up(quantized, values, scale), torch.nn.functional.silu(gate) * up)
+    activated = torch.nn.functional.silu(gate) * up
+    close(fp8.fp8_gate_up(quantized, values, scale), activated)
+    behind = fp8.fp8_gate_up_rows(quantized, values, scale)
+    assert behind.values.shape == (rows, n // 2)
+    its = fp8.quantize_reference(activated)
+    error = (behind.values.float() * behind.scales[:, None] - its.values.float() * its.scales[:, None]).norm()
+    assert error <= 0.02 * activated.norm()
