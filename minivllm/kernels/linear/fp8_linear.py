@@ -114,7 +114,7 @@ def _tiles(n: int) -> tuple[int, int]:
 
 
 def _num_warps(columns: int) -> int:
-    return min(max(columns // 512, 1), 32)
+    return min(max(columns // 256, 1), 32)
 
 
 def quantize_triton(x: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 0.0) -> Fp8Rows:

