@@ -1,4 +1,8 @@
-"""Attention on Hopper GPUs with minivllm's own kernels only: prompts with wgmma, decodes as in the triton backend."""
+"""Attention on Hopper GPUs with minivllm's own kernels only: prompts with wgmma, decodes as in the triton backend.
+
+The wgmma kernel reads bfloat16. Of a float8 cache, prompts in steps that are not captured get copies of the pages that
+they see, unless that would take longer than it saves; all others attend as in the triton backend.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import numpy as np
 import torch
 
 from minivllm.backends.triton import TritonBackend
+from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels import nvrtc
 from minivllm.kernels.attention.prompt_attention import (
@@ -15,6 +20,10 @@ from minivllm.kernels.attention.prompt_attention import (
     loads_prompt_attention,
     prompt_attention,
 )
+from minivllm.kernels.attention.wide_pages import WidePages
+
+_COPIED_BYTES = 1 << 30  # of pages that are copied, at most
+_LEAST_QUERIES = 64  # that see a key, on average: fewer gain less than its copy costs
 
 
 class HopperBackend(TritonBackend):
@@ -29,11 +38,15 @@ class HopperBackend(TritonBackend):
         min_compute_capability=(9, 0),
         cuda_graphs=CudaGraphs.ALWAYS,
         packages=("triton", "cuda.bindings"),
+        fp8_cache=True,
     )
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._prompts: PromptWorkspace | None = None
+        self._wide: WidePages | None = None  # of a float8 cache
+        self._most_pages = 0  # of a row, of the newest eager step's prompts that get copies; 0: they get none
+        self._copies = False  # whether this step's get some
         self.attends_beside = self.plain_decode and type(self).prefill is HopperBackend.prefill
 
     @classmethod
@@ -48,15 +61,38 @@ class HopperBackend(TritonBackend):
         if self._prompts is None:
             s = self.spec
             self._prompts = PromptWorkspace(s.num_heads, s.num_kv_heads, s.head_dim, kv_cache.device)
+            if s.kv_cache_dtype == "fp8":
+                tokens = min(s.max_model_len + s.max_num_batched_tokens, _COPIED_BYTES // self._copied_bytes())
+                self._wide = WidePages(tokens, s.block_size, s.num_kv_heads, s.head_dim, kv_cache.device)
+
+    def _copied_bytes(self) -> int:
+        """Of a token's keys and values in bfloat16."""
+        return 4 * self.spec.num_kv_heads * self.spec.head_dim
 
     def _loads(self) -> bool:
         """Whether the wgmma kernel loads; if not, prompts use the Triton kernel."""
         return loads_prompt_attention(self.spec.head_dim, self.kv_cache.device)
 
-    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
+        """The query tiles; then, if prompts get copies, the pages before each row's."""
+        starts = None if captured or self._wide is None else self._starts(query_lens, seq_lens)
+        if not captured:
+            self._most_pages = 0 if starts is None else int(np.diff(starts).max())
+        words = super().prompt_words(query_lens, seq_lens, captured)
+        return words if starts is None else np.concatenate((words, starts))
+
+    def _starts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
+        assert self._wide is not None
+        seen = seq_lens.sum(dtype=np.int64)
+        if not len(seq_lens) or np.dot(query_lens.astype(np.int64), seq_lens) < _LEAST_QUERIES * seen:
+            return None
+        return self._wide.starts_of(seq_lens) if self._loads() else None
+
+    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int) -> np.ndarray:
         assert self._prompts is not None
-        if not self._loads():
-            return super()._query_tiles(query_lens, seq_lens)
+        reads = self._wide is None or (not captured and self._most_pages > 0)
+        if not reads or not self._loads():
+            return super()._query_tiles(query_lens, seq_lens, captured)
         return self._prompts.key_parts(query_lens, seq_lens)
 
     def _most_words(self, tokens: int, rows: int) -> int:
@@ -64,23 +100,25 @@ class HopperBackend(TritonBackend):
         ours, theirs = self._prompts.most_tiles(tokens, rows), super()._most_words(tokens, rows)
         return 4 * max(ours, -(-theirs // 4))  # whichever kernel reads them
 
+    def plan(self, batch: AttentionBatch) -> None:
+        super().plan(batch)
+        d = batch.num_decodes
+        self._copies = self._most_pages > 0 and not batch.graph_size and d < batch.num_seqs
+        if self._copies:
+            assert self._words is not None and self._wide is not None
+            tiles = len(self._words) - (batch.num_seqs - d + 1)
+            self._wide.plan(batch.block_tables[d:], self._words[tiles:], self._most_pages)
+            self._words = self._words[:tiles]
+
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        if not self._loads():
+        if not self._loads() or (self._wide is not None and not self._copies):
             super().prefill(q, layer, out)
             return
         batch = self.batch
         assert batch is not None and self._prompts is not None
-        k_cache, v_cache = self.kv_cache[layer.index]
-        prompt_attention(
-            q,
-            k_cache,
-            v_cache,
-            batch.block_tables,
-            batch.query_start,
-            batch.seq_lens,
-            self._tiles(4),
-            self.spec.scale,
-            out,
-            self._prompts,
-            batch.num_decodes,
-        )
+        (k_cache, v_cache), d = self.kv_cache[layer.index], batch.num_decodes
+        rows = batch.block_tables, batch.query_start, batch.seq_lens
+        if self._wide is not None:
+            k_cache, v_cache = self._wide.fill(k_cache, v_cache)
+            rows, d = (self._wide.tables, batch.query_start[d:], batch.seq_lens[d:]), 0
+        prompt_attention(q, k_cache, v_cache, *rows, self._tiles(4), self.spec.scale, out, self._prompts, d)

@@ -119,7 +119,7 @@ class TritonBackend(AttentionBackend):
         """Query tokens per tile of ``prefill``."""
         return self.prefill_config.block_m // self.group
 
-    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int) -> np.ndarray:
         """The query tiles of the step's prompt rows, for ``prefill``."""
         return query_tiles(query_lens, seq_lens, self.tile_tokens)
 
@@ -130,10 +130,10 @@ class TritonBackend(AttentionBackend):
     def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
         """The query tiles; for a captured step, padded with -1."""
         if not captured:
-            return self._query_tiles(query_lens, seq_lens).reshape(-1)
+            return self._query_tiles(query_lens, seq_lens, 0).reshape(-1)
         words = np.full(self._most_words(captured, len(query_lens)), -1, dtype=np.int32)
         if query_lens.any():  # else only the size is asked for, which need not wait for a compiler
-            tiles = self._query_tiles(query_lens, seq_lens)
+            tiles = self._query_tiles(query_lens, seq_lens, captured)
             words[: tiles.size] = tiles.reshape(-1)
         return words
 
