@@ -1,7 +1,7 @@
 """Attention on Hopper GPUs with minivllm's own kernels only: prompts with wgmma, decodes as in the triton backend.
 
 The wgmma kernel reads bfloat16. Of a float8 cache, prompts in steps that are not captured get copies of the pages that
-they see, unless that would take longer than it saves; all others attend as in the triton backend.
+they see, if that saves more than it costs; all others attend as in the triton backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from minivllm.kernels.attention.prompt_attention import (
 from minivllm.kernels.attention.wide_pages import WidePages
 
 _COPIED_BYTES = 1 << 30  # of pages that are copied, at most
-_LEAST_QUERIES = 64  # that see a key, on average: fewer gain less than its copy costs
+# What copying a key costs, in what it saves: so many queries see it, or the longest context is a so-manieth of all
+# keys (the triton backend's kernel goes through a context one tile after another).
+_QUERIES_A_COPY, _LATENCY_A_COPY = 50, 16
+_CAPTURED_CONTEXT = 8192  # longer ones of a float8 cache are read faster by copies, though launched one by one
 
 
 class HopperBackend(TritonBackend):
@@ -64,6 +67,7 @@ class HopperBackend(TritonBackend):
             if s.kv_cache_dtype == "fp8":
                 tokens = min(s.max_model_len + s.max_num_batched_tokens, _COPIED_BYTES // self._copied_bytes())
                 self._wide = WidePages(tokens, s.block_size, s.num_kv_heads, s.head_dim, kv_cache.device)
+                self.most_captured_context = _CAPTURED_CONTEXT
 
     def _copied_bytes(self) -> int:
         """Of a token's keys and values in bfloat16."""
@@ -83,10 +87,11 @@ class HopperBackend(TritonBackend):
 
     def _starts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
         assert self._wide is not None
-        seen = seq_lens.sum(dtype=np.int64)
-        if not len(seq_lens) or np.dot(query_lens.astype(np.int64), seq_lens) < _LEAST_QUERIES * seen:
+        if not len(seq_lens) or not self._loads():
             return None
-        return self._wide.starts_of(seq_lens) if self._loads() else None
+        pairs = np.dot(query_lens.astype(np.int64), seq_lens)
+        saved = max(pairs / _QUERIES_A_COPY, _LATENCY_A_COPY * int(seq_lens.max()))
+        return self._wide.starts_of(seq_lens) if saved >= seq_lens.sum(dtype=np.int64) else None
 
     def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int) -> np.ndarray:
         assert self._prompts is not None

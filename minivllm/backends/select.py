@@ -138,6 +138,7 @@ class HybridBackend(AttentionBackend):
         self._prefill, self._decode = prefill, decode
         self.plans_on_host = prefill.plans_on_host or decode.plans_on_host
         self.captures_prompts = prefill.captures_prompts
+        self.most_captured_context = prefill.most_captured_context
         self.fused_decode_rows = decode.fused_decode_rows
         self.plain_decode = decode.plain_decode
         self.attends_beside = decode.attends_beside

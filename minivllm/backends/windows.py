@@ -42,6 +42,8 @@ class WindowedBackend(AttentionBackend):
         self._of, self._each = of_layers, list(dict.fromkeys(of_layers))
         self.plans_on_host = any(one.plans_on_host for one in self._each)
         self.captures_prompts = all(one.captures_prompts for one in self._each)
+        most = [one.most_captured_context for one in self._each if one.most_captured_context is not None]
+        self.most_captured_context = min(most, default=None)
         self.fused_decode_rows = min(one.fused_decode_rows for one in self._each)
         self.attends_beside = all(one.attends_beside for one in self._each)
         limits = [one.cascade_limits for one in self._each if one.cascade_limits is not None]

@@ -22,6 +22,7 @@ class FastPaths:
 
     plans_on_host: bool = False  # whether ``plan`` reads host arrays; if not, replays of decode-only steps skip it
     captures_prompts: bool = True  # False: steps with prompts cannot be captured for this spec, ``ALWAYS`` or not
+    most_captured_context: int | None = None  # steps with prompts of longer contexts are faster launched one by one
     fused_decode_rows: int = 0  # decode-only steps of at most this many rows go to ``decode_qkv``; 0: none
     # Whether ``decode`` is plain causal attention to the whole context: a kernel of all layers may then replace it.
     plain_decode: bool = False

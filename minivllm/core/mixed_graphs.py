@@ -95,7 +95,7 @@ class MixedGraphs:
     def key_for(self, batch: Batch) -> _Key | None:
         """The graph for this step. None: a graph would not pay off, or was not wanted often enough yet."""
         key = self._smallest(batch)
-        if key is None or self._prompts.size_for(batch) is not None:
+        if key is None or self._prompts.sees_too_much(batch) or self._prompts.size_for(batch) is not None:
             return None
         cascade = self.runner.cascade
         if cascade is not None and cascade.plan(batch) is not None:

@@ -197,7 +197,12 @@ class PromptGraphs:
         d = batch.num_decodes
         if d > _MAX_DECODES or (d and int(batch.num_computed[:d].max()) >= _MAX_DECODE_CONTEXT):
             return None
-        return self._smallest(batch.num_tokens)
+        return None if self.sees_too_much(batch) else self._smallest(batch.num_tokens)
+
+    def sees_too_much(self, batch: Batch) -> bool:
+        """Whether a prompt has a context for which the backend would rather not be captured."""
+        most, d = self.runner.attention.most_captured_context, batch.num_decodes
+        return most is not None and int((batch.num_computed + batch.num_new)[d:].max(initial=0)) > most
 
     def _smallest(self, tokens: int) -> int | None:
         if not self.sizes or tokens > self.sizes[-1]:
@@ -209,7 +214,7 @@ class PromptGraphs:
         """Whether this step of decodes and prompts should be launched as two, each a graph."""
         if not self.apart or not batch.num_decodes or self.size_for(batch) is not None:
             return False
-        return self._smallest(len(batch.token_ids)) is not None
+        return not self.sees_too_much(batch) and self._smallest(len(batch.token_ids)) is not None
 
     def key_for(self, batch: Batch) -> _Key | None:
         """The graph for this step; None as in ``size_for``."""

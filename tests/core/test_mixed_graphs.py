@@ -60,6 +60,7 @@ def take_graphs(runner: ModelRunner) -> MixedGraphs:
     """Only those of mixed steps."""
     decodes = DecodeGraphs(runner, 10)
     prompts = SimpleNamespace(flop=1, most_padding=1000, longest=1000, size_for=lambda batch: None)
+    prompts.sees_too_much = lambda batch: False
     runner.mixed_graphs = MixedGraphs(runner, decodes, prompts, 300)  # type: ignore[arg-type]
     return runner.mixed_graphs
 
@@ -228,6 +229,7 @@ def graphs() -> MixedGraphs:
     made = object.__new__(MixedGraphs)  # what chooses, without a runner
     made._rows, made._tokens, made._most, made._wanted = [64, 128, 200], [64, 128, 256, 512], 600, Counter()
     others: Any = SimpleNamespace(most_padding=150, size_for=lambda batch: 32 if batch.num_decodes < 20 else None)
+    others.sees_too_much = lambda batch: False
     runner: Any = SimpleNamespace(cascade=None)
     made._prompts, made.runner, made._reads_fresh, made._graphs = others, runner, True, {}
     return made

@@ -34,6 +34,7 @@ Replayed = tuple[int, int, str]  # a graph's tokens, rows of its result, and for
 def graphs() -> PromptGraphs:
     made = object.__new__(PromptGraphs)  # what chooses, without a runner
     made.sizes, made.full, made.most_padding, made.apart = prompt_sizes(1024, 1024, 1600), 1600, 300, True
+    made.runner = SimpleNamespace(attention=SimpleNamespace(most_captured_context=None))  # type: ignore[assignment]
     return made
 
 
@@ -67,6 +68,18 @@ def test_a_step_takes_the_smallest_graph_that_holds_it_or_none(
     graphs: PromptGraphs, decodes: list[int], prompts: list[int], size: int | None
 ) -> None:
     assert graphs.size_for(step_batch(decodes, prompts)) == size
+
+
+def test_prompts_of_long_contexts_are_no_graphs_if_the_backend_says_so(graphs: PromptGraphs) -> None:
+    graphs.runner.attention.most_captured_context = 100
+    few, many = [10], [10] * 33
+    for decodes in (few, many):
+        step = step_batch(decodes, [40, 30])
+        assert graphs.size_for(step) == (None if decodes is many else 128)
+        assert graphs.takes_apart(step) == (decodes is many)
+        step.num_computed[-1] = 71  # and 30 new ones
+        assert graphs.size_for(step) is None and not graphs.takes_apart(step)
+    assert graphs.size_for(step_batch([3000], [40])) == 64, "decodes do not count"
 
 
 @pytest.mark.parametrize(

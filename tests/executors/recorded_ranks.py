@@ -66,7 +66,12 @@ def take_graphs(runner: ModelRunner, rank: int, num_blocks: int, vocab: int) -> 
     runner.graphs = DecodeGraphs(runner, runner.num_slots)
     runner.graphs.capture(num_blocks, vocab)
     prompts: Any = SimpleNamespace(
-        flop=1, most_padding=1000, longest=1000, size_for=lambda batch: None, takes_apart=lambda batch: False
+        flop=1,
+        most_padding=1000,
+        longest=1000,
+        size_for=lambda batch: None,
+        takes_apart=lambda batch: False,
+        sees_too_much=lambda batch: False,
     )
     runner.mixed_graphs = MixedGraphs(runner, runner.graphs, prompts, PROMPT_TOKENS)
 

@@ -52,9 +52,9 @@ def backend_of(monkeypatch, cache_dtype="fp8", **options):
     ("queries", "contexts", "captured", "copied"),
     [
         ([200, 70], [300, 70], 0, True),
-        ([200, 1], [200, 5000], 0, False),  # more is copied than is saved
-        ([63], [63], 0, False),
-        ([64], [64], 0, True),
+        ([1], [3000], 0, True),  # one long context, which the other kernel reads tile after tile
+        ([20] * 20, [200] * 20, 0, False),  # more is copied than is saved
+        ([60] * 20, [200] * 20, 0, True),
         ([200], [300], 256, False),
         ([900], [20_000], 0, False),  # no room
         ([], [], 0, False),
@@ -90,7 +90,6 @@ def test_a_captured_step_does_not_take_the_eager_one_for_its_own(monkeypatch):
 def test_prompts_attend_to_their_copies_wherever_it_runs(emulated, monkeypatch, lens):
     if type(hopper.WidePages.fill.__globals__["_widen_kernel"]).__name__ != "InterpretedFunction":
         pytest.skip("Triton was imported without TRITON_INTERPRET=1")
-    monkeypatch.setattr(hopper, "_LEAST_QUERIES", 0)
     backend = backend_of(monkeypatch)
     decodes = sum(query == 1 for query, _ in lens)
     step = Step(backend.spec, lens, decodes, poison=True)
