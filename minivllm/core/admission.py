@@ -11,8 +11,8 @@ import numpy as np
 
 from minivllm.core.grammars import text_of
 from minivllm.core.guides import Guides
-from minivllm.core.interfaces import finds_logprobs
 from minivllm.core.requests import COMPLETION, Completion, Prompt, Request, TokenTexts
+from minivllm.core.sampler_overrides import finds_logprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
 from minivllm.errors import PluginError, RequestError, blamed, is_text, named, no_room, shown

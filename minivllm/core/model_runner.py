@@ -16,8 +16,9 @@ import torch
 
 from minivllm.core.batch import NO_INTS, AttentionBatch, Batch, Cascade, TokenMasks
 from minivllm.core.cascade import CascadePlanner
-from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
+from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.landing import IN_FLIGHT, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
+from minivllm.core.overrides import overrides_both
 from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel import MAX_MEGAKERNEL_ROWS

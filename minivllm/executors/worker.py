@@ -17,9 +17,10 @@ from torch import nn
 
 from minivllm.backends.agree import build
 from minivllm.backends.select import choose
-from minivllm.core.interfaces import AttentionSpec, undoes_sample
+from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
+from minivllm.core.sampler_overrides import undoes_sample
 from minivllm.cores import usable_cores
 from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
