@@ -22,7 +22,7 @@ from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import MinivllmError, RequestError, by_name, printable, shown
+from minivllm.errors import MinivllmError, RequestError, SchemaError, by_name, printable, shown
 from minivllm.serve.handshake import Handshake
 from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News, ToEngine
 
@@ -162,15 +162,22 @@ class _Failure(msgspec.Struct, array_like=True):
     error: str  # the class's name
     message: str
     traceback: str
+    tag: int | None = None  # of a SchemaError
+    why: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         text = "" if isinstance(error, MinivllmError) else "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, printable(str(error)), printable(text))
+        failure = cls(type(error).__name__, printable(str(error)), printable(text))
+        if isinstance(error, SchemaError):
+            failure.tag, failure.why = error.tag, printable(error.why)
+        return failure
 
     def as_error(self) -> Exception:
         """The exception, of its original class if that is minivllm's or a builtin."""
         error = by_name(self.error, self.message)
+        if isinstance(error, SchemaError):
+            error.tag, error.why = self.tag, self.why
         if self.traceback:
             error.add_note(f"in the engine:\n{self.traceback}")
         return error

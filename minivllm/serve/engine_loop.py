@@ -212,6 +212,8 @@ class EngineLoop:
             self.engine.abort(list(add.request_ids[:i]))
             self.engine.stats.prompt_tokens -= adding.prompt_tokens
             self.timings.forget(add.request_ids)
-            return of_prompt(error, add.prompts, i) if isinstance(error, RequestError) else error
+            if isinstance(error, RequestError) and not error.whole_request:
+                return of_prompt(error, add.prompts, i)
+            return error
         adding.prompt_tokens += self.engine.stats.prompt_tokens - before
         return None
