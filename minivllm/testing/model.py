@@ -17,7 +17,8 @@ from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.kernels.fp8_linear import quantize
 from minivllm.llm import LLM
-from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors
 from minivllm.models.reloading import reload_model
 from minivllm.plugins.manager import default_registry
 from minivllm.testing.checkpoints import random_checkpoint, reference_model, reference_tokens

@@ -30,8 +30,9 @@ from minivllm.kernels.packed_weights import Order, packed_bytes
 from minivllm.layers.fused import chain_shape, dense_shape
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.packed import packed_ways
+from minivllm.models.checkpoint import read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import build_model, norm_pairs, read_model_config
+from minivllm.models.loader import build_model, norm_pairs
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]
