@@ -24,7 +24,19 @@ from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
 from minivllm.errors import MinivllmError, RequestError, SchemaError, by_name, printable, shown
 from minivllm.serve.handshake import Handshake
-from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News, ToEngine
+from minivllm.serve.messages import (
+    Abort,
+    Add,
+    AskMetrics,
+    Delivered,
+    Died,
+    FromEngine,
+    Metrics,
+    News,
+    Reload,
+    Reloaded,
+    ToEngine,
+)
 
 T = TypeVar("T")
 _LEVELS = 200  # of nested lists and mappings: fewer than Python's parser accepts at any call depth
@@ -93,7 +105,7 @@ class _Add(msgspec.Struct, array_like=True, tag="Add"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics)
+_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics | Reload)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:
@@ -198,10 +210,16 @@ class _News(msgspec.Struct, array_like=True, tag=True):
     outputs: list[_Output]
 
 
-_from_engine = msgspec.msgpack.Decoder(_News | Metrics | Died)
+class _Reloaded(msgspec.Struct, array_like=True, tag=True):
+    failure: _Failure | None
+
+
+_from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Reloaded | Died)
 
 
 def encode_from_engine(message: FromEngine) -> bytes:
+    if isinstance(message, Reloaded):
+        return _encoder.encode(_Reloaded(None if message.error is None else _Failure.of(message.error)))
     if not isinstance(message, News):
         return _encoder.encode(message)
     taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
@@ -214,6 +232,8 @@ def encode_from_engine(message: FromEngine) -> bytes:
 def decode_from_engine(data: bytes) -> FromEngine:
     """Outputs have no prompt."""
     message = _from_engine.decode(data)
+    if isinstance(message, _Reloaded):
+        return Reloaded(None if message.failure is None else message.failure.as_error())
     if not isinstance(message, _News):
         return message
     taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]

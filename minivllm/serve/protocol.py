@@ -336,6 +336,13 @@ class Detokenize(Body):
         return at_most(MAX_IDS, "tokens", tokens)
 
 
+class ReloadWeights(Body):
+    """POST /reload_weights: arguments of ``EngineClient.reload_weights``."""
+
+    weights_path: Unicode | None = None
+    abort: bool = False
+
+
 def check_grammar(asked: StructuredOutputsParams | None) -> None:
     """Raise RequestError for a constraint that takes too long to compile."""
     text = None if asked is None else text_of(asked)
