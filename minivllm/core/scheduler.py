@@ -26,6 +26,7 @@ from minivllm.core.speculation import DRAFTS, WAITS, Speculation, drafted_rows
 from minivllm.core.stop_tokens import StopTokens
 from minivllm.core.waiting import WaitingQueue
 from minivllm.errors import ConfigError, ContextLengthError, RequestError
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
@@ -125,7 +126,7 @@ class SlotScheduler(Scheduler):
         if seq.max_len - 1 > capacity:  # the last token is never written to the cache
             raise RequestError(
                 f"a {seq.prompt_len}-token prompt with max_tokens={seq.max_len - seq.prompt_len} needs "
-                f"{-(-(seq.max_len - 1) // self.blocks.block_size)} cache blocks, and the whole cache has "
+                f"{cdiv(seq.max_len - 1, self.blocks.block_size)} cache blocks, and the whole cache has "
                 f"{self.blocks.num_blocks} (of {self.blocks.block_size} tokens: {capacity}); shorten the prompt, lower "
                 "max_tokens, or raise cache.num_blocks"
             )
