@@ -97,10 +97,7 @@ def was_shut_down() -> EngineDeadError:
 
 def is_text(value: object) -> bool:
     """Whether it is a non-empty string without lone surrogates, which JSON may contain."""
-    try:
-        return isinstance(value, str) and bool(value.encode())
-    except UnicodeEncodeError:
-        return False
+    return isinstance(value, str) and bool(value) and lone_surrogate(value) is None
 
 
 def lone_surrogate(text: str) -> str | None:

@@ -28,8 +28,6 @@ _LINES, _WIDTH = 4, 200  # most lines and columns quoted of llguidance's error m
 _ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
 _MOST_REMAINDERS = 1 << 16  # of all ``multipleOf``, whose automaton has a state for each: 0.2 s
 _MOST_PROPERTIES = 2000  # of an object: 0.4 s, quadratic in their number
-
-
 # What llguidance knows of the formats of strings; others are annotations, as JSON Schema has it.
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
