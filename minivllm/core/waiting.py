@@ -51,7 +51,7 @@ class WaitingQueue:
         return at < _LOOK_AHEAD or self._shortest() is seq
 
     def remove(self, seq: Sequence) -> None:
-        at = bisect_left(self._queue, seq.place, key=_place_of)
+        at = 0 if self._queue[0] is seq else bisect_left(self._queue, seq.place, key=_place_of)
         while self._queue[at] is not seq:
             at += 1
         del self._queue[at]
