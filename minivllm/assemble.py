@@ -20,6 +20,7 @@ from minivllm.errors import ConfigError, PluginError, RequestError, calling, des
 from minivllm.models.checkpoint import fetch, read_model_config
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.naming import listing
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ def build_engine(config: EngineConfig) -> LLMEngine:
             num_blocks,
             config.cache.block_size,
             config.scheduler.max_num_seqs,
-            -(-max_model_len // config.cache.block_size),
+            cdiv(max_model_len, config.cache.block_size),
             prefix_caching=config.cache.enable_prefix_caching,
         )
         with registry.building("scheduler", config.scheduler.name):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+_PR_SET_PDEATHSIG = 1
 
 
 def start(module: str, *arguments: object, fds: Sequence[int] = (), **env: str) -> subprocess.Popen[bytes]:
@@ -18,6 +21,21 @@ def start(module: str, *arguments: object, fds: Sequence[int] = (), **env: str) 
         return subprocess.Popen(command, env=importing_env(**env), stdin=subprocess.DEVNULL, pass_fds=fds)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ends_with(parent_pid: int) -> Callable[[], None]:
+    """What a child calls to have the kernel kill it when its parent ends (Linux; elsewhere it does nothing). It may be
+    called between fork and exec, as ``preexec_fn``: it imports and looks up nothing."""
+    if sys.platform != "linux":
+        return lambda: None
+    prctl = ctypes.CDLL(None).prctl
+
+    def end_with_parent() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it had already ended
+            os._exit(0)
+
+    return end_with_parent
 
 
 def how_it_ended(code: int) -> str:

@@ -27,6 +27,15 @@ class CheckpointError(MinivllmError):
 class RequestError(MinivllmError, ValueError):
     """One request that can never run; the engine continues with the others."""
 
+    whole_request = False  # whether it would be the same with another prompt
+
+
+class SchemaError(RequestError):
+    """A schema of a structural tag that cannot be followed."""
+
+    tag: int | None = None  # the tag that it is behind; None: it is that of answers without tags
+    why = ""
+
 
 class ContextLengthError(RequestError):
     """A prompt that exceeds ``max_model_len``, alone or together with ``max_tokens``."""
@@ -55,6 +64,16 @@ def which_of(prompts: Sequence[object], index: int) -> str:
     return f"prompt {index}: " if len(prompts) > 1 else ""
 
 
+@contextlib.contextmanager
+def of_whole_request() -> Iterator[None]:
+    """A context whose RequestErrors are about all prompts of a request alike: ``whole_request``."""
+    try:
+        yield
+    except RequestError as error:
+        error.whole_request = True
+        raise
+
+
 def of_prompt(error: RequestError, prompts: Sequence[object], index: int) -> RequestError:
     """The error with the prompt's index added, if there are several prompts."""
     if len(prompts) == 1:
@@ -78,10 +97,16 @@ def was_shut_down() -> EngineDeadError:
 
 def is_text(value: object) -> bool:
     """Whether it is a non-empty string without lone surrogates, which JSON may contain."""
+    return isinstance(value, str) and bool(value) and lone_surrogate(value) is None
+
+
+def lone_surrogate(text: str) -> str | None:
+    """The first half of a character in a text and its place, as an error names them; None: there is none."""
     try:
-        return isinstance(value, str) and bool(value.encode())
-    except UnicodeEncodeError:
-        return False
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"a lone surrogate, {text[error.start]!r}, at index {error.start}"
+    return None
 
 
 def printable(text: str) -> str:

@@ -166,6 +166,8 @@ class LLM:
             try:
                 self.engine.add_request(ids[i], prompt, params[i], priority=priorities[i], number=first + i)
             except RequestError as error:
+                if error.whole_request and not any(priorities) and all(one is params[0] for one in params):
+                    raise  # one for all prompts
                 raise of_prompt(error, prompts, i) from None
 
     def chat(

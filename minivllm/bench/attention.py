@@ -27,6 +27,7 @@ import torch
 from minivllm.bench.replay import captured, median_seconds, need_gpu
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.backends.triton import TritonBackend
@@ -89,14 +90,14 @@ class Bench:
         device, dtype = torch.device("cuda"), getattr(torch, spec.dtype)
         self.spec, self.work, self.fused = spec, work, fused
         query, seq = np.array(work.query_lens, np.int32), np.array(work.seq_lens, np.int32)
-        counts = -(-seq // spec.block_size)
+        counts = cdiv(seq, spec.block_size)
         blocks = int(counts.sum()) + 1
         per_layer = 2 * blocks * spec.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
         self.layers = int(min(max(CACHE_BYTES // per_layer, 2), 28))
         shape = (self.layers, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         self.cache = torch.randn(shape, device=device, dtype=dtype)
         ids = np.random.default_rng(0).permutation(np.arange(1, blocks)).astype(np.int32)
-        width = -(-spec.max_model_len // spec.block_size) if work.decode else int(counts.max())
+        width = cdiv(spec.max_model_len, spec.block_size) if work.decode else int(counts.max())
         tables = np.zeros((len(seq), width), np.int32)
         tables[np.arange(width) < counts[:, None]] = ids
         start = np.concatenate(([0], np.cumsum(query))).astype(np.int32)

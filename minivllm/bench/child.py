@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minivllm.child_process import importing_env
+from minivllm.child_process import ends_with, importing_env
 
 _TICK = 0.25  # seconds between checks of a job
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-_PR_SET_PDEATHSIG = 1
 _ERROR = re.compile(r"([\w.]+\.)?\w*(Error|Exception|Interrupt|Exit)\b(: .*)?")
 
 
@@ -53,7 +50,9 @@ def run_child(
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, cwd=cwd, env=importing_env(), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_die_with_parent(),
+            start_new_session=True,
+            # else a sweep that is resumed after it was killed shares its GPU with the last one's job
+            preexec_fn=ends_with(os.getpid()),
         )  # fmt: skip
     late = False
     try:
@@ -106,14 +105,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(process.pid, number)
-
-
-def _die_with_parent() -> Callable[[], object] | None:
-    """Linux: a job ends when the sweep is killed, so that a resumed sweep does not share its GPU with the last one."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl  # found before the fork
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _read(result: Path) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ from minivllm.core.interfaces import Executor, StepResult
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.errors import ConfigError
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -95,7 +96,7 @@ def measure_host(config: EngineConfig, options: WorkloadOptions, registry: Regis
     times: dict[tuple[int, int], list[float]] = {case: [] for case in engines}
     gc.collect()
     with frozen():  # else a collection walks the queued requests
-        for _ in range(-(-options.steps // _TURN)):
+        for _ in range(cdiv(options.steps, _TURN)):
             for case, engine in engines.items():
                 times[case] += _turn(engine, case[0])
     rows = []
@@ -112,9 +113,9 @@ def build(config: EngineConfig, options: WorkloadOptions, registry: Registry, ru
     block_size = config.cache.block_size
     # Nobody ends while it is measured. The steps until the last prompt is computed count, too.
     budget = max(config.scheduler.max_num_batched_tokens, 2 * running)
-    outputs = options.steps + _TURN + _WARM_UP + -(-running * longest // (budget - running)) + 8
+    outputs = options.steps + _TURN + _WARM_UP + cdiv(running * longest, budget - running) + 8
     max_model_len = longest + outputs
-    per_sequence = -(-max_model_len // block_size)
+    per_sequence = cdiv(max_model_len, block_size)
     num_blocks = (running + 1) * per_sequence + running  # with what an admission leaves free
     scheduler_options = replace(config.scheduler, max_num_seqs=running, max_num_batched_tokens=budget)
     config = replace(config, scheduler=scheduler_options)

@@ -31,6 +31,7 @@ from minivllm.kernels.linear.cluster_linear import cluster_gate_up, cluster_line
 from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.linear.products import linear_add, norm_gate_up, norm_linear
 from minivllm.kernels.linear.skinny_linear import SkinnyConfig
+from minivllm.rounding import cdiv
 
 EPS = 1e-6
 PEAK = 4.3e12  # bytes/s, a device copy on an H200
@@ -94,7 +95,7 @@ class Bench:
 
     def __init__(self, product: Product) -> None:
         self.product = product
-        copies = max(-(-DISTINCT // product.num_bytes), 2)
+        copies = max(cdiv(DISTINCT, product.num_bytes), 2)
         self.weights = [random_weight(product.weight_rows, product.k) for _ in range(copies)]
         self.norm = torch.ones(product.k, device="cuda", dtype=torch.bfloat16)
         self.x = torch.randn((max(ROWS), product.k), device="cuda", dtype=torch.bfloat16)
@@ -244,7 +245,7 @@ def variants(product: Product, rows: int) -> list[SkinnyConfig]:
     """Shapes worth trying; few enough to compile in a minute."""
     width, out = 2 if product.kind == "gate_up" else 1, []
     if rows <= 8:
-        steps = -(-product.k // 256)
+        steps = cdiv(product.k, 256)
         for per_warp, warps in itertools.product((1, 2, 4), (4, 8)):
             if rows * per_warp * width > 16:
                 continue
@@ -253,7 +254,7 @@ def variants(product: Product, rows: int) -> list[SkinnyConfig]:
                 out.append(SkinnyConfig(per_warp, warps, max(d for d in range(1, depth + 1) if steps % d == 0)))
     if rows >= 4:
         for warps, piece in itertools.product((4, 8), (64, 128)):
-            steps = -(-product.k // (warps * piece))
+            steps = cdiv(product.k, warps * piece)
             for held, stages in ((1, 3), (2, 3), (2, 4), (4, 3)):
                 depth = min(steps, held * 128 // piece)
                 out.append(SkinnyConfig(0, warps, depth, piece, 3 if depth == steps else stages))

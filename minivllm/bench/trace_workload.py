@@ -22,6 +22,7 @@ from minivllm.bench.workloads import BenchRequest
 from minivllm.errors import ConfigError, shown
 from minivllm.files import read_text
 from minivllm.naming import did_you_mean
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.config.modes import WorkloadOptions
@@ -101,7 +102,7 @@ def _published(value: dict[str, Any], draw: Callable[[int], list[int]], blocks: 
     if not isinstance(names, list) or not all(type(name) is int for name in names):
         raise ValueError("hash_ids is not a list of whole numbers")
     prompt: list[int] = []
-    for name in names[: -(-length // size)]:
+    for name in names[: cdiv(length, size)]:
         if name not in blocks:
             blocks[name] = draw(size)
         prompt += blocks[name]

@@ -77,6 +77,7 @@ class ServeOptions:
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
     shutdown_timeout: float = 30.0
+    allow_reload: bool = False
     log_requests: bool = False
 
     def __post_init__(self) -> None:

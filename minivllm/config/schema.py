@@ -276,6 +276,9 @@ class ServeSchema(EngineSchema):
         text=True,
     )
     shutdown_timeout: float = key(30.0, "seconds for running requests to finish after Ctrl-C or SIGTERM", ge=0)
+    allow_reload: bool = key(
+        False, "POST /reload_weights replaces the weights by those of a folder that the request names"
+    )
     log_requests: bool = key(False, "log one line per request to standard error")
 
 

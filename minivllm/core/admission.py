@@ -11,11 +11,11 @@ import numpy as np
 
 from minivllm.core.grammars import text_of
 from minivllm.core.guides import Guides
-from minivllm.core.interfaces import finds_logprobs
 from minivllm.core.requests import COMPLETION, Completion, Prompt, Request, TokenTexts
+from minivllm.core.sampler_overrides import finds_logprobs
 from minivllm.core.sampling_params import SamplingParams
 from minivllm.core.sequence import Sequence
-from minivllm.errors import PluginError, RequestError, blamed, is_text, named, no_room, shown
+from minivllm.errors import PluginError, RequestError, blamed, is_text, named, no_room, of_whole_request, shown
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -67,23 +67,22 @@ class Admission:
 
         Raises RequestError.
         """
-        params = self._own(params if params is not None else SamplingParams())
-        self._check_for_sampler(params)
-        self._check_priority(priority)
-        if params.prompt_logprobs is not None and not self.scheduler.scores_prompts:
-            raise RequestError(
-                f"prompt_logprobs={params.prompt_logprobs} is not supported by "
-                f"scheduler={self.config.scheduler.name}; leave it out"
-            )
+        with of_whole_request():
+            params = self._own(params if params is not None else SamplingParams())
+            self._check_for_sampler(params)
+            self._check_for_scheduler(params, priority)
+            _check_salt(cache_salt)
+            stops = self._stops(params)
         text, ids, tokens = self._tokens(prompt)
-        if isinstance(prompt, Mapping):
-            cache_salt = prompt.get("cache_salt", cache_salt)
-        _check_salt(cache_salt)
+        if isinstance(prompt, Mapping) and "cache_salt" in prompt:
+            cache_salt = prompt["cache_salt"]
+            _check_salt(cache_salt)
         request = Request(request_id, text, ids, params)
-        max_len, stops = self._max_len(len(ids), params), self._stops(params)
+        max_len = self._max_len(len(ids), params)
         held_ids = tuple(dict.fromkeys((*self._eos, *stops)))  # also with ignore_eos, as in vLLM
         stop_ids = stops if params.ignore_eos else held_ids
-        guides = self.guides.of(params)  # last, as compiling a grammar may take long
+        with of_whole_request():
+            guides = self.guides.of(params)  # last, as compiling a grammar may take long
         seed = params.seed if params.seed is not None else self._seed_of(number)
         for index, guide in enumerate(guides):
             seq = Sequence(
@@ -100,7 +99,8 @@ class Admission:
         """Fill in the sequence's sampler fields. Raises RequestError; PluginError if a plugin's sampler is broken."""
         sampler, name, method = self.sampler_class, self.config.sampler.name, "encode"
         try:
-            seq.sampler_row = row = sampler.encode(seq, seed)
+            with of_whole_request():
+                seq.sampler_row = row = sampler.encode(seq, seed)
             if getattr(row, "dtype", None) != sampler.row or row.shape:
                 who = named("sampler", name, sampler)
                 raise PluginError(f"{who}: encode returned {shown(row)}, not one item of its row")
@@ -163,13 +163,18 @@ class Admission:
             )
         return text, list(ids) if type(ids[0]) is int and isinstance(ids, list) else tokens.tolist(), tokens
 
-    def _check_priority(self, priority: Any) -> None:
+    def _check_for_scheduler(self, params: SamplingParams, priority: Any) -> None:
         if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise RequestError(f"priority={priority!r} is not a whole number")
         if priority and not self.scheduler.uses_priority:
             raise RequestError(
                 f"priority={priority} is not supported by scheduler={self.config.scheduler.name}; leave it 0, or use a "
                 "scheduler that has priorities"
+            )
+        if params.prompt_logprobs is not None and not self.scheduler.scores_prompts:
+            raise RequestError(
+                f"prompt_logprobs={params.prompt_logprobs} is not supported by "
+                f"scheduler={self.config.scheduler.name}; leave it out"
             )
 
     def _check_for_sampler(self, params: SamplingParams) -> None:

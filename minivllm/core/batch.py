@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.rounding import cdiv, round_up
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,7 +47,7 @@ class TokenMasks:
 
 def mask_words(vocab_size: int) -> int:
     """Words per row of ``TokenMasks.bits``."""
-    return -(-vocab_size // 32)
+    return cdiv(vocab_size, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Batch:
         """(4, n or more) int64, as ``prompt_inputs`` computes it: each row's slot, length, and its last token's
         position in the sequence and index in the step; then a few rows of the slot ``padding``."""
         n = len(self.slots)
-        ends = np.zeros((4, -(-n // _ROUND) * _ROUND), dtype=np.int64)
+        ends = np.zeros((4, round_up(n, _ROUND)), dtype=np.int64)
         ends[0, n:] = padding
         ends[0, :n], ends[1, :n] = self.slots, self.num_computed + self.num_new
         ends[2, :n], ends[3, :n] = ends[1, :n] - 1, np.cumsum(self.num_new) - 1

@@ -19,6 +19,7 @@ import xxhash
 
 from minivllm.core.batch import NO_INTS
 from minivllm.core.interfaces import BlockManager
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.core.sequence import Sequence
@@ -59,7 +60,7 @@ class PagedBlockManager(BlockManager):
         return len(self._free) + len(self._evictable)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return cdiv(num_tokens, self.block_size)
 
     def match(self, seq: Sequence) -> list[int]:
         if not self.prefix_caching or seq.scores_prompt:

@@ -10,11 +10,11 @@ partial results with its own keys'. After Hydragen (Juravsky et al., 2024) and F
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from minivllm.core.batch import Batch
+from minivllm.rounding import cdiv
 
 ITEM = 6  # numbers of an item, see ``Cascade``
 _MANY_ALONE = 4  # from this ratio of unshared to shared keys on, both are read concurrently (``Cascade.beside``)
@@ -127,20 +127,15 @@ def _tree(common: np.ndarray, block_size: int, limits: CascadeLimits) -> _Tree:
     return _Tree(first_, last_, begin_, end_, above_, deepest)
 
 
-def _cdiv(a: Any, b: Any) -> Any:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
 def _cut(
     tree: _Tree, rows: np.ndarray, num_rows: int, block_size: int, limits: CascadeLimits, beside: bool
 ) -> CascadePlan | None:
     step, blocks, members = max(limits.keys // block_size, 1), tree.end - tree.begin, tree.last - tree.first
-    tiles = _cdiv(members, limits.rows)
-    share = max(int(_cdiv((tiles * blocks).sum(), limits.beside if beside else limits.alone)), step)
+    tiles = cdiv(members, limits.rows)
+    share = max(int(cdiv((tiles * blocks).sum(), limits.beside if beside else limits.alone)), step)
     while True:
-        even = _cdiv(_cdiv(blocks, _cdiv(blocks, share)), step) * step  # blocks of an item
-        pieces = _cdiv(blocks, even)
+        even = cdiv(cdiv(blocks, cdiv(blocks, share)), step) * step  # blocks of an item
+        pieces = cdiv(blocks, even)
         if (tiles * pieces).sum() <= limits.items and (members * pieces).sum() <= limits.parts:
             break
         if share >= blocks.max():

@@ -25,6 +25,7 @@ from minivllm.errors import MinivllmError
 from minivllm.kernels.capture import loading
 from minivllm.kernels.decode_inputs import decode_inputs
 from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS
+from minivllm.rounding import round_up
 
 if TYPE_CHECKING:
     from minivllm.core.cascade import CascadePlan
@@ -42,7 +43,7 @@ _KINDS = (1, 2, 4, 8, 16, 24, 40, 72, 136, 264)  # rows: sizes known to use diff
 
 def graph_sizes(most: int) -> list[int]:
     """1, 2, 4, 8, then multiples of 8 up to the first that is at least ``most``."""
-    top = -(-most // 8) * 8
+    top = round_up(most, 8)
     return [n for n in (1, 2, 4) if n < most or n == 1] + list(range(8, top + 1, 8))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.structural_tags import StructuralTag
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, SchemaError, shown
 
 if TYPE_CHECKING:
     from minivllm.core.structured_outputs import StructuredOutputsParams
@@ -28,15 +28,12 @@ _LINES, _WIDTH = 4, 200  # most lines and columns quoted of llguidance's error m
 _ROW, _ITEMS, _FUEL = 20_000, 200_000, 100_000
 _MOST_REMAINDERS = 1 << 16  # of all ``multipleOf``, whose automaton has a state for each: 0.2 s
 _MOST_PROPERTIES = 2000  # of an object: 0.4 s, quadratic in their number
-
-
 # What llguidance knows of the formats of strings; others are annotations, as JSON Schema has it.
 _FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 _OF_NAMES = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _DATA = frozenset(("const", "enum", "default", "examples"))  # which hold no schemas
-_OTHERWISE = "that answers without tags match"
 _START = re.compile(r"^\s*[?!]?start\s*(\.\d+)?\s*:(?!:=)", re.MULTILINE)  # of Lark's grammars
 
 
@@ -92,7 +89,7 @@ def grammars_of(asked: StructuredOutputsParams) -> list[str]:
         try:
             found.append(_of_schema(tags.otherwise, spaces))
         except RequestError as error:
-            raise _of_place(_OTHERWISE, error) from None
+            raise _schema_error(tags, None, error) from None
     return found
 
 
@@ -141,19 +138,23 @@ def check_tags(asked: StructuredOutputsParams, tokenizer: Any) -> None:
     if asked.structural_tag is None:
         return
     tags = StructuralTag.of(asked.structural_tag)
-    places = [(f"behind {shown(tag.begin)}", tag.schema) for tag in tags.tags]
+    schemas: list[tuple[int | None, Any]] = [(number, tag.schema) for number, tag in enumerate(tags.tags)]
     if tags.otherwise is not None:
-        places.append((_OTHERWISE, tags.otherwise))
-    for place, schema in places:
+        schemas.append((None, tags.otherwise))
+    for number, schema in schemas:
         try:
             matcher_of(LLMatcher.grammar_from_json_schema(json.dumps(without_annotations(schema))), tokenizer)
         except RequestError as error:
-            raise _of_place(place, error) from None
+            raise _schema_error(tags, number, error) from None
 
 
-def _of_place(place: str, error: RequestError) -> RequestError:
+def _schema_error(tags: StructuralTag, number: int | None, error: RequestError) -> SchemaError:
+    """``number``: of the tag that the schema is behind; None: it is ``otherwise``."""
     why = str(error).removeprefix("structured_outputs: ")
-    return RequestError(f"structured_outputs: structural_tag: the schema {place}: {why}")
+    place = "that answers without tags match" if number is None else f"behind {shown(tags.tags[number].begin)}"
+    new = SchemaError(f"structured_outputs: structural_tag: the schema {place}: {why}")
+    new.tag, new.why = number, why
+    return new
 
 
 def text_of(asked: StructuredOutputsParams) -> str | None:

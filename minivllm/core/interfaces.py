@@ -19,7 +19,9 @@ import numpy as np
 from minivllm.core.batch import NO_INTS
 from minivllm.core.fast_paths import FastPaths
 from minivllm.core.model_config import FrozenDict
+from minivllm.core.overrides import overrides_both
 from minivllm.errors import RequestError
+from minivllm.modules import exists
 
 if TYPE_CHECKING:
     import torch
@@ -254,7 +256,7 @@ class AttentionBackend(FastPaths, ABC):
             why.append("it has no sliding window")
         if spec.needs_graphs and c.cuda_graphs == CudaGraphs.NEVER:
             why.append("its decode steps cannot be CUDA graphs, which enforce_eager=false asks for")
-        why += [f"the package {p!r} is not installed" for p in c.packages if not _importable(p)]
+        why += [f"the package {p!r} is not installed" for p in c.packages if not exists(p)]
         if c.min_compute_capability and spec.device == "cuda" and not why:
             import torch
 
@@ -342,45 +344,7 @@ class AttentionBackend(FastPaths, ABC):
         return self.attend(q, layer)
 
 
-def _importable(module: str) -> bool:
-    from importlib.util import find_spec
-
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
 # --------------------------------------------------------------------------- models and sampling
-
-
-def overrides_both(cls: type, usual: str, faster: str) -> bool:
-    """Whether the class that ``cls`` gets ``usual`` from defines ``faster`` too, so that they are interchangeable."""
-    return faster in vars(_definer(cls, usual))
-
-
-def undoes_sample(cls: type[Sampler]) -> str | None:
-    """A warning for a sampler that overrides ``sample`` but inherits the methods that resample; None if all is well."""
-    mro = cls.__mro__
-    changes, inherited = [c for c in mro if "sample" in vars(c)][:2]
-    others = ("refine", "refine_captured", "resample", "needs_refine")
-    left = all(mro.index(_definer(cls, other)) >= mro.index(inherited) for other in others)
-    if inherited is Sampler or _definer(cls, "refine") is Sampler or not left:
-        return None
-    return (
-        f"{changes.__name__} overrides sample and leaves the refine of {_definer(cls, 'refine').__name__}, which "
-        "chooses again, from the logits as they came, for penalties, min_tokens, logit_bias, bad_words and the like: "
-        "override resample, too, to do the same there"
-    )
-
-
-def finds_logprobs(cls: type[Sampler]) -> bool:
-    """Whether it overrides a method that returns log-probabilities."""
-    return cls.refine is not Sampler.refine or cls.refine_captured is not Sampler.refine_captured
-
-
-def _definer(cls: type, name: str) -> type:
-    return next(c for c in cls.__mro__ if name in vars(c))
 
 
 class Model(ABC):

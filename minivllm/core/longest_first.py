@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from heapq import nlargest
 from typing import TYPE_CHECKING
 
+from minivllm.rounding import cdiv
+
 if TYPE_CHECKING:
     from minivllm.core.engine import LLMEngine
     from minivllm.core.sampling_params import SamplingParams
@@ -27,7 +29,7 @@ def longest_first(engine: LLMEngine, sizes: Sequence[int], params: Sequence[Samp
     answers = [longest if one.max_tokens is None else one.max_tokens for one in params]
     blocks: list[int] = []  # per completion, at its end
     for size, answer, one in zip(sizes, answers, params, strict=True):
-        blocks += [-(-min(size + answer, longest) // block_size)] * min(one.n, running)
+        blocks += [cdiv(min(size + answer, longest), block_size)] * min(one.n, running)
     if sum(nlargest(running, blocks)) > engine.num_blocks * (1 - _LEFT_FREE):
         return list(order)
     return sorted(order, key=lambda i: -answers[i])

@@ -16,12 +16,14 @@ import torch
 
 from minivllm.core.batch import NO_INTS, AttentionBatch, Batch, Cascade, TokenMasks
 from minivllm.core.cascade import CascadePlanner
-from minivllm.core.interfaces import DeviceLogprobs, Sampler, overrides_both
+from minivllm.core.interfaces import DeviceLogprobs, Sampler
 from minivllm.core.landing import IN_FLIGHT, GuidedStep, Packed, PendingStep, ScoredStep, StepApart
+from minivllm.core.overrides import overrides_both
 from minivllm.core.prompt_scores import PromptScores
 from minivllm.core.staging import PinnedRing, Staging
 from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS
 from minivllm.kernels.prompt_inputs import prompt_inputs
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.core.cuda_graphs import DecodeGraphs
@@ -148,7 +150,7 @@ class ModelRunner:
 
     def host_tables_of(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
         """(n, width) int32: block tables of slots (n,), wide enough for the longest of ``seq_lens`` (n,)."""
-        return self.host_tables[slots, : -(-int(seq_lens.max()) // self.block_size)]
+        return self.host_tables[slots, : cdiv(int(seq_lens.max()), self.block_size)]
 
     def hand_over(self, plan: AttentionBatch, slots: np.ndarray) -> None:
         """Let the backend plan a captured step of these slots, one per row, with host block tables if it needs them."""
@@ -229,7 +231,7 @@ class ModelRunner:
         # Zeros: if kernels are only compiled nothing writes these, and libraries still read them.
         positions, mapping = torch.zeros_like(ids_), torch.zeros_like(ids_)  # separate, so that both are aligned
         ends = torch.zeros((4, rows), dtype=torch.int64, device=self.device)
-        tables = self.block_table.new_zeros(rows, -(-int(seq_lens.max()) // self.block_size))
+        tables = self.block_table.new_zeros(rows, cdiv(int(seq_lens.max()), self.block_size))
         prompt_inputs(
             start_, seq_lens_, slots_, self.block_table, positions, mapping, tables, self.block_size, ends
         )  # fmt: skip
@@ -302,7 +304,7 @@ class ModelRunner:
     def dry_run(self, num_tokens: int, max_len: int, num_decodes: int = 0) -> None:
         """Run a largest possible step: ``num_decodes`` decodes and ``num_tokens`` prompt tokens in as few sequences as
         possible, then the logits of a full decode batch. All writes go to block 0; no state is kept."""
-        parts = min(-(-num_tokens // max_len), self.num_slots - num_decodes)
+        parts = min(cdiv(num_tokens, max_len), self.num_slots - num_decodes)
         chunk, n = min(num_tokens // parts, max_len), num_decodes + parts
         new = np.array([1] * num_decodes + [chunk] * parts, dtype=np.int32)
         batch = Batch(

@@ -32,6 +32,7 @@ from minivllm.core.model_runner import PICKED_FROM
 from minivllm.core.staging import Packing, Staging
 from minivllm.kernels.capture import rehearsal
 from minivllm.kernels.prompt_inputs import prompt_inputs
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.core.model_runner import ModelRunner
@@ -177,7 +178,7 @@ class PromptGraphs:
 
     def _of_padding(self, key: _Key) -> GraphInput:
         """A step of the padding slot, in rows that are as long as possible."""
-        size, parts = key[0], -(-key[0] // self.longest)
+        size, parts = key[0], cdiv(key[0], self.longest)
         lens = np.minimum(self.longest, size - self.longest * np.arange(parts))
         return self._padded(key, self._nobody[:parts], np.zeros_like(lens), lens, np.zeros(size, dtype=np.int32))
 
@@ -295,7 +296,7 @@ class PromptGraphs:
         if not self.sizes:
             return
         run, cache = self.runner, self.runner.attention.kv_cache
-        rows = min(max(_PROOF_ROWS, -(-self.sizes[-1] // self.longest)), run.num_slots, num_blocks)
+        rows = min(max(_PROOF_ROWS, cdiv(self.sizes[-1], self.longest)), run.num_slots, num_blocks)
         per_row = min(num_blocks // rows, run.block_table.shape[1])
         blocks = 1 + np.arange(rows * per_row, dtype=np.int32).reshape(rows, per_row)
         run.host_tables[:rows, :per_row] = blocks
@@ -308,7 +309,7 @@ class PromptGraphs:
         def hidden(key: _Key, launch: Callable[[_Key, GraphInput], torch.Tensor]) -> torch.Tensor:
             contexts.copy_(values)
             states = launch(key, steps[key])
-            return states[:: -(-len(states) // _COMPARED)]
+            return states[:: cdiv(len(states), _COMPARED)]
 
         def eager(key: _Key, step: GraphInput) -> torch.Tensor:
             with rehearsal():

@@ -27,6 +27,7 @@ from minivllm.kernels.sampling.filters import Filters
 from minivllm.kernels.sampling.logprobs import logprobs
 from minivllm.kernels.sampling.sampling import Shard, sample_tokens
 from minivllm.kernels.sampling.token_masks import mask_tokens
+from minivllm.rounding import round_up
 
 _NO_OPTIONS = FrozenDict()
 _MAX_SUPPRESSED = 16
@@ -83,7 +84,7 @@ class DefaultSampler(Sampler):
         self.vocab_size = vocab_size
         self.host = np.zeros(num_slots, dtype=self.row)
         self.host["logprobs"] = -1
-        width = -(-num_slots // 4) * 4  # so that rows are aligned for kernels
+        width = round_up(num_slots, 4)  # so that rows are aligned for kernels
         self._words = torch.zeros((5, width), dtype=torch.int32, device=device)[:, :num_slots]  # one write for all
         self.temperature, self.top_p, self.min_p = self._words[:3].view(torch.float32)
         self.top_k, self.best = self._words[3:]

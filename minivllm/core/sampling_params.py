@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.core.keywords import refusing_by_name
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import RequestError, is_text, shown
+from minivllm.errors import RequestError, lone_surrogate, shown
 from minivllm.naming import did_you_mean
 
 # vLLM's fields that are refused when set, each with the values that are allowed.
@@ -200,10 +200,17 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _integer("logit_bias: token id", token, 0, "its keys are token ids, as {42: -100.0}")
             _number(f"logit_bias: {token}", bias, -_MOST_BIAS, _MOST_BIAS, "it is added to the token's logit")
-        if self.stop and any(not is_text(s) for s in self.stop):
+        if self.stop and not all(isinstance(text, str) and text for text in self.stop):
             raise RequestError(f"stop={shown(self.stop)}: each is text of at least one character")
-        if self.bad_words and any(not is_text(word) or not word.strip() for word in self.bad_words):
+        if self.bad_words and not all(isinstance(word, str) and word.strip() for word in self.bad_words):
             raise RequestError(f"bad_words={shown(self.bad_words)}: each is text with more than white space")
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name) or ():
+                if (half := lone_surrogate(text)) is not None:
+                    raise RequestError(
+                        f"{name}: {shown(text)} contains {half}, half of a character, which no answer contains; leave "
+                        "it out"
+                    )
         guide = "bad_words" if self.structured_outputs is None else "structured_outputs"
         if self.guided and self.allowed_token_ids:  # together they may leave no token at all
             said = f"allowed_token_ids={shown(self.allowed_token_ids)} is not supported with {guide}"

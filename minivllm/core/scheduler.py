@@ -4,7 +4,6 @@ Slot arrays, one row per running sequence, owned by the scheduler (S = max_num_s
 # tokens (S, max_model_len) int32: each sequence's tokens known on the host    committed (S,): how many are valid
 # computed (S,): how many are in the cache, or will be after the steps in flight
 # known_len (S,): how many were known at admission   max_len (S,): the length at which the sequence ends
-# min_len (S,): the length before which no stop token ends it   stop_ids (S, k): its first stop ids, padded with -1
 # generation (S,) int64: incremented when the slot is released, so that rows still in flight are recognized as stale
 
 A sequence decodes once computed >= known_len: it then has computed + 1 tokens, of which the newest may be in flight.
@@ -14,29 +13,28 @@ One with a draft (``core/speculation.py``) has, while that is in flight, been co
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect, bisect_left, insort
-from collections import deque
-from heapq import heapify, heappop, heappush
+from bisect import bisect, insort
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minivllm.core.batch import NO_INTS, Batch, Scored
 from minivllm.core.interfaces import Committed, Scheduler
+from minivllm.core.prompt_chunks import PromptChunks
 from minivllm.core.sequence import FinishReason, Sequence, Status
 from minivllm.core.speculation import DRAFTS, WAITS, Speculation, drafted_rows
+from minivllm.core.stop_tokens import StopTokens
+from minivllm.core.waiting import WaitingQueue
 from minivllm.errors import ConfigError, ContextLengthError, RequestError
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
     from minivllm.core.interfaces import BlockManager
 
 _FEW_RUNNING = 2  # with more running, two quiet steps in a row are rare
-_LOOK_AHEAD = 32  # how many waiting sequences a step may skip, so that its cost does not grow with the queue
-_MAX_OVERTAKEN = 64  # after so many, no later one is admitted before the head of the queue if that keeps it waiting
 _NEVER = 1 << 62
 _MOST_PROMPT_STEPS = 32  # of ``prefill_first`` in a row, while running sequences wait to decode
-_FEW_STOP_IDS = 16  # stop ids of a sequence that are compared in one vectorized operation
 _WATERMARK = 0.03  # the fraction of the pool that an admission leaves free for running sequences to grow
 
 
@@ -48,9 +46,9 @@ class SlotScheduler(Scheduler):
     - When a decode needs a block and none is free, the running sequence with the last place (here: the latest arrival)
       is preempted: its blocks are freed and its known tokens are recomputed later. The first is never preempted, so
       every step makes progress.
-    - While the head of the queue does not fit, later sequences that do go first: any of the first ``_LOOK_AHEAD``, then
-      the shortest of the rest. After ``_MAX_OVERTAKEN`` of them none does while later ones hold what the head lacks; as
-      long as it would not fit without them either, they do not delay it.
+    - While the head of the queue does not fit, later sequences that do go first: those ``in_sight``. If they no longer
+      ``may_overtake`` it, none does while later ones hold what the head lacks; as long as it would not fit without them
+      either, they do not delay it.
     - Sequences with drafts are decodes to ``take_decodes``, which keeps them for ``write_batch`` instead of returning
       them: it adds their rows, as prompt rows. ``take_chunks`` leaves them a token each.
     """
@@ -77,19 +75,15 @@ class SlotScheduler(Scheduler):
         self.committed = np.zeros(size, dtype=np.int32)
         self.computed = np.zeros(size, dtype=np.int32)
         self.known_len = np.zeros(size, dtype=np.int32)
-        self.min_len = np.zeros(size, dtype=np.int32)
         self.max_len = np.zeros(size, dtype=np.int32)
         self.generation = np.zeros(size, dtype=np.int64)
-        self.stop_ids = np.full((size, 1), -1, dtype=np.int32)
-        self._more_stop_ids: dict[int, frozenset[int]] = {}  # by slot: those past ``_FEW_STOP_IDS``
+        self.stop_tokens = StopTokens(size)
         self.speculation = Speculation(options)
         self._drafting: list[int] = []  # those with drafts that ``take_decodes`` kept for this step, by place
         self._taken = 0  # tokens that it took, theirs included
 
         self.sequences: list[Sequence | None] = [None] * size
-        self.waiting: deque[Sequence] = deque()  # by place; aborted ones are dropped when they reach the front
-        # A heap of the waiting sequences, plus some stale entries: (known tokens, place, request id).
-        self._lengths: list[tuple[int, tuple[int, ...], str]] = []
+        self.waiting = WaitingQueue()
         self.running = NO_INTS  # slots, by place; never modified in place: batches hold views
         self._room = np.empty(size, dtype=np.int32)  # what ``running`` is a view of, with room to grow
         self._room_filled = 0  # entries of it in use
@@ -119,7 +113,7 @@ class SlotScheduler(Scheduler):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._by_id) - len(self.running)
+        return len(self.waiting)
 
     def add(self, seq: Sequence) -> None:
         capacity = self.blocks.num_blocks * self.blocks.block_size
@@ -132,7 +126,7 @@ class SlotScheduler(Scheduler):
         if seq.max_len - 1 > capacity:  # the last token is never written to the cache
             raise RequestError(
                 f"a {seq.prompt_len}-token prompt with max_tokens={seq.max_len - seq.prompt_len} needs "
-                f"{-(-(seq.max_len - 1) // self.blocks.block_size)} cache blocks, and the whole cache has "
+                f"{cdiv(seq.max_len - 1, self.blocks.block_size)} cache blocks, and the whole cache has "
                 f"{self.blocks.num_blocks} (of {self.blocks.block_size} tokens: {capacity}); shorten the prompt, lower "
                 "max_tokens, or raise cache.num_blocks"
             )
@@ -142,7 +136,7 @@ class SlotScheduler(Scheduler):
         seq.place = self.place(seq)
         self._arrivals += 1
         self._by_id[seq.request_id] = seq
-        if self._enqueue(seq) < _LOOK_AHEAD or self._shortest() is seq:
+        if self.waiting.add(seq):
             self._retry_at = 0
 
     def place(self, seq: Sequence) -> tuple[int, ...]:
@@ -151,26 +145,6 @@ class SlotScheduler(Scheduler):
         Places must be unique, and any sequence must eventually precede all later arrivals, or it may starve.
         """
         return (seq.arrival,)
-
-    def _enqueue(self, seq: Sequence) -> int:
-        at = len(self.waiting)
-        if at and self.waiting[-1].place > seq.place:
-            at = bisect(self.waiting, seq.place, key=lambda other: other.place)
-        self.waiting.insert(at, seq)
-        heappush(self._lengths, _length_of(seq))
-        if len(self._lengths) > 2 * self.num_waiting + _LOOK_AHEAD:
-            self._lengths = [_length_of(other) for other in self.waiting if other.status is Status.WAITING]
-            heapify(self._lengths)
-        return at
-
-    def _shortest(self) -> Sequence | None:
-        """The waiting sequence with the fewest tokens; the earliest if there are several."""
-        while self._lengths:
-            seq = self._by_id.get(self._lengths[0][2])
-            if seq is not None and seq.status is Status.WAITING and _length_of(seq) == self._lengths[0]:
-                return seq
-            heappop(self._lengths)
-        return None
 
     def abort(self, request_id: str) -> Sequence | None:
         seq = self._by_id.get(request_id)
@@ -184,12 +158,10 @@ class SlotScheduler(Scheduler):
             self.running = self.running[self.running != seq.slot]
             seq.slot = -1
         if seq.status is Status.WAITING:
+            self.waiting.remove(seq)
             self._retry_at = 0
         seq.status = Status.FINISHED
         del self._by_id[seq.request_id]
-        if self.waiting and not self.num_waiting:
-            self.waiting.clear()  # only finished ones are left
-            self._lengths.clear()
 
     # ------------------------------------------------------------------ a step
 
@@ -241,80 +213,43 @@ class SlotScheduler(Scheduler):
 
     def take_chunks(self, budget: int) -> list[tuple[int, int]]:
         """Prompt chunks as (slot, number of tokens): partly computed prompts first, then new ones from the queue."""
-        chunks: list[tuple[int, int]] = []
         if self._drafting:
             budget = min(budget, self.options.max_num_batched_tokens - self._taken)
-        partial = long = 0  # prompts that this step leaves unfinished, and how many of them exceed the threshold
+        chunks = PromptChunks(self.options, self.threshold, budget)
         for slot in self._partial:
-            left = int(self.known_len[slot] - self.computed[slot])
-            n = min(left, budget, self.threshold or left)
-            if n:
-                chunks.append((slot, n))
-                budget -= n
-            if n < left:
-                partial += 1
-                long += bool(self.threshold) and left > self.threshold
-        if (
-            self.waiting
-            and budget > 0
-            and self._free_slots
-            and (self.blocks.num_free >= self._retry_at or not len(self.running))
-        ):
-            self._admit(budget, chunks, partial, long)
-        return chunks
+            chunks.take(slot, int(self.known_len[slot] - self.computed[slot]))
+        if self.waiting and (self.blocks.num_free >= self._retry_at or not len(self.running)):
+            self._admit(chunks)
+        return chunks.taken
 
-    def _admit(self, budget: int, chunks: list[tuple[int, int]], partial: int, long: int) -> None:
-        at, retry_at, no_room, head_is_next = 0, _NEVER, False, False  # ``at``: how many are skipped
-        while at < len(self.waiting) and budget > 0 and self._free_slots and not head_is_next:
-            if at > _LOOK_AHEAD:
-                break
-            if at == _LOOK_AHEAD:
-                shortest = self._shortest()
-                if shortest is None or shortest.place < self.waiting[at].place:
-                    break  # it was already skipped
-                at = bisect_left(self.waiting, shortest.place, key=lambda other: other.place)
-                if at == len(self.waiting):
-                    break  # a subclass removed it
-            seq = self.waiting[at]
-            if seq.status is not Status.WAITING:
-                del self.waiting[at]
-                continue
-            known = len(seq.known)
+    def _admit(self, chunks: PromptChunks) -> None:
+        """Start waiting sequences that fit, each with the first chunk of its prompt."""
+        self._retry_at, retry_at = 0, _NEVER
+        for seq in self.waiting.in_sight():
+            if chunks.budget <= 0 or not self._free_slots:
+                return
+            head = self.waiting.head
             cached = self.blocks.match(seq)
             lacking = self.lacking(seq, cached)
-            left = known - len(cached) * self.blocks.block_size
-            n = min(left, budget, self.threshold or left)
-            is_long = bool(self.threshold) and left > self.threshold
-            room = n == left or (
-                partial < self.options.max_num_partial_prefills
-                and (not is_long or long < self.options.max_long_partial_prefills)
-            )
-            if lacking <= 0 and room:
-                self._start(seq, cached)
-                self._take_first_chunk(chunks, seq, n)
-                budget -= n
-                if n < left:
-                    partial += 1
-                    long += is_long
-                if at:
-                    self.waiting[0].overtaken += 1
-                    head_is_next = self._must_go_next(self.waiting[0])
-                del self.waiting[at]
-                at = min(at, _LOOK_AHEAD)
+            left = len(seq.known) - len(cached) * self.blocks.block_size
+            if lacking > 0 or not chunks.may_begin(left):
+                retry_at = min(retry_at, self.blocks.num_free + lacking if lacking > 0 else 0)
+                if seq is head and self._must_go_next(head):
+                    return
                 continue
-            if lacking > 0:
-                retry_at = min(retry_at, self.blocks.num_free + lacking)
-            else:
-                no_room = True
-            if not at:
-                head_is_next = self._must_go_next(seq)
-            at += 1
-        blocked = at > 0 and budget > 0 and self._free_slots
-        self._retry_at = retry_at if blocked and not no_room and not head_is_next else 0
+            self.waiting.admit(seq)
+            self._start(seq, cached)
+            n = chunks.take(seq.slot, left)
+            # A later row of the same step may read these blocks: each layer writes all keys before any row attends.
+            self.blocks.register(seq.slot, seq, self.tokens[seq.slot], int(self.computed[seq.slot]) + n)
+            if seq is not head and self._must_go_next(head):
+                return
+        if chunks.budget > 0 and self._free_slots and retry_at < _NEVER:
+            self._retry_at = retry_at
 
     def _must_go_next(self, head: Sequence) -> bool:
-        """Whether ``head`` was overtaken often enough, and running sequences behind it hold what it lacks."""
-        if head.overtaken < _MAX_OVERTAKEN:
+        """Whether the head of the queue was overtaken often enough, and running ones behind it hold what it lacks."""
+        if self.waiting.may_overtake:
             return False
         ahead = bisect(self.running.tolist(), head.place, key=self._place_of)
         if not ahead:
@@ -327,14 +262,6 @@ class SlotScheduler(Scheduler):
         reserve = max(1, int(_WATERMARK * self.blocks.num_blocks)) if len(self.running) else 0
         return self.blocks.missing(len(seq.known), cached) + reserve
 
-    def _take_first_chunk(self, chunks: list[tuple[int, int]], seq: Sequence, n: int) -> None:
-        """Add the first chunk of a sequence that was just admitted, and make its blocks shareable.
-
-        A later row of the same step may read them: each layer writes all of the step's keys before any row attends.
-        """
-        chunks.append((seq.slot, n))
-        self.blocks.register(seq.slot, seq, self.tokens[seq.slot], int(self.computed[seq.slot]) + n)
-
     def _start(self, seq: Sequence, cached: list[int]) -> None:
         slot = self._free_slots.pop()
         known = len(seq.known)
@@ -344,8 +271,7 @@ class SlotScheduler(Scheduler):
         self.committed[slot] = self.known_len[slot] = known
         self.computed[slot] = computed
         self.max_len[slot] = seq.max_len
-        self.min_len[slot] = seq.prompt_len + seq.params.min_tokens
-        self._set_stop_ids(slot, seq.stop_ids)
+        self.stop_tokens.start(slot, seq)
         self.speculation.start(slot, seq)
         self.sequences[slot] = seq
         self._quiet = range(0)
@@ -385,7 +311,7 @@ class SlotScheduler(Scheduler):
         self.running = self.running[self.running != slot]
         seq.slot, seq.status = -1, Status.WAITING
         seq.num_preemptions += 1
-        self._enqueue(seq)
+        self.waiting.add(seq)
         self._retry_at = 0
 
     def _release(self, seq: Sequence) -> None:
@@ -397,25 +323,14 @@ class SlotScheduler(Scheduler):
         self.speculation.stop(slot)
         self.sequences[slot] = None
         self._free_slots.append(slot)
-        self._more_stop_ids.pop(slot, None)
+        self.stop_tokens.stop(slot)
         if slot in self._partial:
             self._partial.remove(slot)
-
-    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
-        if len(ids) > _FEW_STOP_IDS:
-            self._more_stop_ids[slot] = frozenset(ids[_FEW_STOP_IDS:])
-            ids = ids[:_FEW_STOP_IDS]
-        if len(ids) > self.stop_ids.shape[1]:
-            wider = np.full((len(self.stop_ids), len(ids)), -1, dtype=np.int32)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
-        self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(ids)] = ids
 
     def write_batch(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> Batch | None:
         """Build the step's batch, and advance the slot arrays past it."""
         d = len(decodes)
-        drafted, places, token_ids = self._take_drafts(d, chunks) if self._drafting else (NO_INTS,) * 3
+        drafted, places, token_ids = self._draft_rows(d, chunks) if self._drafting else (NO_INTS,) * 3
         scored = None
         if chunks or len(drafted):
             slots = np.concatenate([decodes, drafted, np.array([s for s, _ in chunks], dtype=np.int32)])
@@ -461,35 +376,15 @@ class SlotScheduler(Scheduler):
         self.steps += 1
         return batch
 
-    def _take_drafts(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, ...]:
-        """The rows of sequences with drafts, each of one token: slots, places in the sequence, ids, each (m,) int32.
-        Draft tokens get what else the step leaves of its budget and rows, and free blocks."""
+    def _draft_rows(self, num_decodes: int, chunks: list[tuple[int, int]]) -> tuple[np.ndarray, ...]:
+        """``Speculation.rows`` of the sequences that ``take_decodes`` kept, in what else the step leaves of its budget
+        and rows."""
         drafting, self._drafting, self._taken = self._drafting, [], 0
         left = min(
             self.options.max_num_batched_tokens - num_decodes - sum(n for _, n in chunks),
             self.options.max_num_seqs - num_decodes - len(chunks),
         )
-        slots: list[int] = []
-        places: list[int] = []
-        ids: list[np.ndarray] = []
-        for number, slot in enumerate(drafting, 1):
-            if left < 1:
-                break
-            n, others = int(self.committed[slot]), len(drafting) - number
-            most = min(left - others, int(self.max_len[slot]) - n) - 1
-            draft = self.speculation.drafts[slot][: max(most, 0)]
-            while n + len(draft) > self.blocks.held[slot] * self.blocks.block_size:
-                if self.blocks.num_free:
-                    self.blocks.append(np.array([slot]))
-                else:
-                    draft = draft[: self.blocks.held[slot] * self.blocks.block_size - n]
-            self.speculation.launched(slot, len(draft))
-            rows = 1 + len(draft)
-            slots += [slot] * rows
-            places += range(n - 1, n - 1 + rows)
-            ids += [self.tokens[slot, n - 1 : n], draft]
-            left -= rows
-        return np.array(slots, np.int32), np.array(places, np.int32), np.concatenate(ids) if ids else NO_INTS
+        return self.speculation.rows(drafting, left, self.tokens, self.committed, self.max_len, self.blocks)
 
     def _chunk_tokens(
         self, chunks: list[tuple[int, int]], computed: list[int], first_row: int
@@ -542,7 +437,7 @@ class SlotScheduler(Scheduler):
         if batch.step not in self._quiet:
             self._share_whole_blocks(slots, at)
             too_long = (at >= self.max_len[slots] - 1).nonzero()[0]
-        stopped = self._stops(slots, tokens, at)
+        stopped = self.stop_tokens.find(slots, tokens, at)
         finished: list[tuple[Sequence, FinishReason]] = []
         if len(stopped) or len(too_long):
             finished = self._end(slots, stopped, too_long)
@@ -562,22 +457,13 @@ class SlotScheduler(Scheduler):
             if self.generation[slot] != batch.generations[first]:
                 continue
             length, rows = int(self.committed[slot]), slice(first, first + accepted)
-            stops = self._stops(batch.slots[rows], token_ids[rows], length + self._rows[:accepted])
+            stops = self.stop_tokens.find(batch.slots[rows], token_ids[rows], length + self._rows[:accepted])
             accepted = int(stops.min(initial=accepted))
             offsets[first : first + count + 1] = [*range(accepted + 1), *[-1] * (count - accepted)]
             self.computed[slot] = length + accepted
             self.speculation.settled(slot, accepted, length + accepted + 1, len(self.running))
             drafts.append((count, accepted))
         return offsets, drafts
-
-    def _stops(self, slots: np.ndarray, tokens: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Which of these rows' tokens end their sequences. ``at``: their places there; all (n,)."""
-        found = (tokens[:, None] == self.stop_ids[slots]).nonzero()[0]
-        if self._more_stop_ids:
-            more, pairs = self._more_stop_ids, zip(slots.tolist(), tokens.tolist(), strict=True)
-            others = [row for row, (slot, token) in enumerate(pairs) if token in more.get(slot, ())]
-            found = np.append(found, np.array(others, dtype=np.int64))
-        return found[at[found] >= self.min_len[slots[found]]] if len(found) else found
 
     def _all_there(self, batch: Batch) -> bool:
         return self.generation[batch.slots].tobytes() == batch.generations.tobytes()
@@ -619,9 +505,8 @@ class SlotScheduler(Scheduler):
         assert not set(run) & set(self._free_slots), "a running slot is free"
         places = [self._place_of(s) for s in run]
         assert places == sorted(places), "running is out of order"
-        queue = [s.place for s in self.waiting if s.status is Status.WAITING]
-        assert queue == sorted(queue), "waiting is out of order"
-        assert len(queue) + len(run) == len(self._by_id), "a sequence is lost"
+        self.waiting.check()
+        assert len(self.waiting) + len(run) == len(self._by_id), "a sequence is lost"
         for slot in range(self.options.max_num_seqs):
             seq, held = self.sequences[slot], int(self.blocks.held[slot])
             if seq is None:
@@ -669,7 +554,3 @@ class PrefillFirstScheduler(SlotScheduler):
         chunks = self.take_chunks(budget)
         self._prompt_steps = self._prompt_steps + held_up if chunks else 0
         return self.write_batch(NO_INTS if chunks else self.take_decodes(budget), chunks)
-
-
-def _length_of(seq: Sequence) -> tuple[int, tuple[int, ...], str]:
-    return len(seq.known), seq.place, seq.request_id

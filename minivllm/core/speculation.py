@@ -21,6 +21,7 @@ from minivllm.core.batch import NO_INTS, Batch
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import SchedulerOptions
+    from minivllm.core.interfaces import BlockManager
     from minivllm.core.sequence import Sequence
 
 DECODES, WAITS, DRAFTS = 0, 1, 2
@@ -103,6 +104,34 @@ class Speculation:
         """Whether the next step should be launched only when no step is in flight: too many of the sequences in these
         slots would miss it. A step with few rows takes nearly as long as one with many."""
         return len(running) > 0 and _SYNCHRONIZES * int((self.state[running] == WAITS).sum()) >= len(running)
+
+    def rows(
+        self, slots: list[int], most: int, tokens: np.ndarray, committed: np.ndarray, max_len: np.ndarray,
+        blocks: BlockManager,
+    ) -> tuple[np.ndarray, ...]:  # fmt: skip
+        """A step's rows of sequences with drafts, ``most`` at most, each of one token: slots, places in the sequence,
+        ids, each (m,) int32. Every sequence gets one for its newest token, and for draft tokens what else there is of
+        rows and free blocks. The last four arguments are the scheduler's."""
+        in_slots: list[int] = []
+        places: list[int] = []
+        ids: list[np.ndarray] = []
+        for number, slot in enumerate(slots, 1):
+            if most < 1:
+                break
+            n, others = int(committed[slot]), len(slots) - number
+            draft = self.drafts[slot][: max(min(most - others, int(max_len[slot]) - n) - 1, 0)]
+            while n + len(draft) > blocks.held[slot] * blocks.block_size:
+                if blocks.num_free:
+                    blocks.append(np.array([slot]))
+                else:
+                    draft = draft[: blocks.held[slot] * blocks.block_size - n]
+            self.launched(slot, len(draft))
+            rows = 1 + len(draft)
+            in_slots += [slot] * rows
+            places += range(n - 1, n - 1 + rows)
+            ids += [tokens[slot, n - 1 : n], draft]
+            most -= rows
+        return np.array(in_slots, np.int32), np.array(places, np.int32), np.concatenate(ids) if ids else NO_INTS
 
     def launched(self, slot: int, num_drafts: int) -> None:
         """A step computes the slot's newest token and this many draft tokens."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from minivllm.core.landing import IN_FLIGHT
+from minivllm.rounding import round_up
 
 _Array = TypeVar("_Array", np.ndarray, torch.Tensor)
 _MOST_KINDS = 256  # eager prompt steps may have any number of tokens
@@ -27,7 +28,7 @@ class Packing:
             end = self.words + int(np.prod(shape)) * (1 + long)
             self.places.append(self.words)
             self._cuts.append((slice(self.words, end), shape if len(shape) > 1 else (), long))
-            self.words = -(-end // _ALIGNED) * _ALIGNED
+            self.words = round_up(end, _ALIGNED)
 
     def cut(self, packet: _Array) -> list[_Array]:
         """Views of the arrays in a packet (``words`` or more,), which is on the host or on the device."""

@@ -52,6 +52,11 @@ class Still(msgspec.Struct, tag=True):
     where: str
     seconds: float
 
+    @classmethod
+    def at_first(cls) -> Still:
+        """Before it has said anything."""
+        return cls("its first moments", 0.0)
+
 
 class Pulse(msgspec.Struct, tag=True):
     """An actor's answer to a health check."""

@@ -18,8 +18,8 @@ import torch
 
 from minivllm.core.batch import mask_words
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
-from minivllm.core.parallel import TensorParallel
-from minivllm.errors import ConfigError, MinivllmError, RequestError, was_shut_down
+from minivllm.errors import ConfigError, MinivllmError, was_shut_down
+from minivllm.executors.elsewhere import folder_of, refuse_unsplittable
 from minivllm.executors.group import open_store
 from minivllm.executors.messages import Build, Hello
 from minivllm.executors.peers import check_all_reduce
@@ -250,21 +250,3 @@ def choose_devices(config: EngineConfig) -> list[int]:
             "CUDA_VISIBLE_DEVICES"
         )
     return devices
-
-
-def folder_of(weights: Path | Iterable[tuple[str, torch.Tensor]] | None, executor: str) -> Path | None:
-    """For ranks in other processes, which are told where weights are. Raises RequestError for the tensors."""
-    if weights is None or isinstance(weights, Path):
-        return weights
-    raise RequestError(
-        f"weights_iterator with executor={executor}: its ranks run in other processes, which no tensor of this one "
-        "reaches; save the weights as a checkpoint and pass weights_path=DIR"
-    )
-
-
-def refuse_unsplittable(config: EngineConfig, model_config: ModelConfig, registry: Registry) -> None:
-    """Build the last rank's model on the meta device, to refuse what cannot be split before starting any process."""
-    name = registry.model_for_architecture(model_config.architecture).name
-    model_class = registry.resolve("model", name)
-    with torch.device("meta"), registry.building("model", name):
-        model_class(model_config, TensorParallel(config.tp - 1, config.tp))

@@ -41,7 +41,7 @@ class Rank:
     link: Link
     ready: Ready | None = None
     failed: Failed | None = None
-    place: Still = field(default_factory=lambda: Still("its first moments", 0.0))
+    place: Still = field(default_factory=Still.at_first)
     beats: int = 0
     silent: float = 0.0  # seconds, while we were watching
 
@@ -145,7 +145,7 @@ class RankProcesses:
         """Before ranks are told to load other weights, after which each says again that it is ready."""
         self._starting = True
         for rank in self.ranks:
-            rank.ready, rank.place, rank.silent = None, Still("its first moments", 0.0), 0.0
+            rank.ready, rank.place, rank.silent = None, Still.at_first(), 0.0
 
     def wait_ready(self, doing: str = "startup") -> list[Ready]:
         """Wait until every rank is ready for steps. Raises what a rank raised while ``doing`` this."""

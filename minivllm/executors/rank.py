@@ -7,7 +7,6 @@ It exits when its parent does, however that ends; Ctrl-C is left to the parent.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import os
 import queue
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minivllm.bytecode import kept_bytecode
+from minivllm.child_process import ends_with
 from minivllm.core.garbage import frozen, uncollected
 from minivllm.executors.messages import Failed, Hello, Link, Ready
 from minivllm.executors.progress import Progress
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _BEAT = 0.2  # seconds
 _BEATS_A_REPORT = 5  # of progress
-_PR_SET_PDEATHSIG = 1
 
 
 class RankProcess:
@@ -169,14 +168,6 @@ def start_worker(hello: Hello, registry: Registry) -> Worker:
     return worker
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux); elsewhere the closed socket tells."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it had already ended
-            os._exit(0)
-
-
 def leave(code: int) -> None:
     """Exit at once: the driver frees device memory faster than we could, and a peer may be gone already."""
     sys.stdout.flush()
@@ -196,7 +187,7 @@ def main() -> None:
     if not isinstance(hello, Hello):
         return
     if hello.dies_with:
-        die_with_parent(hello.dies_with)
+        ends_with(hello.dies_with)()
     for fd in (link.socket.fileno(), *fds):
         os.set_inheritable(fd, False)  # processes started by the model must not keep it open
     rank = RankProcess(link, hello, fds)

@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from minivllm.core.interfaces import Executor, StepHandle, StepResult
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, one_line, was_shut_down
+from minivllm.executors.elsewhere import folder_of, refuse_unsplittable
 from minivllm.executors.messages import Build, Failed, Ready, decode, encode
-from minivllm.executors.multiproc import folder_of, refuse_unsplittable
 from minivllm.executors.progress import START_TIMEOUT, STEP_TIMEOUT, TICK, seconds
 from minivllm.executors.ray_actor import RemoteRank
 from minivllm.executors.ray_health import Failures, Hearts

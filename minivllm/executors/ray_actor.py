@@ -35,7 +35,7 @@ class RankActor:
 
     @ray.method(concurrency_group="health")
     def pulse(self) -> bytes:
-        place = self.progress.sample() if self.progress is not None else Still("its first moments", 0.0)
+        place = self.progress.sample() if self.progress is not None else Still.at_first()
         return encode(Pulse(os.getpid(), ray.get_runtime_context().get_node_id(), place))
 
     @ray.method(concurrency_group="steps")

@@ -19,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from minivllm.rounding import cdiv
+
 _LINE = 8  # words
 _READ, _ASLEEP, _BEATS = 0, 1, 2
 _SPIN = 50e-6  # seconds that a reader spins before it sleeps: an answer often comes within microseconds
@@ -41,7 +43,7 @@ class Ring:
 
     def __init__(self, fd: int, readers: int, slot_bytes: int) -> None:
         self.fd, self.readers, self.slot_bytes = fd, readers, slot_bytes
-        self.stride = 2 + -(-slot_bytes // 8)  # words of a slot
+        self.stride = 2 + cdiv(slot_bytes, 8)  # words of a slot
         self.first = (1 + readers) * _LINE  # its first word
         self.memory = mmap.mmap(fd, self.size(readers, slot_bytes))
         self.bytes = memoryview(self.memory)
@@ -50,7 +52,7 @@ class Ring:
 
     @staticmethod
     def size(readers: int, slot_bytes: int) -> int:
-        return 8 * ((1 + readers) * _LINE + SLOTS * (2 + -(-slot_bytes // 8)))
+        return 8 * ((1 + readers) * _LINE + SLOTS * (2 + cdiv(slot_bytes, 8)))
 
     def fence(self) -> None:
         """Order memory accesses before this against those after it (a lock's atomics do; x86 hardly needs it)."""

@@ -17,9 +17,10 @@ from torch import nn
 
 from minivllm.backends.agree import build
 from minivllm.backends.select import choose
-from minivllm.core.interfaces import AttentionSpec, undoes_sample
+from minivllm.core.interfaces import AttentionSpec
 from minivllm.core.model_runner import ModelRunner
 from minivllm.core.parallel import TensorParallel
+from minivllm.core.sampler_overrides import undoes_sample
 from minivllm.cores import usable_cores
 from minivllm.errors import ConfigError, PluginError, calling, was_shut_down
 from minivllm.executors.first_calls import look_at_model, look_at_sampler
@@ -34,6 +35,7 @@ from minivllm.models.checkpoint import fetch
 from minivllm.models.fp8_checkpoint import float_weights
 from minivllm.models.loader import build_model
 from minivllm.models.reloading import outside_inference_mode, reload_model
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.config.engine_config import EngineConfig
@@ -216,7 +218,7 @@ class Worker:
             sampler,
             self.tp,
             num_slots=num_slots,
-            max_blocks=-(-self.max_model_len // self.spec.block_size),
+            max_blocks=cdiv(self.max_model_len, self.spec.block_size),
             block_size=self.spec.block_size,
             hidden_size=model_config.hidden_size,
             device=device,
@@ -336,7 +338,7 @@ class Worker:
     def _least_cache_bytes(self) -> int:
         """The bytes of ``cache.num_blocks``, or of one sequence of the user's ``max_model_len``."""
         tokens = self.config.max_model_len or 1
-        return self._block_bytes() * (1 + (self.config.cache.num_blocks or -(-tokens // self.spec.block_size)))
+        return self._block_bytes() * (1 + (self.config.cache.num_blocks or cdiv(tokens, self.spec.block_size)))
 
     def _num_blocks(self, device: torch.device) -> int:
         """The number of usable blocks: ``cache.num_blocks``, or as many as fit.
@@ -348,7 +350,7 @@ class Worker:
         block_bytes = self._block_bytes()
         if cache.num_blocks is not None:
             return cache.num_blocks
-        most = spec.max_num_seqs * -(-spec.max_model_len // spec.block_size)
+        most = spec.max_num_seqs * cdiv(spec.max_model_len, spec.block_size)
         if device.type == "cpu":
             return max(min(_CPU_CACHE_BYTES // block_bytes, most), 1)
         room = self._free_bytes_at_peak()

@@ -15,6 +15,7 @@ from minivllm.models.checkpoint import read_quantization
 from minivllm.models.fp8_config import Fp8Config
 from minivllm.models.loader import iterate_safetensors
 from minivllm.naming import listed
+from minivllm.rounding import cdiv
 
 _FP8 = torch.float8_e4m3fn
 _OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -134,7 +135,7 @@ def _fitting(scale: torch.Tensor, weight: torch.Tensor, config: Fp8Config) -> to
 
 def _num_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[int, ...]:
     """Along rows and columns. The last ones may be smaller."""
-    return tuple(-(-size // of) for size, of in zip(weight.shape, block, strict=True))
+    return tuple(cdiv(size, of) for size, of in zip(weight.shape, block, strict=True))
 
 
 def _misfit(name: str, weight: torch.Tensor, scale_name: str, scale: torch.Tensor, config: Fp8Config) -> str:

@@ -26,19 +26,10 @@ from minivllm.layers.packed import pack_products_again
 from minivllm.layers.parameter import ShardId, allocate, load_piece, pieces_of, whole_of
 from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
-from minivllm.models.checkpoint import fetch, read_json, read_model_config
+from minivllm.models.checkpoint import read_json
+from minivllm.models.checkpoint import read_model_config as read_model_config  # for who imported it from here
 from minivllm.models.upload import PinnedUpload
 from minivllm.naming import listed
-
-__all__ = [
-    "build_model",
-    "dummy_weights",
-    "fetch",
-    "iterate_safetensors",
-    "load_weights",
-    "materialize",
-    "read_model_config",
-]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Tensors that old checkpoints contain and no model reads: tables computed from the config.

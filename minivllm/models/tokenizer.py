@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.config.engine_config import ModelOptions
 from minivllm.core.model_config import ModelConfig
-from minivllm.errors import CheckpointError, RequestError, one_line, shown
+from minivllm.errors import CheckpointError, RequestError, lone_surrogate, one_line, shown
 from minivllm.models.checkpoint import DEMO, download
 from minivllm.models.conversation import Message, for_template, takes_parts, takes_text_arguments
 from minivllm.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
@@ -202,13 +202,10 @@ class CheckpointTokenizer(Tokenizer):
 
 def _check_unicode(texts: Sequence[str]) -> None:
     for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
+        if (half := lone_surrogate(text)) is not None:
             raise RequestError(
-                f"the prompt contains a lone surrogate, {text[error.start]!r}, at index {error.start}: invalid "
-                "UTF-8, or text that was cut; decode it with errors='replace'"
-            ) from None
+                f"the prompt contains {half}: invalid UTF-8, or text that was cut; decode it with errors='replace'"
+            )
 
 
 def _is_plain(tokenizer: Any) -> bool:

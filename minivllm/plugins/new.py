@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from minivllm.errors import ConfigError
+from minivllm.modules import exists
 from minivllm.naming import did_you_mean, listing
-from minivllm.plugins.registry import KINDS, Registry, exists
+from minivllm.plugins.registry import KINDS, Registry
 
 TEMPLATES = Path(__file__).parent / "templates"
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
 from typing import Any
 
 from minivllm.errors import CheckpointError, ConfigError, MinivllmError, PluginError, described, one_line, shown
+from minivllm.modules import exists
 from minivllm.naming import did_you_mean, listing
 from minivllm.plugins.types import Component, ConfigOption, ModelComponent
 
@@ -289,21 +287,3 @@ def _missing(component: Component) -> list[str]:
 
 def _not_installed(need: str) -> str:
     return f"the package {' or '.join(map(repr, need.split('|')))} is not installed"
-
-
-def exists(module: str) -> bool:
-    """Whether a module can be found, without importing the parents of a dotted name as ``find_spec`` does."""
-    if module in sys.modules:
-        return sys.modules[module] is not None
-    top, *rest = module.split(".")
-    try:
-        spec: ModuleSpec | None = find_spec(top)
-        path = top
-        for part in rest:
-            if spec is None or spec.submodule_search_locations is None:
-                return False
-            path = f"{path}.{part}"
-            spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
-    except (ImportError, ValueError):
-        return False
-    return spec is not None

@@ -14,19 +14,19 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from minivllm.core.sampling_params import SamplingParams
-from minivllm.errors import EngineDeadError, RequestError, shown
+from minivllm.errors import CheckpointError, EngineDeadError, RequestError, shown
 from minivllm.models.tokenizer import check_variables
 from minivllm.serve.conversation import Conversation
 from minivllm.serve.echo import Echo
 from minivllm.serve.engine_client import EngineClient
-from minivllm.serve.errors import ClientError, error_body, install_error_handlers
+from minivllm.serve.errors import ClientError, error_response, install_error_handlers
 from minivllm.serve.gates import MAX_BODY, BodyLimit, KeyCheck, while_there
-from minivllm.serve.generation import Aborted, Generation
+from minivllm.serve.generation import Aborted, Generation, Interrupted
 from minivllm.serve.handshake import ServerOptions
 from minivllm.serve.protocol import (
     MAX_SCORES,
@@ -35,6 +35,7 @@ from minivllm.serve.protocol import (
     CompletionBody,
     Detokenize,
     GenerationBody,
+    ReloadWeights,
     StreamOptions,
     TokenIds,
     Tokenize,
@@ -66,6 +67,7 @@ def create_app(engine: EngineClient, options: ServerOptions) -> FastAPI:
     app.post("/v1/chat/completions")(server.chat)
     app.post("/tokenize")(server.tokenize)
     app.post("/detokenize")(server.detokenize)
+    app.post("/reload_weights")(server.reload_weights)
     app.post("/ping")(server.health)
     got: dict[str, Callable[..., Any]] = {
         "/v1/models": server.models,
@@ -293,6 +295,20 @@ class Server:
         """Run ``function`` in the tokenizer's thread, in turn; a request cancelled before its turn does not run."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenizing, lambda: function(*args, **kwargs))
 
+    # ------------------------------------------------------------------ weights
+
+    async def reload_weights(self, body: ReloadWeights) -> dict[str, Any]:
+        """Goes on if the client leaves."""
+        if not self.options.allow_reload:
+            said = "this server replaces no weights; start it with allow_reload=true (it then reads any folder it can)"
+            raise ClientError(said, status=403)
+        began = time.monotonic()
+        try:
+            await self.engine.reload_weights(body.weights_path, abort=body.abort)
+        except (CheckpointError, RequestError) as error:
+            raise ClientError(str(error), param=None if body.weights_path is None else "weights_path") from None
+        return {"weights_path": body.weights_path, "seconds": round(time.monotonic() - began, 3)}
+
     # ------------------------------------------------------------------ about the server
 
     async def models(self) -> dict[str, Any]:
@@ -382,8 +398,8 @@ class EventStream(StreamingResponse):
             async for output in generation:
                 if new := b"".join(map(_event, reply.chunks(output))):
                     yield new
-        except EngineDeadError as error:  # too late for a status
-            yield b"data: " + bytes(JSONResponse(error_body(str(error), 503, code="engine_dead")).body) + b"\n\n"
+        except (EngineDeadError, Interrupted) as error:  # too late for a status
+            yield _event(bytes(error_response(error).body))
             return
         except Aborted:
             return

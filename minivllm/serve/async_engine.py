@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING
 from minivllm.errors import MinivllmError
 from minivllm.serve.engine_client import EngineClient, Limits
 from minivllm.serve.engine_loop import EngineLoop
-from minivllm.serve.messages import Died, FromEngine, News, ToEngine
+from minivllm.serve.messages import Died, FromEngine, News, Reload, Reloaded, ToEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch import Tensor
+
     from minivllm.core.engine import LLMEngine
 
 _PATIENCE = 10.0  # seconds that `stop` waits for a step in flight
@@ -61,6 +66,17 @@ class AsyncEngine(EngineClient):
         if not self._thread.is_alive():
             self.engine.abort(left)
 
+    async def reload_weights(
+        self,
+        weights_path: str | Path | None = None,
+        weights_iterator: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        abort: bool = False,
+    ) -> None:
+        """As ``EngineClient.reload_weights``; with a ``weights_iterator``, which is read in the engine's thread, as in
+        ``LLMEngine.reload_weights``."""
+        await self._reload(Reload(weights_path, weights_iterator), abort=abort)
+
     async def metrics(self, model_name: str) -> bytes:
         return self.engine_loop.metrics(model_name)
 
@@ -72,5 +88,7 @@ class AsyncEngine(EngineClient):
         with contextlib.suppress(RuntimeError):  # the loop is closed: there is no reader any more
             if isinstance(message, News):
                 self._loop.call_soon_threadsafe(self._hear, message)
+            elif isinstance(message, Reloaded):
+                self._loop.call_soon_threadsafe(self._hear_reloaded, message)
             elif isinstance(message, Died):
                 self._loop.call_soon_threadsafe(self._die, message)

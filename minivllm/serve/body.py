@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import shown
+from minivllm.errors import lone_surrogate, shown
 from minivllm.naming import did_you_mean
 from minivllm.serve.errors import ClientError
 
@@ -55,10 +55,8 @@ _STRUCTURES = frozenset(f.name for f in fields(StructuredOutputsParams))
 
 def unicode_text(text: str) -> str:
     """Refuse lone surrogates, which JSON can express but no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"this is not Unicode text: {error.reason}") from error
+    if (half := lone_surrogate(text)) is not None:
+        raise ValueError(f"this is not Unicode text: it contains {half}")
     return text
 
 

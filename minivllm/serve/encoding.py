@@ -22,9 +22,21 @@ from minivllm.core.model_config import FrozenDict, frozen
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import MinivllmError, RequestError, by_name, printable, shown
+from minivllm.errors import MinivllmError, RequestError, SchemaError, by_name, printable, shown
 from minivllm.serve.handshake import Handshake
-from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News, ToEngine
+from minivllm.serve.messages import (
+    Abort,
+    Add,
+    AskMetrics,
+    Delivered,
+    Died,
+    FromEngine,
+    Metrics,
+    News,
+    Reload,
+    Reloaded,
+    ToEngine,
+)
 
 T = TypeVar("T")
 _LEVELS = 200  # of nested lists and mappings: fewer than Python's parser accepts at any call depth
@@ -93,7 +105,7 @@ class _Add(msgspec.Struct, array_like=True, tag="Add"):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics)
+_to_engine = msgspec.msgpack.Decoder(_Add | Abort | Delivered | AskMetrics | Reload)
 
 
 def encode_to_engine(message: ToEngine) -> bytes:
@@ -162,15 +174,22 @@ class _Failure(msgspec.Struct, array_like=True):
     error: str  # the class's name
     message: str
     traceback: str
+    tag: int | None = None  # of a SchemaError
+    why: str = ""
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
         text = "" if isinstance(error, MinivllmError) else "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, printable(str(error)), printable(text))
+        failure = cls(type(error).__name__, printable(str(error)), printable(text))
+        if isinstance(error, SchemaError):
+            failure.tag, failure.why = error.tag, printable(error.why)
+        return failure
 
     def as_error(self) -> Exception:
         """The exception, of its original class if that is minivllm's or a builtin."""
         error = by_name(self.error, self.message)
+        if isinstance(error, SchemaError):
+            error.tag, error.why = self.tag, self.why
         if self.traceback:
             error.add_note(f"in the engine:\n{self.traceback}")
         return error
@@ -191,10 +210,16 @@ class _News(msgspec.Struct, array_like=True, tag=True):
     outputs: list[_Output]
 
 
-_from_engine = msgspec.msgpack.Decoder(_News | Metrics | Died)
+class _Reloaded(msgspec.Struct, array_like=True, tag=True):
+    failure: _Failure | None
+
+
+_from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Reloaded | Died)
 
 
 def encode_from_engine(message: FromEngine) -> bytes:
+    if isinstance(message, Reloaded):
+        return _encoder.encode(_Reloaded(None if message.error is None else _Failure.of(message.error)))
     if not isinstance(message, News):
         return _encoder.encode(message)
     taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
@@ -207,6 +232,8 @@ def encode_from_engine(message: FromEngine) -> bytes:
 def decode_from_engine(data: bytes) -> FromEngine:
     """Outputs have no prompt."""
     message = _from_engine.decode(data)
+    if isinstance(message, _Reloaded):
+        return Reloaded(None if message.failure is None else message.failure.as_error())
     if not isinstance(message, _News):
         return message
     taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from minivllm.errors import EngineDeadError
-from minivllm.serve.generation import Generation
-from minivllm.serve.messages import Abort, Add, Delivered, Died, News, ToEngine
+from minivllm.serve.generation import Generation, Interrupted
+from minivllm.serve.messages import Abort, Add, Delivered, Died, News, Reload, Reloaded, ToEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from minivllm.core.sampling_params import SamplingParams
     from minivllm.models.tokenizer import Tokenizer
 
+T = TypeVar("T")
 _MOST_REST = 0.05  # seconds
 _NOT_STARTED = (
     "the engine is not started: the application's lifespan starts it, which nobody runs of an application that is "
@@ -52,6 +54,7 @@ class EngineClient(ABC):
         self.died: Died | None = None
         self._ended = self._started = False
         self._generations: dict[str, Generation] = {}
+        self._reloads: deque[asyncio.Future[None]] = deque()  # in the order of their messages
 
     def start(self) -> None:
         """Call in the event loop that will send requests; again only after ``stop``."""
@@ -62,10 +65,37 @@ class EngineClient(ABC):
         """Running requests get no more outputs. Safe to call twice."""
         self._started = False
         self._generations.clear()
+        fail(self._reloads, EngineDeadError("the engine was stopped"))
 
     @abstractmethod
     async def metrics(self, model_name: str) -> bytes:
         """Metrics in Prometheus text format, for a model of this name. Raises EngineDeadError if unavailable."""
+
+    async def reload_weights(self, weights_path: str | None = None, *, abort: bool = False) -> None:
+        """Replace the weights of the running engine as ``LLMEngine.reload_weights`` does, between two steps: once the
+        requests that run are done, or, with ``abort``, have ended with Interrupted. Those that come meanwhile wait, and
+        are answered with the new weights. It cannot be cancelled.
+
+        Raises:
+            RequestError, CheckpointError: nothing was written; the engine runs on as it was.
+            EngineDeadError: the engine is dead, by this or before.
+        """
+        await self._reload(Reload(weights_path), abort=abort)
+
+    async def _reload(self, message: Reload, *, abort: bool) -> None:
+        self.check()
+        if abort:
+            self._interrupt_all()
+        answer = self._loop.create_future()
+        self._reloads.append(answer)
+        self._post(message)
+        await answer
+
+    def _interrupt_all(self) -> None:
+        self._post(Abort(tuple(self._generations)))
+        for generation in set(self._generations.values()):
+            generation.end(Interrupted("the request was aborted, as the weights are being replaced; send it again"))
+        self._generations.clear()
 
     @abstractmethod
     def _post(self, message: ToEngine) -> None:
@@ -134,6 +164,8 @@ class EngineClient(ABC):
             assert error is not None
             generation.end(error)
         self._generations.clear()
+        if (error := self._why_not()) is not None:
+            fail(self._reloads, error)
 
     # ------------------------------------------------------------------ what the engine says
 
@@ -164,9 +196,26 @@ class EngineClient(ABC):
         else:
             self._post(Delivered())
 
+    def _hear_reloaded(self, message: Reloaded) -> None:
+        answer = self._reloads.popleft() if self._reloads else None
+        if answer is None or answer.done():  # whoever asked is gone
+            return
+        if message.error is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(message.error)
+
     def _die(self, died: Died) -> None:
         if self.died is None:
             self.died = died
             self._fail_all()
             if self.on_death is not None:
                 self.on_death()
+
+
+def fail(answers: deque[asyncio.Future[T]], error: Exception) -> None:
+    """End the wait for these answers, which do not come any more."""
+    while answers:
+        answer = answers.popleft()
+        if not answer.done():
+            answer.set_exception(error)

@@ -14,7 +14,19 @@ from prometheus_client import generate_latest
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
-from minivllm.serve.messages import Abort, Add, AskMetrics, Delivered, Died, FromEngine, Metrics, News, ToEngine
+from minivllm.serve.messages import (
+    Abort,
+    Add,
+    AskMetrics,
+    Delivered,
+    Died,
+    FromEngine,
+    Metrics,
+    News,
+    Reload,
+    Reloaded,
+    ToEngine,
+)
 from minivllm.serve.metrics import EngineCollector
 from minivllm.serve.pace import Pace
 from minivllm.serve.timings import Timings, request_of
@@ -65,6 +77,7 @@ class EngineLoop:
         self._inbox, self._tell = inbox, tell
         self._undelivered: deque[int] = deque()  # number of outputs in each unacknowledged ``News``
         self._adds: deque[_Adding] = deque()  # the first may be partly accepted
+        self._reloads: deque[Reload] = deque()
         self._ready: list[RequestOutput] = []  # to be sent with the next ones
         self._slice = _SLICE
 
@@ -114,7 +127,7 @@ class EngineLoop:
     def _to_tell(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """All outputs except those of an incomplete add, which may still be refused."""
         ready, self._ready = self._ready, []
-        if not self._adds or not self._adds[0].done:
+        if not self._has_begun_add:
             return ready + outputs
         first = self._adds[0]
         names = set(first.add.request_ids[: first.done])
@@ -134,12 +147,15 @@ class EngineLoop:
         taken: list[tuple[str, Exception | None]] = []
         spent, added = 0.0, False
         while spent < self._slice:
-            idle = not (taken or self._adds or self.engine.has_unfinished_requests())
+            busy = self.engine.has_unfinished_requests()
+            idle = not (taken or self._adds or self._reloads or busy)
             began = time.perf_counter()
             try:
                 message = self._inbox.get(idle, _HEALTH)
             except queue.Empty:
-                if self._adds:
+                if self._reloads and not (taken or busy or self._has_begun_add):
+                    self._reload_next()
+                elif self._may_add:
                     added = True
                     taken += self._add_next()
                 elif idle:
@@ -155,7 +171,17 @@ class EngineLoop:
                 self._do(message)
             if not idle:
                 spent += time.perf_counter() - began
-        return taken if added or not self._adds else taken + self._add_next()
+        return taken if added or not self._may_add else taken + self._add_next()
+
+    @property
+    def _has_begun_add(self) -> bool:
+        """Whether the first add is partly accepted."""
+        return bool(self._adds) and self._adds[0].done > 0
+
+    @property
+    def _may_add(self) -> bool:
+        """Whether there is something to add that need not wait for other weights."""
+        return self._has_begun_add if self._reloads else bool(self._adds)
 
     def _do(self, message: ToEngine) -> None:
         if isinstance(message, Add):
@@ -170,6 +196,19 @@ class EngineLoop:
             self._hold_if_many()
         elif isinstance(message, AskMetrics):
             self._tell(Metrics(self.metrics(message.model_name)))
+        elif isinstance(message, Reload):
+            self._reloads.append(message)
+
+    def _reload_next(self) -> None:
+        message = self._reloads.popleft()
+        try:
+            self.engine.reload_weights(message.weights_path, message.weights_iterator)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # nothing was written
+            self._tell(Reloaded(error))
+        else:
+            self._tell(Reloaded(None))
 
     def _hold_if_many(self) -> None:
         self.engine.hold_outputs = sum(self._undelivered) >= _MANY
@@ -212,6 +251,8 @@ class EngineLoop:
             self.engine.abort(list(add.request_ids[:i]))
             self.engine.stats.prompt_tokens -= adding.prompt_tokens
             self.timings.forget(add.request_ids)
-            return of_prompt(error, add.prompts, i) if isinstance(error, RequestError) else error
+            if isinstance(error, RequestError) and not error.whole_request:
+                return of_prompt(error, add.prompts, i)
+            return error
         adding.prompt_tokens += self.engine.stats.prompt_tokens - before
         return None

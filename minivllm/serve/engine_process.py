@@ -88,6 +88,7 @@ def _go(config: EngineConfig, options: ServeOptions, engine: LLMEngine, listener
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         allowed_origins=options.allowed_origins,
+        allow_reload=options.allow_reload,
     )
     return Go(
         server,

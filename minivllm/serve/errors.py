@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from minivllm.errors import ContextLengthError, EngineDeadError, RequestError, printable
-from minivllm.serve.generation import Aborted
+from minivllm.serve.generation import Aborted, Interrupted
 
 _GONE = 499  # never read: the client has disconnected
 _RETRY = {"Retry-After": "1"}
@@ -64,6 +64,8 @@ def error_response(error: Exception, fields: Sequence[str] = ()) -> JSONResponse
         status, param, code = error.status, error.param, error.code
     elif isinstance(error, EngineDeadError):
         status, code = 503, "engine_dead"
+    elif isinstance(error, Interrupted):
+        status, code = 503, "interrupted"
     elif isinstance(error, Aborted):
         status, message = _GONE, "the client has closed the connection"
     else:
@@ -101,7 +103,7 @@ def install_error_handlers(app: FastAPI, fields: Sequence[str]) -> None:
         said = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(said, error.status_code), error.status_code, error.headers)
 
-    for kind in (ClientError, RequestError, EngineDeadError, Aborted, Exception):
+    for kind in (ClientError, RequestError, EngineDeadError, Aborted, Interrupted, Exception):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

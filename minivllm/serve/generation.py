@@ -17,6 +17,10 @@ class Aborted(Exception):
     """``Generation.abort`` was called while its outputs were awaited."""
 
 
+class Interrupted(Exception):
+    """The server ended the request, which may be sent again."""
+
+
 class Generation:
     """The outputs of one or more prompts as they arrive: ``async for output in generation``.
 
@@ -24,7 +28,7 @@ class Generation:
     deltas are merged (otherwise the newest is kept), so that a slow reader holds at most one output per prompt.
 
     Raises, while read:
-        EngineDeadError: the engine died. Aborted: ``abort`` was called.
+        EngineDeadError: the engine died. Aborted: ``abort`` was called. Interrupted: ``reload_weights`` aborted it.
     """
 
     def __init__(

@@ -27,6 +27,7 @@ class ServerOptions:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()
+    allow_reload: bool = False
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):

@@ -25,9 +25,9 @@ from minivllm.errors import MinivllmError
 from minivllm.models.tokenizer import load_tokenizer
 from minivllm.serve.app import create_app
 from minivllm.serve.encoding import decode_from_engine, encode_to_engine
-from minivllm.serve.engine_client import EngineClient, Limits
+from minivllm.serve.engine_client import EngineClient, Limits, fail
 from minivllm.serve.handshake import CTRL_C, INTERRUPTED, Begin, Go, Refused, Serving
-from minivllm.serve.messages import AskMetrics, Died, Metrics, News, ToEngine
+from minivllm.serve.messages import AskMetrics, Died, Metrics, News, Reloaded, ToEngine
 from minivllm.serve.wire import Wire
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class RemoteEngine(EngineClient):
                 asked = self._asked.popleft()
                 if not asked.done():  # the client may have disconnected
                     asked.set_result(message.text)
+            elif isinstance(message, Reloaded):
+                self._hear_reloaded(message)
             elif isinstance(message, Died):
                 self._die(message)
         if self._wire.ended:
@@ -91,10 +93,7 @@ class RemoteEngine(EngineClient):
 
     def _die(self, died: Died) -> None:
         super()._die(died)
-        while self._asked:
-            answer = self._asked.popleft()
-            if not answer.done() and (error := self._why_not()) is not None:
-                answer.set_exception(error)
+        fail(self._asked, died.as_error())
 
 
 class HttpServer(uvicorn.Server):

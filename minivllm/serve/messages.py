@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,7 +43,15 @@ class AskMetrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
     model_name: str
 
 
-ToEngine = Add | Abort | Delivered | AskMetrics
+class Reload(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Replace the weights (``LLMEngine.reload_weights``) once no request runs; those not yet begun wait. A
+    ``weights_iterator`` crosses to no other process."""
+
+    weights_path: Any = None
+    weights_iterator: Any = None
+
+
+ToEngine = Add | Abort | Delivered | AskMetrics | Reload
 
 # --------------------------------------------------------------------------- from the engine
 
@@ -54,6 +62,13 @@ class News:
 
     taken: list[tuple[str, Exception | None]]
     outputs: list[RequestOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """The answer to a ``Reload``; ``error``: why nothing was written."""
+
+    error: Exception | None
 
 
 class Metrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -76,4 +91,4 @@ class Died(msgspec.Struct, array_like=True, tag=True, frozen=True):
         return EngineDeadError(f"the engine has stopped: {self.why}")
 
 
-FromEngine = News | Metrics | Died
+FromEngine = News | Metrics | Reloaded | Died

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from minivllm.core.grammars import text_of
 from minivllm.core.sampling_params import MAX_LOGPROBS, NO_LIMIT, RequestOutputKind, SamplingParams
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import RequestError, no_room, shown, which_of
+from minivllm.errors import RequestError, SchemaError, no_room, shown, which_of
 from minivllm.serve.body import Body, Unicode, Whole, at_most, unicode_text
 from minivllm.serve.conversation import Conversation, Message
 from minivllm.serve.errors import ClientError, asked_wrongly
@@ -21,10 +21,8 @@ from minivllm.serve.errors import ClientError, asked_wrongly
 _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 _ID = r"^[\x21-\x7e]{1,200}$"  # a client's own request id
 
-_OF_FUNCTION = re.compile(r"structural_tag: the schema behind '.*?\"name\": \"([\w-]+)\".*?': ")
-_OF_TEXT = "structural_tag: the schema that answers without tags match: "
 _OF_MAX_TOKENS = re.compile(r"^max_tokens\b")
-_OF_EXTRA_ARGS = re.compile(r"^(prompt \d+: )?extra_args\b")
+_OF_EXTRA_ARGS = re.compile(r"^extra_args\b")
 
 TokenIds = list[int]
 MAX_COMPLETIONS, MAX_PROMPTS = 128, 2048  # per request, as in OpenAI's API; other requests wait while these are read
@@ -116,12 +114,12 @@ class GenerationBody(Body):
         try:
             yield
         except RequestError as error:
-            said, fields = self._as_asked(str(error)), type(self).model_fields
+            said, fields = self._as_asked(error), type(self).model_fields
             raise asked_wrongly(error, fields, message=said, prompt=self.prompt_is) from None
 
-    def _as_asked(self, message: str) -> str:
-        message = message.replace("structured_outputs", self._asks_by, 1).replace("leave it at None", "leave it out")
-        message = _OF_EXTRA_ARGS.sub(r"\1vllm_xargs", message)
+    def _as_asked(self, error: RequestError) -> str:
+        message = str(error).replace("structured_outputs", self._asks_by, 1).replace("leave it at None", "leave it out")
+        message = _OF_EXTRA_ARGS.sub("vllm_xargs", message)
         return message.replace(f" ({NO_LIMIT})", self._no_limit)
 
     _no_limit: ClassVar[str] = ""  # what ``max_tokens=null`` does
@@ -215,6 +213,13 @@ class ChatBody(GenerationBody, Conversation):
         return self.tool_choice  # validated: one of the three
 
     @property
+    def may_be_called(self) -> list[str]:
+        """Names of functions: each is a tag of the answer's constraint, in this order."""
+        return (
+            list(self.choice) if isinstance(self.choice, tuple) else [tool.function.name for tool in self.tools or ()]
+        )
+
+    @property
     def uses_tools(self) -> bool:
         return bool(self.tools) and self.choice != "none"
 
@@ -222,14 +227,15 @@ class ChatBody(GenerationBody, Conversation):
     def _asks_by(self) -> str:
         return "tools" if self.uses_tools else super()._asks_by
 
-    def _as_asked(self, message: str) -> str:
-        message = super()._as_asked(message)
+    def _as_asked(self, error: RequestError) -> str:
+        if isinstance(error, SchemaError) and self.uses_tools:
+            if error.tag is None:
+                return f"{super()._asks_by}: {error.why}"
+            return f"tools: function {self.may_be_called[error.tag]}: {error.why}"
+        message = super()._as_asked(error)
         if self.max_completion_tokens is not None:
             message = _OF_MAX_TOKENS.sub("max_completion_tokens", message)
-        if not self.uses_tools:
-            return message
-        message = _OF_FUNCTION.sub(r"function \1: ", message)
-        return message.replace(f"tools: {_OF_TEXT}", f"{super()._asks_by}: ", 1)
+        return message
 
     def begun(self) -> str:
         """The part of the answer that the prompt ends with."""
@@ -328,6 +334,13 @@ class Detokenize(Body):
     @classmethod
     def _so_many(cls, tokens: Any) -> Any:
         return at_most(MAX_IDS, "tokens", tokens)
+
+
+class ReloadWeights(Body):
+    """POST /reload_weights: arguments of ``EngineClient.reload_weights``."""
+
+    weights_path: Unicode | None = None
+    abort: bool = False
 
 
 def check_grammar(asked: StructuredOutputsParams | None) -> None:

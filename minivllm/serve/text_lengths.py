@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import no_room, which_of
 from minivllm.models.tokenizer import ByteTokenizer
+from minivllm.rounding import cdiv
 
 if TYPE_CHECKING:
     from minivllm.models.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ class TextLengths:
             most = (self._max_model_len - 1) * self.longest  # bytes
             if len(text.encode()) > most and (size := len(unicodedata.normalize("NFC", text).encode())) > most:
                 which = which_of(prompts, i)
-                raise no_room(f"{which}the prompt has {-(-size // self.longest)} tokens or more", self._max_model_len)
+                raise no_room(f"{which}the prompt has {cdiv(size, self.longest)} tokens or more", self._max_model_len)
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:

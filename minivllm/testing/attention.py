@@ -17,6 +17,7 @@ from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
 from minivllm.llm import LLM
 from minivllm.plugins.manager import default_registry
+from minivllm.rounding import cdiv
 from minivllm.testing.conformance import DEVICES, Conformance, on_gpu
 from minivllm.testing.steps import LAYER, Captured, Step, plan_eager, relative_error, spec_of
 
@@ -313,7 +314,7 @@ class AttentionConformance(Conformance):
 
     def _zeros(self, spec: AttentionSpec) -> torch.Tensor:
         """A zeroed KV cache."""
-        blocks = 64 * -(-spec.max_model_len // spec.block_size) + 8
+        blocks = 64 * cdiv(spec.max_model_len, spec.block_size) + 8
         shape = (2, 2, blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return torch.zeros(shape, dtype=spec.cache_dtype, device="cuda")
 

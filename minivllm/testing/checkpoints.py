@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from minivllm.rounding import cdiv
+
 TINY: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -69,7 +71,7 @@ def random_checkpoint(
             if param.dim() == 1:  # norms and biases start at 1 and 0, which would hide an unused one
                 param.data.add_(torch.randn_like(param), alpha=0.2)
     size = sum(p.numel() * 4 for p in model.state_dict().values())
-    model.save_pretrained(folder, max_shard_size=-(-size // shards) + 1 if shards > 1 else "1GB")
+    model.save_pretrained(folder, max_shard_size=cdiv(size, shards) + 1 if shards > 1 else "1GB")
     tokenizer.save_pretrained(folder)
     if architecture is not None:
         written = json.loads((folder / "config.json").read_text())

@@ -17,9 +17,11 @@ from minivllm.core.sampling_params import SamplingParams
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.kernels.linear.fp8_linear import quantize
 from minivllm.llm import LLM
-from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import HARMLESS, build_model, iterate_safetensors
 from minivllm.models.reloading import reload_model
 from minivllm.plugins.manager import default_registry
+from minivllm.rounding import cdiv
 from minivllm.testing.checkpoints import random_checkpoint, reference_model, reference_tokens
 from minivllm.testing.conformance import DEVICES, SLOW, Conformance
 
@@ -146,7 +148,7 @@ class ModelConformance(Conformance):
 
     def test_preemption(self, checkpoint: Path) -> None:
         lengths = [12, 20, 17, 9, 15, 20]
-        prompts, blocks = self.prompts(lengths, seed=4), -(-(max(lengths) + self.max_tokens) // 4) + 6
+        prompts, blocks = self.prompts(lengths, seed=4), cdiv(max(lengths) + self.max_tokens, 4) + 6
         with self.engine(
             checkpoint, cache__block_size=4, cache__num_blocks=blocks, cache__enable_prefix_caching=False
         ) as llm:

@@ -15,6 +15,7 @@ from minivllm.core.interfaces import Scheduler
 from minivllm.core.model_config import FrozenDict
 from minivllm.errors import RequestError
 from minivllm.plugins.manager import default_registry
+from minivllm.rounding import cdiv
 from minivllm.testing.conformance import Conformance
 from minivllm.testing.simulation import ROW, Ask, World
 
@@ -127,7 +128,7 @@ class SchedulerConformance(Conformance):
         }
         chosen = SchedulerOptions(**(usual | options))
         blocks = PagedBlockManager(
-            num_blocks, block_size, chosen.max_num_seqs, -(-max_model_len // block_size), prefix_caching=prefix
+            num_blocks, block_size, chosen.max_num_seqs, cdiv(max_model_len, block_size), prefix_caching=prefix
         )
         return self.world(cls(chosen, blocks, max_model_len, ROW), chosen, depth=depth)
 
@@ -147,7 +148,7 @@ class SchedulerConformance(Conformance):
 
     def _play(self, where: Setting, story: list[Add | Abort | Steps]) -> None:
         longest = max(len(op.ask.prompt) + op.ask.max_tokens for op in story if isinstance(op, Add))
-        num_blocks = max(-(-(min(longest, MAX_LEN) - 1) // where.block_size) + where.spare, 1)
+        num_blocks = max(cdiv(min(longest, MAX_LEN) - 1, where.block_size) + where.spare, 1)
         world = self.make(
             block_size=where.block_size,
             num_blocks=num_blocks,

@@ -14,6 +14,7 @@ from minivllm.core.batch import AttentionBatch, Cascade
 from minivllm.core.cascade import CascadeLimits, plan_cascade
 from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.kernels.attention.paged_prefill import paged_attention_reference
+from minivllm.rounding import cdiv
 
 LAYER = SimpleNamespace(index=1)  # the second of the cache's two layers
 JUNK = 2**30  # a block id that must never be read
@@ -95,7 +96,7 @@ class Step:
         query, seq = (np.array(x, dtype=np.int32) for x in zip(*self.lens, strict=True))
         common = self.shared // size
         assert common * size == self.shared and (seq - query >= self.shared).all()
-        own = -(-seq // size) - common
+        own = cdiv(seq, size) - common
         ids = rng.permutation(np.arange(1, common + own.sum() + 3)).tolist()
         head = [ids.pop() for _ in range(common)]
         tables = [head + [ids.pop() for _ in range(n)] for n in own]
@@ -213,7 +214,7 @@ class Captured:
     ) -> None:  # fmt: skip
         spec, device, rows = backend.spec, cache.device, decodes + prompts
         self.backend, self.decodes, self.prompts, self.tokens, self.whole = backend, decodes, prompts, tokens, whole
-        self.width, self.cache = -(-spec.max_model_len // spec.block_size), cache
+        self.width, self.cache = cdiv(spec.max_model_len, spec.block_size), cache
         self.query_start = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         self.seq_lens = torch.ones(rows, dtype=torch.int32, device=device)
         self.tables = torch.zeros((rows, self.width), dtype=torch.int32, device=device)

@@ -21,7 +21,8 @@ from minivllm.core.interfaces import AttentionBackend, AttentionSpec
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.attention.paged_prefill import paged_attention_reference
 from minivllm.layers.linear import _StackedLinear
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 from minivllm.testing.attention import SMALL
 from minivllm.testing.steps import Step, relative_error, spec_of

@@ -601,7 +601,9 @@ def test_what_would_leave_no_token_is_refused() -> None:
             SamplingParams(structured_outputs={"regex": "a"}, **other)
     with pytest.raises(RequestError, match=r"allowed_token_ids=\[67\] is not supported with bad_words"):
         SamplingParams(bad_words=["a"], allowed_token_ids=[67])
-    for words in ([""], [" "], [5], ["\ud800"]):
+    with pytest.raises(RequestError, match=r"bad_words: '\\ud800' contains a lone surrogate"):
+        SamplingParams(bad_words=["\ud800"])
+    for words in ([""], [" "], [5]):
         with pytest.raises(RequestError, match="each is text with more than white space"):
             SamplingParams(bad_words=words)
     with pytest.raises(RequestError, match=r"bad_words='ab' is not a list; type \['ab'\]"):

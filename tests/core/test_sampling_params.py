@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"seed": -(2**63) - 1}, ["seed=", "less than"]),
     ({"seed": 2**64}, ["seed=18446744073709551616 is more than 18446744073709551615"]),
     ({"stop": {"a": 1}}, ["stop={'a': 1} is not a list; type ['a']"]),
-    ({"stop": ["\ud800"]}, ["stop=", "at least one character"]),
+    ({"stop": ["a", "b\ud800"]}, ["stop: 'b\\ud800' contains a lone surrogate, '\\ud800', at index 1", "leave it out"]),
     ({"logit_bias": {"5": 1, 5: 2}}, ["logit_bias={'5': 1, 5: 2} names a token twice"]),
     ({"stop": ""}, ["stop=['']", "at least one character"]),
     ({"stop": ["a", 3]}, ["stop=['a', 3]", "at least one character"]),

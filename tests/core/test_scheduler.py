@@ -316,7 +316,7 @@ def test_a_preempted_sequence_keeps_its_place_in_the_queue() -> None:
     later = [w.add(Ask(prompt(3, first=i), max_tokens=2)) for i in range(6, 9)]
     while not second.num_preemptions:
         w.step()
-    assert w.scheduler.waiting[0] is second
+    assert w.scheduler.waiting.head is second
     assert all(s.arrival > second.arrival for s in later)
     w.drain()
 
@@ -543,7 +543,7 @@ def test_many_stop_tokens_cost_only_whoever_has_them() -> None:
         w.add(Ask(stopping_prompt(1 + number), max_tokens=20, stops=True))
     w.drain()
     assert [len(w.ended[f"r{n}"][0]) for n in range(6)] == [1, 2, 3, 4, 5, 6]
-    assert w.scheduler.stop_ids.shape[1] <= 16 and not w.scheduler._more_stop_ids
+    assert w.scheduler.stop_tokens.ids.shape[1] <= 16 and not w.scheduler.stop_tokens._more
 
 
 @DEPTHS

@@ -7,7 +7,6 @@ import os
 import pytest
 from simulation import World
 
-from minivllm.core import scheduler
 from minivllm.testing import SchedulerConformance
 
 
@@ -25,13 +24,13 @@ class TestShortSight(TestMixed):
     """Most that wait are behind those that a step looks at; of them only the shortest may be admitted."""
 
     patched: pytest.MonkeyPatch
-    limits = {"_LOOK_AHEAD": 1}
+    limits: tuple[str, ...] = ("waiting._LOOK_AHEAD",)
 
     @classmethod
     def setup_class(cls) -> None:
         cls.patched = pytest.MonkeyPatch()
-        for name, limit in cls.limits.items():
-            cls.patched.setattr(scheduler, name, limit)
+        for name in cls.limits:
+            cls.patched.setattr(f"minivllm.core.{name}", 1)
 
     @classmethod
     def teardown_class(cls) -> None:
@@ -42,4 +41,4 @@ class TestImpatience(TestShortSight):
     """Decodes soon get a step, and few may pass the head of the queue."""
 
     scheduler = "prefill_first"
-    limits = {"_MOST_PROMPT_STEPS": 1, "_MAX_OVERTAKEN": 1}
+    limits = ("scheduler._MOST_PROMPT_STEPS", "waiting._MAX_OVERTAKEN")

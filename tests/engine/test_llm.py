@@ -828,6 +828,15 @@ def test_parameters_that_were_made_wrong_later_are_refused(engine: Engine, value
     usable(llm)
 
 
+def test_no_prompt_is_named_for_parameters_that_all_share(engine: Engine) -> None:
+    llm, wrong = engine(**SMALL), SamplingParams(logit_bias={99_999: 1.0})
+    with pytest.raises(RequestError, match=r"^logit_bias: 99999 is outside"):
+        run(llm, [[1], [2]], wrong)
+    with pytest.raises(RequestError, match=r"^prompt 1: logit_bias: 99999 is outside"):
+        run(llm, [[1], [2]], [SamplingParams(), wrong])
+    usable(llm)
+
+
 def test_one_bad_prompt_is_named_and_none_is_run(engine: Engine) -> None:
     llm = engine(**SMALL)
     with pytest.raises(RequestError, match=r"prompt 2: token id 999"):

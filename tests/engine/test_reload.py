@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from minivllm.errors import CheckpointError, EngineDeadError, RequestError
 from minivllm.executors.single import SingleExecutor
 from minivllm.layers.linear import _StackedLinear
 from minivllm.serve.async_engine import AsyncEngine
+from minivllm.serve.generation import Interrupted
 
 Checkpoints = Callable[..., Path]
 Engine = Callable[..., LLM]
@@ -253,16 +255,19 @@ def test_other_threads_wait_for_each_other(old: Path, new: Path, engine: Engine)
     assert all(one in (first, expected) for one in said) and say(llm) == expected
 
 
-def test_an_async_engine_that_is_stopped_meanwhile(old: Path, new: Path, engine: Engine) -> None:
-    import asyncio
+async def said_by(running: AsyncEngine, name: str = "") -> list[list[int]]:
+    params = GREEDY.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+    told = {}
+    ids = [f"{name}{i}" for i in range(len(PROMPTS))]
+    async for output in await running.generate(ids, PROMPTS, params):
+        told[output.request_id] = list(output.outputs[0].token_ids)
+    return [told[one] for one in ids]
 
+
+def test_an_async_engine_that_is_stopped_meanwhile(old: Path, new: Path, engine: Engine) -> None:
     async def session(running: AsyncEngine) -> list[list[int]]:
         running.start()
-        params = GREEDY.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-        told = {}
-        async for output in await running.generate([str(i) for i in range(len(PROMPTS))], PROMPTS, params):
-            told[int(output.request_id)] = list(output.outputs[0].token_ids)
-        return [told[i] for i in range(len(PROMPTS))]
+        return await said_by(running)
 
     llm = engine(old)
     running = AsyncEngine(llm.engine)
@@ -272,6 +277,88 @@ def test_an_async_engine_that_is_stopped_meanwhile(old: Path, new: Path, engine:
             assert asyncio.run(session(running)) == say(engine(folder))
         finally:
             running.stop()
+
+
+def test_an_async_engine_that_runs(old: Path, new: Path, engine: Engine) -> None:
+    """Requests that wait for nothing but the reload are answered with the new weights, in the order of the calls."""
+    llm = engine(old)
+    first, expected = say(llm), say(engine(new))
+
+    async def session(running: AsyncEngine) -> None:
+        running.start()
+        before = asyncio.create_task(said_by(running, "before"))
+        while not llm.engine.has_request("before2"):
+            await asyncio.sleep(0)
+        reload = asyncio.create_task(running.reload_weights(new))
+        await asyncio.sleep(0)
+        assert await said_by(running, "behind") == expected and reload.done()
+        assert await before == first
+        with pytest.raises(CheckpointError, match="nowhere does not exist"):
+            await running.reload_weights("nowhere")
+        assert await said_by(running, "still") == expected
+        calls = [running.reload_weights(weights_iterator=tensors_of(folder).items()) for folder in (new, old)]
+        await asyncio.gather(*calls)
+        assert await said_by(running, "again") == first
+
+    running = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(session(running))
+    finally:
+        running.stop()
+    llm.engine.scheduler.check()
+
+
+def test_an_async_engine_aborts_what_runs(old: Path, new: Path, engine: Engine) -> None:
+    llm = engine(old)
+
+    async def session(running: AsyncEngine) -> None:
+        running.start()
+        tasks = [asyncio.create_task(said_by(running, name)) for name in ("one", "two")]
+        while not llm.engine.has_request("two0"):
+            await asyncio.sleep(0)
+        await running.reload_weights(new, abort=True)
+        for task in tasks:
+            with pytest.raises(Interrupted, match="send it again"):
+                await task
+        assert not llm.engine.has_unfinished_requests() and not running.num_completions
+        assert await said_by(running) == say(engine(new))
+
+    running = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(session(running))
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_whoever_waits_for_a_reload_is_told(how: str, old: Path, new: Path, engine: Engine) -> None:
+    llm = engine(old)
+
+    def faulty() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(iter(tensors_of(new).items()))
+        raise OSError("the disk is gone")
+
+    async def session(running: AsyncEngine) -> None:
+        running.start()
+        if how == "dies":
+            calls = [running.reload_weights(weights_iterator=faulty()), running.reload_weights(new)]
+            errors = await asyncio.gather(*calls, return_exceptions=True)
+            assert all(isinstance(error, EngineDeadError) and "the disk is gone" in str(error) for error in errors)
+            return
+        runs = await running.generate(["a"], [[5]], GREEDY.clone(max_tokens=200))
+        reload = asyncio.create_task(running.reload_weights(new))
+        await asyncio.sleep(0)
+        running.stop()
+        with pytest.raises(EngineDeadError, match="the engine was stopped"):
+            await reload
+        del runs
+
+    running = AsyncEngine(llm.engine)
+    try:
+        asyncio.run(session(running))
+    finally:
+        running.stop()
+    assert how == "dies" or say(llm) == say(engine(old)), "it was not begun"
 
 
 # --------------------------------------------------------------------------- errors before anything is written

@@ -31,8 +31,9 @@ from minivllm.kernels.megakernel.megakernel import megakernel_config, megakernel
 from minivllm.layers.fused import chain_shape, dense_shape
 from minivllm.layers.linear import LinearBase
 from minivllm.layers.packed import packed_ways
+from minivllm.models.checkpoint import read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import build_model, norm_pairs, read_model_config
+from minivllm.models.loader import build_model, norm_pairs
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from minivllm.core.parallel import TensorParallel
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

@@ -100,7 +100,7 @@ def be_rank(request: dict[str, Any], fds: list[int]) -> None:
     os.chdir(request["cwd"])
     sys.path[:] = [p for p in request["env"]["PYTHONPATH"].split(os.pathsep) if p]
     sys.argv = ["rank", *request["argv"]]
-    rank.die_with_parent = lambda pid: None  # the parent is not who asked
+    rank.ends_with = lambda pid: lambda: None  # the parent is not who asked
     try:
         rank.main()
     finally:

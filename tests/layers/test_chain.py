@@ -21,7 +21,8 @@ from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import SelfAttention
 from minivllm.layers.fused import chain_shape
 from minivllm.layers.linear import MergedColumnParallelLinear
-from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

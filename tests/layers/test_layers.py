@@ -31,8 +31,8 @@ from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parameter import pieces_of
 from minivllm.layers.rotary import RotaryTable
+from minivllm.models.checkpoint import read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import read_model_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from minivllm.kernels.megakernel.megakernel import (
 from minivllm.layers.decoder import Decoder
 from minivllm.layers.embedding import ParallelLMHead
 from minivllm.layers.packed import heads_of, pack_products, packable_decoders, products_of
-from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

@@ -32,7 +32,8 @@ from minivllm.layers.attention import Attention
 from minivllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.models.qwen3 import Qwen3ForCausalLM, Qwen3Layer
 
 Checkpoints = Callable[..., Path]

@@ -22,8 +22,9 @@ from minivllm.layers.experts import RoutedExperts
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.rotary import RotaryTable
+from minivllm.models.checkpoint import read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

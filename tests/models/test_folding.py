@@ -17,8 +17,9 @@ from minivllm.layers.attention import Attention
 from minivllm.layers.decoder import DecoderLayer
 from minivllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, _StackedLinear
 from minivllm.layers.norm import RMSNorm
+from minivllm.models.checkpoint import read_model_config
 from minivllm.models.llama import LlamaForCausalLM, LlamaLayer
-from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs, read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors, norm_pairs
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

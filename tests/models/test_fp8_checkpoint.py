@@ -27,11 +27,11 @@ from minivllm import LLM, SamplingParams
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError
-from minivllm.models.checkpoint import read_quantization
+from minivllm.models.checkpoint import read_model_config, read_quantization
 from minivllm.models.fp8_checkpoint import dequantized, float_weights
 from minivllm.models.fp8_config import Fp8Config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 from minivllm.models.upload import PinnedUpload
 

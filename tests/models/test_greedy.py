@@ -13,8 +13,9 @@ from helpers import PagedRun, attention_spec, edit_json, reference_model, refere
 from minivllm.backends.torch import TorchBackend
 from minivllm.core.interfaces import Model
 from minivllm.core.parallel import TensorParallel
+from minivllm.models.checkpoint import read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 Checkpoints = Callable[..., Path]

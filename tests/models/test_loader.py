@@ -22,9 +22,9 @@ from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
-from minivllm.models.checkpoint import download
+from minivllm.models.checkpoint import download, fetch, read_model_config
 from minivllm.models.llama import LlamaForCausalLM
-from minivllm.models.loader import _refuse_too_large, build_model, fetch, iterate_safetensors, read_model_config
+from minivllm.models.loader import _refuse_too_large, build_model, iterate_safetensors
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 from minivllm.models.tokenizer import tokenizer_folder
 

@@ -15,8 +15,9 @@ import pytest
 from fake_plugins import FakePlugin
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces import Sampler, undoes_sample
+from minivllm.core.interfaces import Sampler
 from minivllm.core.sampler import DefaultSampler
+from minivllm.core.sampler_overrides import undoes_sample
 from minivllm.core.scheduler import MixedScheduler
 from minivllm.errors import ConfigError, MinivllmError, PluginError, blamed, calling, named, place_of
 from minivllm.plugins.manager import default_registry

@@ -17,7 +17,7 @@ from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.outputs import CompletionOutput, Logprob, RequestOutput
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.core.structured_outputs import StructuredOutputsParams
-from minivllm.errors import EngineDeadError, RequestError, place_of
+from minivllm.errors import EngineDeadError, RequestError, SchemaError, place_of
 from minivllm.serve.encoding import (
     decode_from_engine,
     decode_handshake,
@@ -49,6 +49,13 @@ def test_an_output_crosses_without_its_prompt() -> None:
         assert crossed(News([("a", None)], said)) == News([("a", None)], bare)
     assert crossed(Metrics(b"\xff# text")) == Metrics(b"\xff# text")
     assert crossed(Died.of(ValueError("half \ud800"))) == Died("ValueError: half \\ud800 (nowhere)")
+
+
+def test_the_error_of_a_schema_keeps_whose_it_is() -> None:
+    error = SchemaError("structured_outputs: the schema behind 'a': b")
+    error.tag, error.why = 3, "b"
+    ((_, found),) = crossed(News([("a", error)], [])).taken
+    assert isinstance(found, SchemaError) and (found.tag, found.why) == (3, "b") and str(found) == str(error)
 
 
 def test_last_words_say_of_what_and_where() -> None:

@@ -142,6 +142,23 @@ def test_what_cannot_be_done_is_refused(
     told(server.post(path, **(good | body)), 400, message, param)
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"priority": 1}, "priority=1 is not supported by"),
+        ({"cache_salt": ""}, "cache_salt='' is empty"),
+        ({"vllm_xargs": {"mood": 1}}, "vllm_xargs has mood"),
+        ({"stop_token_ids": [512]}, "stop_token_ids: 512 is outside"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs: this grammar"),
+    ],
+)
+def test_what_is_wrong_with_all_prompts_alike_is_blamed_on_none(
+    server: Running, asked: dict[str, Any], said: str
+) -> None:
+    error = told(server.post(COMPLETIONS, prompt=[[5], [6]], **asked), 400, said, next(iter(asked)))
+    assert error["message"].startswith(said)
+
+
 def test_one_bad_prompt_refuses_all_and_leaves_nothing(server: Running) -> None:
     before, accepted = server.engine.stats.output_tokens, server.engine.stats.prompt_tokens
     told(server.post(COMPLETIONS, prompt=[[5, 6], [7], [512]], max_tokens=500), 400, "prompt 2: token id 512", "prompt")
@@ -212,7 +229,7 @@ def test_bodies_that_are_no_json_objects(server: Running) -> None:
     told(send('{"prompt": "a", "cache_salt": "\\ud800"}'), 400, "this is not Unicode text", "cache_salt")
     told(send('{"prompt": "a", "\\ud800": 1}'), 400, "there is no field", "\\ud800")
     told(send('{"prompt": "a", "vllm_xargs": {"\\ud800": 1}}'), 400, "vllm_xargs has \\ud800", "vllm_xargs")
-    told(send('{"prompt": "a", "stop": ["\\ud800"]}'), 400, "stop=", "stop")
+    told(send('{"prompt": "a", "stop": ["\\ud800"]}'), 400, "stop: '\\ud800' contains a lone surrogate", "stop")
     told(send('{"prompt": "a", "seed": 1%s}' % ("0" * 40)), 400, "more than 18446744073709551615", "seed")
     told(send('{"prompt": "a"}', "application/jsonx"), 415, "Content-Type: application/json")
     told(send("[1]"), 400, "the body is not a JSON object")

@@ -482,7 +482,13 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}],
             "tool_choice": "required",
         },
-        "tools: ",
+        "tools: function f: this grammar is not supported",
+        "tools",
+    ),
+    (
+        {"tools": [CLOCK, {"type": "function", "function": {"name": "g", "parameters": {"type": "wrong"}}}]}
+        | {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tools: function g: this grammar is not supported",
         "tools",
     ),
     ({"tools": [deep(300)], "tool_choice": "required"}, "tools", "tools"),

@@ -101,7 +101,7 @@ class Leaks(MixedScheduler):
 class TakesAnything(MixedScheduler):
     def add(self, seq: Sequence) -> None:
         self._by_id[seq.request_id] = seq
-        self.waiting.append(seq)
+        self.waiting.add(seq)
 
 
 class OverBudget(MixedScheduler):

@@ -21,7 +21,8 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.linear import QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.plugins import default_registry
 from minivllm.testing import ModelConformance
 from minivllm.testing.checkpoints import random_checkpoint, reference_tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minivllm.core.scheduler import MixedScheduler
-from minivllm.core.sequence import Status
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,9 +55,9 @@ class PriorityScheduler(MixedScheduler):
 
         What a preempted one has computed stays in the prefix cache as long as nobody needs its blocks.
         """
-        head = next((seq for seq in self.waiting if seq.status is Status.WAITING), None)
-        if head is None:
+        if not self.waiting:
             return
+        head = self.waiting.head
         behind: list[int] = []  # slots, last place first
         for slot in reversed(self.running.tolist()):
             seq = self.sequences[slot]
