@@ -65,7 +65,7 @@ def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dty
         raise ConfigError(
             f"quantization=fp8 would keep {100 * kept // max(kept + left, 1)}% of the weights of "
             f"{type(model).__name__}'s layers in float8, and not {largest[1] or 'any'}: only linear layers can be, of "
-            f"sizes that {MULTIPLE} divides, and parameters made with may_be_fp8, as experts; {_ADVICE}"
+            f"sizes that {MULTIPLE} divides, and experts whose model says that they may_be_fp8; {_ADVICE}"
         )
 
 

@@ -88,6 +88,7 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     "minivllm.kernels.cache_write": ("write_cache",),
     "minivllm.kernels.draws": ("gumbel_noise",),
     "minivllm.kernels.embedding": ("embedding",),
+    "minivllm.kernels.fp8_linear": ("Fp8Rows", "quantize"),
     "minivllm.kernels.paged_decode": ("paged_decode",),
     "minivllm.kernels.paged_prefill": ("paged_attention_reference", "paged_prefill"),
     "minivllm.kernels.rms_norm": ("rms_norm",),

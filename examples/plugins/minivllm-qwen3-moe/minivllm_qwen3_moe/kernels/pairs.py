@@ -277,8 +277,8 @@ def pair_down(
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x as ``pair_gate_up`` returns it, weight (experts, hidden, inner), ids and weights (t, top_k); returns the
-    weighted sum, (t, hidden), or adds it to ``residual`` in place. To be launched right after ``pair_gate_up``, or after
-    ``quantize`` of its output: in float8, where ``scale`` is (experts, hidden)."""
+    weighted sum, (t, hidden), or adds it to ``residual`` in place. To be launched right after ``pair_gate_up``, or, in
+    float8, where ``scale`` is (experts, hidden), after ``quantize`` of its output."""
     operands, scaled = _operands(x, weight, scale)
     (tokens, top_k), n, k = ids.shape, weight.shape[1], weight.shape[2]
     warps, pdl = _DOWN_WARPS, use_pdl(weight.device)
