@@ -22,6 +22,7 @@ import torch
 
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionBackend, AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
+from minivllm.rounding import cdiv, round_up
 
 KNOWN = ("0.6.12",)  # versions whose internal plan function we call directly: the wrapper's takes ~1 ms at 256 rows
 TURNS = 2  # staging buffers, so that a plan need not wait for the previous copy
@@ -30,7 +31,7 @@ _PLAN_BYTES = 8 << 20  # of a plan's numbers, at most: FlashInfer's own size of 
 
 
 def _aligned(n: int) -> int:
-    return -(-n // 4) * 4
+    return round_up(n, 4)
 
 
 class _Pages:
@@ -38,7 +39,7 @@ class _Pages:
 
     def __init__(self, seq_lens: np.ndarray, tables: np.ndarray, block_size: int) -> None:
         self.seq_lens = np.maximum(seq_lens, 1).astype(np.int32)  # padding rows: one token of block 0
-        counts = -(-self.seq_lens // block_size)
+        counts = cdiv(self.seq_lens, block_size)
         self.indptr = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=self.indptr[1:])
         self.last_len = (self.seq_lens - (counts - 1) * block_size).astype(np.int32)
@@ -117,8 +118,8 @@ class FlashInferBackend(AttentionBackend):
             return
         s, device = self.spec, kv_cache.device
         self._float_workspace = torch.zeros(self._workspace_bytes(device), dtype=torch.uint8, device=device)
-        self._rows = -(-s.max_num_seqs // 16) * 16
-        pages = -(-s.max_model_len // s.block_size)
+        self._rows = round_up(s.max_num_seqs, 16)
+        pages = cdiv(s.max_model_len, s.block_size)
         self._packed = torch.zeros(2 * _aligned(self._rows + 1) + self._rows * pages, dtype=torch.int32, device=device)
         if self.captures_prompts:
             ids = s.max_num_seqs * (pages + 1) + MORE_ROWS

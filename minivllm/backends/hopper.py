@@ -21,6 +21,7 @@ from minivllm.kernels.attention.prompt_attention import (
     prompt_attention,
 )
 from minivllm.kernels.attention.wide_pages import WidePages
+from minivllm.rounding import cdiv
 
 _COPIED_BYTES = 1 << 30  # of pages that are copied, at most
 # What copying a key costs, in what it saves: so many queries see it, or the longest context is a so-manieth of all
@@ -103,7 +104,7 @@ class HopperBackend(TritonBackend):
     def _most_words(self, tokens: int, rows: int) -> int:
         assert self._prompts is not None
         ours, theirs = self._prompts.most_tiles(tokens, rows), super()._most_words(tokens, rows)
-        return 4 * max(ours, -(-theirs // 4))  # whichever kernel reads them
+        return 4 * max(ours, cdiv(theirs, 4))  # whichever kernel reads them
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)

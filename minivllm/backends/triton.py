@@ -22,6 +22,7 @@ from minivllm.kernels.attention.paged_decode import DecodeWorkspace, NewTokens, 
 from minivllm.kernels.attention.paged_prefill import paged_prefill_triton, prefill_config, query_tiles
 from minivllm.kernels.attention.stream_decode import StreamWorkspace, fits_stream, schedule_stream, stream_decode
 from minivllm.kernels.rms_norm import RowScale
+from minivllm.rounding import cdiv, round_up
 
 _CASCADE_BYTES = 320 << 20  # keys and values per layer, 25-40 µs to read, mostly from L2: two more kernels pay off
 
@@ -46,7 +47,7 @@ class TritonBackend(AttentionBackend):
         self.attends_beside = kept and type(self).prefill is TritonBackend.prefill
         self.group = spec.num_heads // spec.num_kv_heads
         self.prefill_config = prefill_config(spec.head_dim, self.group, getattr(torch, spec.dtype))
-        self.max_rows = -(-spec.max_num_seqs // 16) * 16  # captured batches are padded
+        self.max_rows = round_up(spec.max_num_seqs, 16)  # captured batches are padded
         self._workspace: DecodeWorkspace | None = None
         self._stream: StreamWorkspace | None = None  # if its kernel can run: for rows that are not fused
         self.cascade_limits = self._cascade_limits() if kept and spec.cascade else None
@@ -92,7 +93,7 @@ class TritonBackend(AttentionBackend):
             if fits_stream(*shape, s.block_size, device, s.sliding_window, self.max_rows, *dtypes):
                 self._stream = StreamWorkspace(self.max_rows, *shape, device, s.kv_cache_dtype == "fp8")
             if self.cascade_limits is not None:
-                blocks = -(-s.max_model_len // s.block_size)
+                blocks = cdiv(s.max_model_len, s.block_size)
                 self._cascade = CascadeWorkspace(
                     self.max_rows, self.cascade_limits.parts, blocks, s.num_heads, s.head_dim, kv_cache.device
                 )

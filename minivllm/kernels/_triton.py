@@ -52,11 +52,6 @@ def num_sms(device: "torch.device") -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
 # --------------------------------------------------------------------------- compiling ahead
 
 

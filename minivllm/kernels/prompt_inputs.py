@@ -8,7 +8,8 @@ results before they wait for the ones before them.
 
 import torch
 
-from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels._triton import tl, triton
+from minivllm.rounding import cdiv
 
 _TOKENS = 128  # per program
 

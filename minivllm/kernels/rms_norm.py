@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 
 @triton.jit

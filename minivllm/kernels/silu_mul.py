@@ -6,9 +6,10 @@ each program also reads a row of x, so it handles the whole output row if it can
 
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale, inverse_rms
+from minivllm.rounding import cdiv
 
 _BLOCK, _SCALED_BLOCK = 1024, 8192  # columns per program
 

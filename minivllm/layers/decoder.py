@@ -13,8 +13,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import nn
 
-from minivllm.core.interfaces import AttentionBackend, Model, overrides_both
+from minivllm.core.interfaces import AttentionBackend, Model
 from minivllm.core.model_config import ModelConfig
+from minivllm.core.overrides import overrides_both
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels._triton import compiling
 from minivllm.kernels.capture import only_loads

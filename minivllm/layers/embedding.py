@@ -13,13 +13,14 @@ from minivllm.kernels.linear.products import linear
 from minivllm.kernels.sampling.draws import GROUP
 from minivllm.kernels.sampling.sampling import Shard
 from minivllm.layers.parameter import Piece, sharded_parameter
+from minivllm.rounding import cdiv
 
 
 def rank_rows(vocab_size: int, ranks: int) -> tuple[int, bool]:
     """(Vocabulary rows per rank, with padding; whether they are whole groups of tokens.) Whole groups let a rank sample
     from its shard alone; a small vocabulary is split as evenly as possible instead."""
-    rows = -(-vocab_size // ranks)
-    groups = -(-rows // GROUP)
+    rows = cdiv(vocab_size, ranks)
+    groups = cdiv(rows, GROUP)
     if ranks > 1 and groups * GROUP * (ranks - 1) < vocab_size:  # the last rank gets some
         return groups * GROUP, True
     return rows, False

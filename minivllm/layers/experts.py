@@ -11,9 +11,9 @@ import torch
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
     """All experts, on one rank. router (experts, hidden); gate_up (experts, 2 * inner, hidden), gate's rows first; down
-    (experts, hidden, inner). They read x after the MLP's norm, whose weight must not be folded in. Each expert is
-    down(silu(gate(x)) * up(x)); a token uses the ``top_k`` experts of the largest logits, weighted by the softmax over
-    all, or, if ``renormalize``, over those ``top_k``."""
+    (experts, hidden, inner); none in float8. They read x after the MLP's norm, whose weight must not be folded in. Each
+    expert is down(silu(gate(x)) * up(x)); a token uses the ``top_k`` experts of the largest logits, weighted by the
+    softmax over all, or, if ``renormalize``, over those ``top_k``."""
 
     router: torch.Tensor
     gate_up: torch.Tensor

@@ -1,6 +1,7 @@
 """``quantization=fp8``: the linear layers of a decoder keep their weights in float8 (e4m3) with a scale per output
-feature, and multiply inputs in float8 with a scale per row (``kernels/linear/fp8_linear.py``). Embeddings, the LM head,
-norms and routers stay in the model's dtype.
+feature, and multiply inputs in float8 with a scale per row (``kernels/linear/fp8_linear.py``). So do modules that mark
+their parameters, as experts (``sharded_parameter``). Embeddings, the LM head, norms and routers stay in the model's
+dtype.
 
 Weights are quantized tensor by tensor as they are loaded, so that a GPU never holds more than it keeps.
 """
@@ -55,7 +56,7 @@ def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dty
         for name, param in module.named_parameters(recurse=False):
             if param.dim() < 2:
                 continue
-            if fits and name == "weight":
+            if (fits and name == "weight") or _is_marked(param):
                 keep_in_fp8(param)
                 kept += param.numel()
             else:
@@ -65,8 +66,12 @@ def keep_weights_in_fp8(model: nn.Module, device: torch.device, dtype: torch.dty
         raise ConfigError(
             f"quantization=fp8 would keep {100 * kept // max(kept + left, 1)}% of the weights of "
             f"{type(model).__name__}'s layers in float8, and not {largest[1] or 'any'}: only linear layers can be, of "
-            f"sizes that {MULTIPLE} divides, and no experts; {_ADVICE}"
+            f"sizes that {MULTIPLE} divides, and experts whose model says that they may_be_fp8; {_ADVICE}"
         )
+
+
+def _is_marked(param: nn.Parameter) -> bool:
+    return getattr(param, "may_be_fp8", False) and has_whole_rows(param)
 
 
 def _fits(module: nn.Module) -> bool:

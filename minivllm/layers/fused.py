@@ -125,6 +125,8 @@ def _routed_shape_of(layer: DecoderLayer) -> DecoderShape | None:
     kept = attention.qkv_proj.weight_scale, attention.o_proj.weight_scale
     if type(attention.attention) is not Attention or not attention.qkv_proj.folded or kept != (None, None):
         return None
+    if {experts.gate_up.dtype, experts.down.dtype} != {experts.router.dtype}:  # experts in float8
+        return None
     routing = Routing(len(experts.router), experts.top_k, experts.renormalize)
     return decoder_shape(layer, experts.down.shape[2], routing)
 

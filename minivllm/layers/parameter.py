@@ -5,7 +5,8 @@ A layer describes its parameter as ``Piece``s; loading, shape checks and dummy w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +22,24 @@ ShardId = str | int | None
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A checkpoint tensor's place in a parameter: its ``start:start + size`` along ``dim`` goes to ``offset``."""
+    """A checkpoint tensor's place in a parameter: its ``start:start + size`` along ``dim`` goes to ``offset``; in a
+    parameter that stacks such tensors, (items, …), of ``item``."""
 
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int = 0
     start: int = 0
     size: int = -1  # -1: all of it
     offset: int = 0
+    item: int | None = None  # None: the parameter is no stack
 
     @property
     def length(self) -> int:
         return self.shape[self.dim] if self.size < 0 else self.size
+
+    @property
+    def numel(self) -> int:
+        """How many elements of the parameter it fills."""
+        return self.length * math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
 
 
 def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = None) -> None:
@@ -48,21 +56,30 @@ def load_piece(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = No
     if param.dtype == FP8:
         _store_fp8(param, piece, source)
     else:
-        param.data.narrow(piece.dim, piece.offset, piece.length).copy_(source)
+        _place(param.data, piece).copy_(source)
 
 
 def keep_in_fp8(param: nn.Parameter) -> None:
-    """For a matrix that ``has_whole_rows`` and is not allocated yet: keep it in float8_e4m3fn, with ``param.scale``
-    (rows,) float32. It is still loaded from tensors of the model's dtype."""
+    """For a parameter that ``has_whole_rows`` and is not allocated yet: keep it in float8_e4m3fn, with ``param.scale``,
+    one number per row, (*shape[:-1],) float32. It is still loaded from tensors of the model's dtype."""
     param.kept_in = FP8  # type: ignore[attr-defined]
 
 
 def has_whole_rows(param: nn.Parameter) -> bool:
-    """Whether ``load_piece`` fills all of a matrix by pieces that are whole rows, so that each row can have a scale."""
+    """Whether ``load_piece`` fills all of a matrix, or of several, by pieces that are whole rows, so that each row can
+    have a scale."""
     pieces = pieces_of(param).values()
-    by_rows = param.dim() == 2 and all(piece.dim == 0 or piece.length == param.shape[1] for piece in pieces)
-    by_rows = by_rows and sum(len(param) if piece.dim else piece.length for piece in pieces) == len(param)
-    return by_rows and getattr(param, "weight_loader", load_piece) is load_piece
+    if param.dim() < 2 or any(its.dim == len(its.shape) - 1 and its.length < param.shape[-1] for its in pieces):
+        return False
+    return _covered(param) == param.numel() and getattr(param, "weight_loader", load_piece) is load_piece
+
+
+def scales_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, scales) of each parameter that is kept in float8, from the modules that multiply by them."""
+    for path, owner in module.named_modules():
+        for name, _ in owner.named_parameters(recurse=False):
+            if (scale := vars(owner).get(f"{name}_scale")) is not None:
+                yield f"{path}.{name}".removeprefix("."), scale
 
 
 def allocate(meta: nn.Parameter, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
@@ -71,7 +88,7 @@ def allocate(meta: nn.Parameter, device: torch.device | str, dtype: torch.dtype)
     param = nn.Parameter(torch.empty(meta.shape, dtype=kept_in, device=device), requires_grad=False)
     param.__dict__.update(meta.__dict__)
     if kept_in == FP8:
-        unloaded = torch.full((len(param),), float("nan"), dtype=torch.float32, device=device)
+        unloaded = torch.full(param.shape[:-1], float("nan"), dtype=torch.float32, device=device)
         param.scale = unloaded  # type: ignore[attr-defined]
         param.loaded_dtype = dtype  # type: ignore[attr-defined]
     zero_uncovered(param)
@@ -79,18 +96,30 @@ def allocate(meta: nn.Parameter, device: torch.device | str, dtype: torch.dtype)
 
 
 def _store_fp8(param: nn.Parameter, piece: Piece, source: torch.Tensor) -> None:
-    rows = slice(piece.offset, piece.offset + piece.length) if piece.dim == 0 else slice(None)
     if source.device != param.device:  # by a copy of the kind that PinnedUpload does
         source = torch.empty(source.shape, dtype=source.dtype, device=param.device).copy_(source)
-    values, scales, _ = quantize(source)
-    param.data[rows] = values
-    param.scale[rows] = scales  # type: ignore[attr-defined]
+    values, scales, _ = quantize(source.flatten(0, -2))
+    _place(param.data, piece).copy_(values.view(source.shape))
+    _place(param.scale, piece).copy_(scales.view(source.shape[:-1]))  # type: ignore[attr-defined]
 
 
-def sharded_parameter(shape: Sequence[int], pieces: Mapping[ShardId, Piece]) -> nn.Parameter:
-    """A parameter of this rank's ``shape`` on the current device, made up of ``pieces``."""
+def _place(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """What a piece fills of a parameter, or of its scales, which lack the last dimension: those of whole rows."""
+    own = tensor if piece.item is None else tensor[piece.item]
+    return own if piece.dim == own.dim() else own.narrow(piece.dim, piece.offset, piece.length)
+
+
+def sharded_parameter(
+    shape: Sequence[int], pieces: Mapping[ShardId, Piece], *, may_be_fp8: bool = False
+) -> nn.Parameter:
+    """A parameter of this rank's ``shape`` on the current device, made up of ``pieces``.
+
+    ``may_be_fp8``: with ``quantization=fp8`` it is of float8_e4m3fn, if its pieces are whole rows. Its module, whose
+    attribute NAME it is, then has NAME_scale, (*shape[:-1],) float32, and multiplies each row by that.
+    """
     param = nn.Parameter(torch.empty(tuple(shape)), requires_grad=False)
     param.pieces = dict(pieces)  # type: ignore[attr-defined]
+    param.may_be_fp8 = may_be_fp8  # type: ignore[attr-defined]
     param.weight_loader = load_piece  # type: ignore[attr-defined]
     if not param.is_meta:
         zero_uncovered(param)
@@ -115,8 +144,12 @@ def whole_of(param: nn.Parameter, shard_id: ShardId) -> Piece:
 
 def zero_uncovered(param: nn.Parameter) -> None:
     """Zero the rows that no checkpoint tensor fills (vocabulary padding, another rank's bias)."""
-    if sum(p.length for p in pieces_of(param).values()) < param.shape[next(iter(pieces_of(param).values())).dim]:
+    if _covered(param) < param.numel():
         param.data.zero_()
+
+
+def _covered(param: nn.Parameter) -> int:
+    return sum(piece.numel for piece in pieces_of(param).values())
 
 
 def split(what: str, count: int, tp: TensorParallel) -> int:

@@ -10,7 +10,8 @@ from typing import TypeVar, cast
 import torch
 from torch import nn
 
-from minivllm.core.interfaces import AttentionBackend, overrides_both
+from minivllm.core.interfaces import AttentionBackend
+from minivllm.core.overrides import overrides_both
 from minivllm.core.parallel import TensorParallel
 from minivllm.kernels.linear.packed_weights import Order
 from minivllm.kernels.megakernel.megakernel import (

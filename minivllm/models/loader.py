@@ -20,14 +20,13 @@ from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.decoder import CausalLM, DecoderLayer
 from minivllm.layers.fp8 import keep_weights_in_fp8
-from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from minivllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.packed import pack_products_again
-from minivllm.layers.parameter import ShardId, allocate, load_piece, pieces_of, whole_of
+from minivllm.layers.parameter import ShardId, allocate, load_piece, pieces_of, scales_of, whole_of
 from minivllm.layers.plain import is_plain
 from minivllm.layers.rotary import RotaryTable
 from minivllm.models.checkpoint import read_json
-from minivllm.models.checkpoint import read_model_config as read_model_config  # for who imported it from here
 from minivllm.models.upload import PinnedUpload
 from minivllm.naming import listed
 
@@ -291,11 +290,10 @@ def _refuse_too_large(model: nn.Module, device: torch.device, dtype: torch.dtype
 def refuse_unscaled(model: nn.Module) -> None:
     """Raises CheckpointError if a weight in float8 has no scales: it was not loaded by its ``weight_loader``, or holds
     what is no number."""
-    for path, module in model.named_modules():
-        scale = module.weight_scale if isinstance(module, LinearBase) else None
-        if scale is not None and not bool(scale.isfinite().all()):
+    for name, scale in scales_of(model):
+        if not bool(scale.isfinite().all()):
             raise CheckpointError(
-                f"quantization=fp8: {path}.weight holds what is no finite number, or its model's load_weights wrote to "
+                f"quantization=fp8: {name} holds what is no finite number, or its model's load_weights wrote to "
                 "it itself; load through load_weights of minivllm.models.loader, or the weight's weight_loader"
             )
 
@@ -319,5 +317,5 @@ def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
             if id(meta) not in made:
                 made[id(meta)] = allocate(meta, device, dtype)
             setattr(owner, name, made[id(meta)])
-            if name == "weight" and isinstance(owner, LinearBase):
-                owner.weight_scale = getattr(made[id(meta)], "scale", None)
+            if (scale := getattr(made[id(meta)], "scale", None)) is not None:
+                setattr(owner, f"{name}_scale", scale)

@@ -14,7 +14,7 @@ from minivllm.core.interfaces import Model
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, EngineDeadError, RequestError, described, shown
-from minivllm.layers.linear import LinearBase
+from minivllm.layers.parameter import scales_of
 from minivllm.models.checkpoint import read_model_config, read_quantization
 from minivllm.models.fp8_checkpoint import dequantized
 from minivllm.models.loader import iterate_safetensors, refuse_unscaled, renew_copies
@@ -85,9 +85,8 @@ def reload_model(model: Model, weights: Weights) -> None:
         TypeError: the model's ``load_weights`` replaced a tensor instead of writing to it.
     """
     assert isinstance(model, nn.Module)
-    for module in model.modules():
-        if isinstance(module, LinearBase) and module.weight_scale is not None:
-            module.weight_scale.fill_(float("nan"))  # as before the first load: what stays so was not loaded
+    for _, scale in scales_of(model):
+        scale.fill_(float("nan"))  # as before the first load: what stays so was not loaded
     before = _addresses(model)
     with PinnedUpload():
         try:

@@ -24,8 +24,8 @@ from minivllm.layers.linear import (
 )
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.parameter import load_piece, sharded_parameter
-from minivllm.models.loader import build_model, dummy_weights, load_weights, materialize
+from minivllm.layers.parameter import Piece, load_piece, scales_of, sharded_parameter
+from minivllm.models.loader import build_model, dummy_weights, load_weights, materialize, refuse_unscaled
 from minivllm.models.qwen3 import Qwen3ForCausalLM
 
 CPU = torch.device("cpu")
@@ -267,9 +267,68 @@ def test_a_model_of_which_little_would_be_in_float8_is_refused():
             self.dense = RowParallelLinear(64, 64, TensorParallel())
             self.experts = sharded_parameter((8, 64, 64), {})
 
-    told = r"keep 11% of the weights of Experts's layers in float8, and not \.experts \[8, 64, 64\].* no experts; leave"
+    told = r"keep 11% of the weights of Experts's layers in float8, and not \.experts \[8, 64, 64\].* may_be_fp8; leave"
     with pytest.raises(ConfigError, match=told):
         kept(Experts)
+
+
+class Stack(nn.Module):
+    """Three matrices, each rank with its rows (dim 0) or columns (dim 1) of them. The module multiplies one of them."""
+
+    weight_scale = None
+
+    def __init__(self, tp, dim, **options):
+        super().__init__()
+        whole = [96, 64]
+        shape = [size // (tp.size if i == dim else 1) for i, size in enumerate(whole)]
+        pieces = {e: Piece(tuple(whole), dim, tp.rank * shape[dim], shape[dim], item=e) for e in range(3)}
+        self.weight = sharded_parameter((3, *shape), pieces, **options)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_module_that_says_so_has_its_stack_in_float8(size, dim):
+    whole = torch.randn(3, 96, 64)
+    for rank in range(size):
+        module = kept(lambda rank=rank: Stack(TensorParallel(rank, size), dim, may_be_fp8=True))
+        assert module.weight.dtype == FP8 and module.weight_scale.shape == module.weight.shape[:2]
+        with pytest.raises(CheckpointError, match=r"quantization=fp8: weight holds what is no finite number"):
+            refuse_unscaled(module)
+        for item in (2, 0, 1):
+            load_piece(module.weight, whole[item], item)
+        mine = whole.chunk(size, 1 + dim)[rank]
+        torch.testing.assert_close(
+            module.weight.float() * module.weight_scale[..., None], torch.stack([in_float8(its) for its in mine])
+        )
+        refuse_unscaled(module)
+        (told,) = scales_of(nn.ModuleDict({"mlp": copy.deepcopy(module)}))
+        assert told[0] == "mlp.weight" and torch.equal(told[1], module.weight_scale)
+
+
+def test_a_stack_is_loaded_as_it_is_without_quantization():
+    with torch.device("meta"):
+        module = Stack(TensorParallel(1, 2), 1, may_be_fp8=True)
+    materialize(module, CPU, torch.bfloat16)
+    whole = torch.randn(3, 96, 64)
+    for item in range(3):
+        load_piece(module.weight, whole[item], item)
+    assert torch.equal(module.weight, whole[:, :, 32:].bfloat16()) and module.weight_scale is None
+
+
+@pytest.mark.parametrize("how", ["says nothing", "loads itself", "has part of a row", "lacks an item"])
+def test_stacks_that_cannot_be_in_float8_are_not(how):
+    def make():
+        stack = Stack(TensorParallel(), 1, may_be_fp8=how != "says nothing")
+        if how == "loads itself":
+            stack.weight.weight_loader = lambda param, loaded, shard_id: param.data.copy_(loaded)
+        elif how == "has part of a row":
+            stack.weight.pieces[1] = Piece((96, 32), 1, item=1)
+        elif how == "lacks an item":
+            del stack.weight.pieces[1]
+        return stack
+
+    with pytest.raises(ConfigError, match=r"keep 0% of .* and not \.weight \[3, 96, 64\]"):
+        kept(make)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class Experts(nn.Module):
         shares, chosen = (h @ router.T).softmax(dim=1).topk(3)
         if self.renormalize:
             shares = shares / shares.sum(dim=1, keepdim=True)
-        gate, up = torch.einsum("th,tcih->tci", h, gate_up[chosen]).chunk(2, dim=2)
+        gate, up = torch.einsum("th,tcih->tci", h, gate_up.float()[chosen]).chunk(2, dim=2)
         return x.add_(torch.einsum("tc,tchi,tci->th", shares, down[chosen], F.silu(gate) * up))
 
 
@@ -202,6 +202,11 @@ def other_share(world: World) -> None:
     world.layers[1].mlp.renormalize = False
 
 
+def experts_in_float8(world: World) -> None:
+    weights = world.layers[1].mlp.weights
+    weights[1] = weights[1].to(torch.float8_e4m3fn)
+
+
 def hook_of_experts(world: World) -> None:
     world.layers[1].mlp.register_forward_hook(lambda module, inputs, output: None)
 
@@ -221,7 +226,10 @@ def one_dense(world: World) -> None:
         parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 8
 
 
-@pytest.mark.parametrize("change", [silent, other_share, hook_of_experts, own_forward, unfolded, one_dense])
+EXPERTS = [silent, other_share, experts_in_float8, hook_of_experts, own_forward, unfolded, one_dense]
+
+
+@pytest.mark.parametrize("change", EXPERTS)
 def test_experts_of_their_own_are_left_alone(
     folder: Path, whole: Calls, monkeypatch: pytest.MonkeyPatch, change: Callable[[World], None]
 ) -> None:

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import LOG2E, cdiv, next_power_of_2, num_sms, tl, triton
+from minivllm.kernels._triton import LOG2E, next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.attention.paged_prefill import as_multiplied, page_ids, paged_attention_reference
 from minivllm.kernels.attention.rotary import normed_rotated
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale
+from minivllm.rounding import cdiv
 
 ITEM = 8  # int32 per work item: row (-1: none), first key, end, items of the row, the row's first item
 MAX_SPLITS = 64  # items per row at most: the last to finish merges them alone

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from minivllm.kernels._triton import LOG2E, next_power_of_2, tl, triton
+from minivllm.rounding import cdiv
 
 
 @triton.jit
@@ -331,7 +332,7 @@ def paged_attention_reference(
         count = tokens.stop - tokens.start
         if not length or not count:
             continue
-        blocks = block_tables[row, : -(-length // block_size)].long()
+        blocks = block_tables[row, : cdiv(length, block_size)].long()
         k = k_cache[blocks].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
         v = v_cache[blocks].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1)
         score = torch.einsum("qhd,khd->hqk", q[tokens].float(), k) * scale

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import LOG2E, cdiv, compiling, num_sms
+from minivllm.kernels._triton import LOG2E, compiling, num_sms
 from minivllm.kernels.attention.paged_prefill import longest_first
 from minivllm.kernels.hopper import Kernel, compile_ahead, launch_kernel, load, loads
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 HEAD_DIMS, PAGE = (64, 128), 16
 _KEYS, _GROUPS = 128, {64: 3, 128: 2}  # keys per tile; warpgroups of 64 rows, by head dimension: limited by registers
@@ -76,7 +77,7 @@ class PromptWorkspace:
         where the parts are written. A tile is split if its keys take longer than a program's share of the step; that
         adds at most ``programs / kv_heads`` items."""
         tiles = longest_first(query_lens, seq_lens, self.tile_tokens)
-        keys = [-(-seen // _KEYS) if seen > 0 else 1 for _, seen, _, _ in tiles]  # padding sees none
+        keys = [cdiv(seen, _KEYS) if seen > 0 else 1 for _, seen, _, _ in tiles]  # padding sees none
         most = max(_EVEN * sum(keys) * self.kv_heads / self.programs, _LEAST)
         if max(keys, default=0) <= most:
             return np.array([n for *_, row, first in tiles for n in (row, first, 1 << 16, 0)], np.int32).reshape(-1, 4)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.attention.cache_write import write_cache_reference
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import RowScale, inverse_rms, rms_norm_reference
+from minivllm.rounding import cdiv
 
 
 class Heads(NamedTuple):

@@ -8,8 +8,9 @@ at 4.3 TB/s, where attention of 8,192 queries takes milliseconds.
 import numpy as np
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 _BLOCK = 4096  # numbers at a time
 
@@ -66,7 +67,7 @@ class WidePages:
 
     def starts_of(self, seq_lens: np.ndarray) -> np.ndarray | None:
         """(rows + 1,) int32, pages before each row's; None: the rows' contexts, (rows,) int32, have too many."""
-        pages = -(-seq_lens // self.copies.shape[2])
+        pages = cdiv(seq_lens, self.copies.shape[2])
         starts = np.concatenate(([0], np.cumsum(pages))).astype(np.int32)
         return starts if starts[-1] <= self.copies.shape[1] else None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels._triton import tl, triton
 from minivllm.kernels.collectives import two_shots as twice
 from minivllm.kernels.collectives.lamport import (
     EMPTY,
@@ -30,6 +30,7 @@ from minivllm.kernels.collectives.lamport import (
 )
 from minivllm.kernels.collectives.peer_memory import take_peer_memory
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 _ONE_SHOT = 256 << 10  # bytes: with more than two ranks, larger x takes two shots
 _PROGRAMS = 512  # at most; a power of two

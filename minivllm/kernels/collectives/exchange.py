@@ -38,11 +38,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import cdiv, compiling
+from minivllm.kernels._triton import compiling
 from minivllm.kernels.capture import captured
 from minivllm.kernels.collectives.peer_copies import PeerCopies
 from minivllm.kernels.collectives.peer_memory import take_peer_memory
 from minivllm.kernels.rms_norm import add_rows_factors
+from minivllm.rounding import cdiv
 
 MIN_PART = 1024  # rows on average: the host launches more than without this, in a time that does not depend on rows
 MIN_PART_CAPTURED = 512  # in a graph; products of fewer rows take longer per row

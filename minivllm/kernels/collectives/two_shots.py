@@ -14,7 +14,7 @@ parts, then sums; thirds that calls use in turn; by sender. A share is a rank's 
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
-from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels._triton import tl, triton
 from minivllm.kernels.collectives.lamport import (
     arrived,
     count_call,
@@ -26,6 +26,7 @@ from minivllm.kernels.collectives.lamport import (
     sum_of_all,
     to_send,
 )
+from minivllm.rounding import cdiv
 
 PROGRAMS = 256  # at most; a power of two
 BLOCK = 512  # words (4 bytes)

@@ -4,8 +4,8 @@ possible, in large ones into units of all rows."""
 from dataclasses import dataclass, replace
 from functools import cache
 
-from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
+from minivllm.rounding import cdiv
 
 MIN_ROWS, MAX_ROWS = 2, 512  # of any layer
 _LEAST_ROWS = (3 << 27, MIN_ROWS), (1 << 28, 17), (0, 33)  # (weights of a layer, more than; least rows)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cache
 
-from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
+from minivllm.rounding import cdiv
 
 SMALL_WEIGHT = 6 << 20  # elements up to which small tiles in one wave are fast for 128 rows and more, too
 LARGE_WEIGHT = 1 << 24  # elements from which even shares of memory bandwidth matter most

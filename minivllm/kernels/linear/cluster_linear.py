@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv, compiling, num_sms
+from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.attention.rotary import Heads
 from minivllm.kernels.hopper import STEP, Plan, heads_argument, launch_product, loads, plan_of
 from minivllm.kernels.linear.cluster_config import (
@@ -37,6 +37,7 @@ from minivllm.kernels.linear.cluster_config import (
     tile_rows,
 )
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 MIN_ROWS, MAX_ROWS = 9, 256
 MIN_LONG_ROWS = 3  # for a long weight

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.linear.cluster_linear import (
     Scales,
     cluster_gate_up,
@@ -29,6 +29,7 @@ from minivllm.kernels.linear.cluster_linear import (
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import row_factors_reference
 from minivllm.kernels.silu_mul import silu_mul
+from minivllm.rounding import cdiv
 
 FP8 = torch.float8_e4m3fn
 MULTIPLE = 16  # of both sizes of a weight: the library takes no others

@@ -8,9 +8,10 @@ from functools import cache
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv, compiling
+from minivllm.kernels._triton import compiling
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, Kernel, load, loads
 from minivllm.kernels.linear.packed_weights import FIRST_EXPONENT, LINES, PIECE_BYTES, STEP, UNIT_BYTES
+from minivllm.rounding import cdiv
 
 _COLUMNS = 8, 16, 32, 48, 64  # rows that kernels are compiled for
 _THREADS = 384

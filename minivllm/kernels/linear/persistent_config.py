@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 
-from minivllm.kernels._triton import cdiv
 from minivllm.kernels.hopper import FIXED_BYTES, SHARED_BYTES, STEP, Kernel
 from minivllm.kernels.linear.cluster_config import LARGE_WEIGHT
+from minivllm.rounding import cdiv
 
 MIN_ROWS = 1024  # for a grid
 MIN_EVEN_ROWS, MAX_EVEN_ROWS = 65, 192  # with more, arithmetic costs as much as memory, and the library is as good

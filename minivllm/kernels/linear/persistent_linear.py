@@ -17,12 +17,13 @@ from functools import lru_cache
 import torch
 
 from minivllm.kernels import nvrtc
-from minivllm.kernels._triton import cdiv, compiling, num_sms
+from minivllm.kernels._triton import compiling, num_sms
 from minivllm.kernels.attention.rotary import Heads
 from minivllm.kernels.collectives.exchange import Arrival
 from minivllm.kernels.hopper import STEP, Plan, compile_ahead, heads_argument, launch_product, loads, plan_of
 from minivllm.kernels.linear.persistent_config import GRID, UNIT, Cut, cut_kernel, parts_cut, persistent_cut
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 HEAD_DIMS = (64, 128)  # of heads that it can norm, rotate and store
 

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, num_sms, tl, triton
+from minivllm.kernels._triton import next_power_of_2, num_sms, tl, triton
 from minivllm.kernels.linear.cluster_config import LARGE_WEIGHT
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.rms_norm import rms_norm
 from minivllm.kernels.silu_mul import silu_mul
+from minivllm.rounding import cdiv
 
 MAX_ROWS = 16
 _LANES = 32

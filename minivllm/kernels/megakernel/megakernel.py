@@ -42,6 +42,7 @@ from minivllm.kernels.linear.chain_config import ChainShape
 from minivllm.kernels.linear.fp8_linear import quantize_reference
 from minivllm.kernels.linear.packed_weights import FIRST_EXPONENT, PIECE_BYTES, STEP, Order, PackedWeight
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv, round_up
 
 PAGE = 16  # keys
 _WARPS, _LEAST_SPLITS, _MOST_SPLITS = 8, 8, 16  # compute warps; programs that may share a key head's attention
@@ -168,11 +169,11 @@ def _cut(
     hidden, attended, inner = chunks
     width, group = 1 if shape.float8 else 2, shape.num_heads // shape.num_kv_heads
     of_experts = (shape.inner * shape.chosen, shape.qkv, shape.hidden)
-    gate_lines, *others = (-(-n // programs // 8) * 8 for n in of_experts)
+    gate_lines, *others = (round_up(cdiv(n, programs), 8) for n in of_experts)
     most_lines = max(2 * gate_lines, *others)
     page_bytes = (2 if shape.float8_cache else 4) * PAGE * shape.head_dim  # of one head; a stage has one or two pages
     weight_bytes = _WARPS * PIECE_BYTES if packed else 8 * (width * max(chunks) + 64)
-    stage_bytes = -(-max(weight_bytes, page_bytes) // 1024) * 1024
+    stage_bytes = round_up(max(weight_bytes, page_bytes), 1024)
     enough = _MANY_ROWS_STAGES if rows > 4 else _LEAST_STAGES
     for pieces in range(1, 2 if shape.routing or shape.float8 else _MOST_PIECES + 1):
         if shape.inner % (pieces * (STEP if packed else inner // _WARPS if pieces == 1 else inner)):
@@ -185,7 +186,7 @@ def _cut(
         memory += 4 * shape.head_dim + 16 * _MOST_STAGES + 128 + (8 * rows * shape.chosen if shape.routing else 0)
         scaled = packed or shape.float8
         memory += 4 * sum((shape.qkv, 2 * shape.hidden, 2 * shape.inner)) // programs if scaled else 4
-        memory = -(-memory // 1024) * 1024
+        memory = round_up(memory, 1024)
         stages = min((SHARED_BYTES - FIXED_BYTES - memory) // stage_bytes, _MOST_STAGES)
         if stages >= enough:
             break

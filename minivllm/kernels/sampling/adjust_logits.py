@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels._triton import tl, triton
+from minivllm.rounding import cdiv
 
 _BLOCK = 4096
 _MOST = 32766

@@ -8,7 +8,8 @@ Bytes moved: the logits once, 2 per token; besides some 300 per row and part.
 
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
+from minivllm.rounding import cdiv
 
 MOST = 32  # the most best tokens that the kernels support
 _BLOCK = 4096

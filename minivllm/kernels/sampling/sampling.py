@@ -18,10 +18,11 @@ import torch
 from torch.nn.functional import pad
 
 from minivllm.core.parallel import TensorParallel
-from minivllm.kernels._triton import LOG2E, cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import LOG2E, next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
 from minivllm.kernels.sampling.draws import GROUP, gumbel, keys_kernel, log2_kernel, noise_kernel
 from minivllm.kernels.sampling.filters import Filters, draw_filtered, filter_bounds_reference
+from minivllm.rounding import cdiv
 
 _BITS = 21  # of a group's largest weight: the sum of 1024 fits into 32
 _G, _L1 = tl.constexpr(GROUP), tl.constexpr(LOG2E)

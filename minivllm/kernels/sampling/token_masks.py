@@ -5,7 +5,8 @@ Bytes moved per row: 8 per token for scores in and out, and an eighth for bits.
 
 import torch
 
-from minivllm.kernels._triton import cdiv, tl, triton
+from minivllm.kernels._triton import tl, triton
+from minivllm.rounding import cdiv
 
 _BLOCK = 4096
 

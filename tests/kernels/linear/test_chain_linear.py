@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from minivllm.kernels import hopper, nvrtc
-from minivllm.kernels._triton import cdiv
 from minivllm.kernels.linear import chain_linear as chain
 from minivllm.kernels.linear.chain_config import ChainShape, Unit, chain_config, chain_kernel
 from minivllm.kernels.linear.chain_linear import chain_linear, use_chain
 from minivllm.kernels.linear.cluster_config import tile_rows
+from minivllm.rounding import cdiv
 
 BF16, EPS, EPS_BEHIND = torch.bfloat16, 1e-6, 2e-2  # of the two norms
 SHAPES = {  # of published models

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from minivllm.errors import MinivllmError
 from minivllm.kernels import hopper
-from minivllm.kernels._triton import cdiv
 from minivllm.kernels.attention.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.kernels.linear import cluster_linear as cluster
 from minivllm.kernels.linear.cluster_config import (
@@ -29,6 +28,7 @@ from minivllm.kernels.linear.cluster_linear import Scales, cluster_qkv
 from minivllm.kernels.linear.fp8_linear import FP8, quantize
 from minivllm.kernels.linear.products import linear, linear_add, norm_gate_up, norm_linear, norm_linear_unscaled
 from minivllm.kernels.rms_norm import rms_norm
+from minivllm.rounding import cdiv
 
 SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (2048, 8192), (3584, 5120), (272, 72), (8, 8)]
 LARGE_SHAPES = [(17408, 5120), (5120, 8704), (19456, 2560), (4096, 12288)]

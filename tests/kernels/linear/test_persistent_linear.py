@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from minivllm.kernels import hopper, nvrtc
-from minivllm.kernels._triton import cdiv, num_sms
+from minivllm.kernels._triton import num_sms
 from minivllm.kernels.attention.rotary import Heads, qk_norm_rope_store_reference
 from minivllm.kernels.collectives.exchange import Arrival, part_rows
 from minivllm.kernels.linear import persistent_linear as persistent
@@ -24,6 +24,7 @@ from minivllm.kernels.linear.persistent_linear import persistent_gate_up, persis
 from minivllm.kernels.linear.products import linear, linear_add, norm_gate_up
 from minivllm.kernels.linear.skinny_linear import norm_gate_up_reference
 from minivllm.kernels.rms_norm import rms_norm, row_factors
+from minivllm.rounding import cdiv
 
 KINDS = [{"gated": True}, {"head_dim": 64}, {"head_dim": 128}]
 ROWS = [1, 100, 1024, 1300, 8192]

@@ -596,7 +596,11 @@ MISTAKES = {
         "  return square;\n}\n\n__device__ constexpr",
         "error|element",
     ),
-    "queries read otherwise than keys": ("Tile::head_at(i))", "column * 16 + 64 * i)", "relative error"),
+    "queries read otherwise than keys": (
+        "read16(query_at + head_at(i));",
+        "read16(query_at + threadIdx.x % 4 * 16 + 64 * i);",
+        "relative error",
+    ),
     "a stage kept": ("    if (lane == 0) here_arrive(bar + (seen & nothing));\n", "", "waits for a barrier"),
     "parts not waited for": ("both(two[i][s], flag)", "true", "error|element"),
     "parts joined before they are there": ("!both(two, flag) || !has(sum, flag)", "false", "error|element"),

@@ -15,8 +15,8 @@ from minivllm.errors import CheckpointError, ConfigError
 from minivllm.layers.experts import RoutedExperts
 from minivllm.layers.linear import ReplicatedLinear
 from minivllm.layers.norm import RMSNorm
-from minivllm.layers.parameter import Piece, ShardId, pieces_of, sharded_parameter, split
-from minivllm_qwen3_moe.experts import AUTO, BACKENDS, Experts, choose
+from minivllm.layers.parameter import Piece, ShardId, sharded_parameter, split
+from minivllm_qwen3_moe.experts import AUTO, BACKENDS, Experts, Weights, choose
 
 
 class SparseMLP(nn.Module):
@@ -46,21 +46,28 @@ class SparseMLP(nn.Module):
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
         if self._run is None:
             self._run = choose(self.wanted, x.device, x.dtype)(self.top_k, self.renormalize)
-        weights = self.gate.weight, self.gate_up_experts.stacked(), self.down_experts.weight
         if self.tp.size == 1:
-            return self._run(x, norm, *weights, add=True)
-        return self.tp.all_reduce_add(x, self._run(x, norm, *weights, add=False))
+            return self._run(x, norm, self._weights(), add=True)
+        return self.tp.all_reduce_add(x, self._run(x, norm, self._weights(), add=False))
 
     def routed_experts(self) -> RoutedExperts | None:
-        """For minivllm's kernel of all layers, where nobody has asked for a backend by name."""
-        if self.tp.size > 1 or self.wanted != AUTO:
+        """For minivllm's kernel of all layers, where nobody has asked for a backend by name; it reads no float8."""
+        weights = self._weights()
+        if self.tp.size > 1 or self.wanted != AUTO or weights.in_float8:
             return None
-        weights = self.gate.weight, self.gate_up_experts.stacked(), self.down_experts.weight
-        return RoutedExperts(*weights, self.top_k, self.renormalize)
+        return RoutedExperts(weights.gate, weights.gate_up, weights.down, self.top_k, self.renormalize)
+
+    def _weights(self) -> Weights:
+        gate_up, gate_up_scale = self.gate_up_experts.stacked()
+        return Weights(
+            self.gate.weight, gate_up, self.down_experts.weight, gate_up_scale, self.down_experts.weight_scale
+        )
 
 
 class _GateUp(nn.Module):
     """(experts * 2 * inner, hidden): of each expert this rank's rows of gate, then of up."""
+
+    weight_scale: torch.Tensor | None = None  # (experts * 2 * inner,), if the weight is in float8
 
     def __init__(self, experts: int, hidden: int, inner: int, tp: TensorParallel) -> None:
         super().__init__()
@@ -69,28 +76,24 @@ class _GateUp(nn.Module):
         pieces: dict[ShardId, Piece] = {}
         for i in range(2 * experts):
             pieces[f"{i // 2}.{'up' if i % 2 else 'gate'}"] = Piece(whole, 0, start, inner, i * inner)
-        self.weight = sharded_parameter((experts * 2 * inner, hidden), pieces)
+        self.weight = sharded_parameter((experts * 2 * inner, hidden), pieces, may_be_fp8=True)
 
-    def stacked(self) -> torch.Tensor:
-        """(experts, 2 * inner, hidden)."""
-        return self.weight.view(self.shape)
+    def stacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(experts, 2 * inner, hidden) and, if that is in float8, its scales, (experts, 2 * inner)."""
+        scale = self.weight_scale
+        return self.weight.view(self.shape), None if scale is None else scale.view(self.shape[:2])
 
 
 class _Down(nn.Module):
     """(experts, hidden, inner): of each expert this rank's columns."""
 
+    weight_scale: torch.Tensor | None = None  # (experts, hidden), if the weight is in float8
+
     def __init__(self, experts: int, hidden: int, inner: int, tp: TensorParallel) -> None:
         super().__init__()
         whole, start = (hidden, inner * tp.size), tp.rank * inner
-        pieces: dict[ShardId, Piece] = {f"{e}.down": Piece(whole, 1, start, inner, e) for e in range(experts)}
-        self.weight = sharded_parameter((experts, hidden, inner), pieces)
-        self.weight.weight_loader = _load_expert  # type: ignore[attr-defined]
-
-
-def _load_expert(param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId = None) -> None:
-    """Slice one dimension, stack along another: ``offset`` is the expert."""
-    piece = pieces_of(param)[shard_id]
-    param.data[piece.offset].copy_(loaded.narrow(piece.dim, piece.start, piece.length))
+        pieces: dict[ShardId, Piece] = {f"{e}.down": Piece(whole, 1, start, inner, item=e) for e in range(experts)}
+        self.weight = sharded_parameter((experts, hidden, inner), pieces, may_be_fp8=True)
 
 
 def num_experts(config: ModelConfig) -> int:

@@ -17,7 +17,8 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.model_config import FrozenDict, ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import CheckpointError, ConfigError
-from minivllm.models.loader import build_model, iterate_safetensors, read_model_config
+from minivllm.models.checkpoint import read_model_config
+from minivllm.models.loader import build_model, iterate_safetensors
 from minivllm.plugins import default_registry
 from minivllm.testing import ModelConformance
 from minivllm.testing.checkpoints import random_checkpoint, reference_tokens
@@ -151,7 +152,7 @@ def test_ranks_hold_slices_of_every_expert(checkpoint: Path, dummy: bool) -> Non
         weights = 7 if dummy else iterate_safetensors(checkpoint)
         model = build_model(Qwen3MoeForCausalLM, config, tp, "cpu", torch.float32, weights, 64)
         mlp = model.get_submodule("model.layers.1.mlp")  # type: ignore[attr-defined]
-        return *mlp.gate_up_experts.stacked().chunk(2, dim=1), mlp.down_experts.weight
+        return *mlp.gate_up_experts.stacked()[0].chunk(2, dim=1), mlp.down_experts.weight
 
     whole = experts_of(ONE)
     parts = [experts_of(TensorParallel(rank, 2)) for rank in range(2)]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from minivllm.errors import ConfigError
-from minivllm_qwen3_moe.experts.interface import Experts
+from minivllm_qwen3_moe.experts.interface import Experts, Weights
 from minivllm_qwen3_moe.experts.torch import TorchExperts
 from minivllm_qwen3_moe.experts.triton import TritonExperts
 
-__all__ = ["AUTO", "BACKENDS", "Experts", "choose"]
+__all__ = ["AUTO", "BACKENDS", "Experts", "Weights", "choose"]
 
 AUTO = "auto"
 BACKENDS: dict[str, type[Experts]] = {"triton": TritonExperts, "torch": TorchExperts}  # as auto tries them

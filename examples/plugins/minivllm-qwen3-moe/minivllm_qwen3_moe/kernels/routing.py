@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minivllm.kernels._triton import cdiv, next_power_of_2, tl, triton
+from minivllm.kernels._triton import next_power_of_2, tl, triton
 from minivllm.kernels.pdl import use_pdl
+from minivllm.rounding import cdiv
 
 FEW = 32  # tokens that one program routes
 _SCAN = tl.constexpr(64)  # blocks of tokens that the adding-up takes at once
