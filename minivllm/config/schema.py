@@ -131,7 +131,7 @@ class CacheSchema:
     dtype: CacheDtype = key(
         CacheDtype.auto,
         "fp8: keep keys and values in float8 (e4m3), without scales: twice as many tokens fit, and answers differ "
-        "slightly. With attention=triton or torch. auto: in dtype",
+        "slightly. With attention=hopper, triton or torch. auto: in dtype",
     )
 
 

@@ -264,7 +264,7 @@ def test_graphs_say_what_kernels_launched_one_by_one_say() -> None:
         settings = ["model.hf_config.num_hidden_layers=2", "cache.num_blocks=512"]
         settings += ["load_format=dummy", "max_model_len=512", "scheduler.max_num_seqs=16"]
         with LLM("qwen3-30b-a3b", quantization="fp8", enforce_eager=eager, overrides=settings) as llm:
-            assert llm.engine.describe()["weights"] == "fp8 weights"
+            assert llm.engine.describe()["weights"].startswith("fp8 weights")
             told.append([out.outputs[0] for some in together for out in llm.generate(some, params, use_tqdm=False)])
     same = sum(common_tokens(*both) for both in zip(*told, strict=True))
     assert same > 0.75 * 8 * sum(map(len, together))
