@@ -51,6 +51,8 @@ class HopperBackend(TritonBackend):
         self._wide: WidePages | None = None  # of a float8 cache
         self._most_pages = 0  # of a row, of the newest eager step's prompts that get copies; 0: they get none
         self._copies = False  # whether this step's get some
+        if spec.kv_cache_dtype == "fp8":
+            self.most_captured_context = _CAPTURED_CONTEXT
         self.attends_beside = self.plain_decode and type(self).prefill is HopperBackend.prefill
 
     @classmethod
@@ -68,7 +70,6 @@ class HopperBackend(TritonBackend):
             if s.kv_cache_dtype == "fp8":
                 tokens = min(s.max_model_len + s.max_num_batched_tokens, _COPIED_BYTES // self._copied_bytes())
                 self._wide = WidePages(tokens, s.block_size, s.num_kv_heads, s.head_dim, kv_cache.device)
-                self.most_captured_context = _CAPTURED_CONTEXT
 
     def _copied_bytes(self) -> int:
         """Of a token's keys and values in bfloat16."""
@@ -92,7 +93,7 @@ class HopperBackend(TritonBackend):
             return None
         pairs = np.dot(query_lens.astype(np.int64), seq_lens)
         saved = max(pairs / _QUERIES_A_COPY, _LATENCY_A_COPY * int(seq_lens.max()))
-        return self._wide.starts_of(seq_lens) if saved >= seq_lens.sum(dtype=np.int64) else None
+        return self._wide.starts_of(seq_lens) if saved > seq_lens.sum(dtype=np.int64) else None
 
     def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int) -> np.ndarray:
         assert self._prompts is not None

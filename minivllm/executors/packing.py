@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -53,9 +53,8 @@ def compile_for_packing(config: EngineConfig, its: ModelConfig, dtype: torch.dty
     compile_ahead(PACK_KERNEL)
     tp, sms = config.tp, num_sms(device)
     kv_heads = max(its.num_kv_heads // tp, 1)
-    shape = DecoderShape(
-        its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim, ranks=tp
-    )
+    sizes = its.hidden_size, its.intermediate_size // tp, its.num_heads // tp, kv_heads, its.head_dim
+    shape = DecoderShape(*sizes, ranks=tp, float8_cache=config.cache.dtype == "fp8")
     # MLPs of experts have other sizes and are not packed; nor is what is kept in float8
     others = config.quantization != "none" or any("experts" in key for key in its.hf_config)
     chain, whole, order = Ways(None, None, Order.UNITS) if others else packed_ways(shape.products, shape, tp)
@@ -89,7 +88,10 @@ def pack_weights(
         return False
     module, asked = cast(nn.Module, model), config.packed_weights == "true"
     reasons: list[str] = []
-    impossible, parts = _impossible(dtype, device), (_heads(module), _layers(module, plain))
+    impossible, parts = (
+        _impossible(dtype, device),
+        (_heads(module), _layers(module, plain, config.cache.dtype == "fp8")),
+    )
     for part in parts:
         unfit = impossible or part.unfit or part.odd(dtype)
         why = unfit or _pack(part, module, config, dtype, device, memory, cache_bytes)
@@ -162,13 +164,14 @@ def _heads(model: nn.Module) -> _Part:
     return _Part(f"the LM heads of {type(model).__name__}", dict.fromkeys(heads, Order.UNITS), unfit, runs)
 
 
-def _layers(model: nn.Module, plain: bool) -> _Part:
+def _layers(model: nn.Module, plain: bool, float8_cache: bool) -> _Part:
     ways: dict[ChainShape, Ways] = {}
     products: dict[Product, Order] = {}
     for decoder in packable_decoders(model):
         layers = list(decoder.layers)
         if chain := chain_shape(layers):
             whole = dense_shape(layers, decoder.tp) if plain else None
+            whole = whole and replace(whole, float8_cache=float8_cache)
             ways[chain] = packed_ways(chain, whole, decoder.tp.size)
             products |= dict.fromkeys(products_of(decoder), ways[chain].order)
     unfit = None

@@ -28,7 +28,7 @@ from minivllm.kernels.megakernel.megakernel import MAX_MEGAKERNEL_ROWS, DecoderS
 from minivllm.kernels.rms_norm import RowScale
 from minivllm.layers.attention import Attention
 from minivllm.layers.decoder_layer import DecoderLayer, SelfAttention
-from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, adds_as_usual
 from minivllm.layers.mlp import GatedMLP
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
@@ -55,7 +55,7 @@ def run_fused(
 def is_usual(layer: DecoderLayer) -> bool:
     """Whether nothing of the layer is overridden or has a hook. Its products' weights may be in float8."""
     mlp = layer.mlp
-    gated = is_plain(mlp, GatedMLP) and _adds_as_usual(mlp.down_proj) and is_plain(mlp.gate_up_proj, LinearBase)
+    gated = is_plain(mlp, GatedMLP) and _may_add_otherwise(mlp.down_proj) and is_plain(mlp.gate_up_proj, LinearBase)
     return gated and _attends_as_usual(layer)
 
 
@@ -71,14 +71,13 @@ def _attends_as_usual(layer: DecoderLayer) -> bool:
         and type(attention.attention).of_stream is Attention.of_stream
         and type(attention.qkv_proj) is QKVParallelLinear
         and is_plain(attention.qkv_proj, LinearBase)
-        and _adds_as_usual(attention.o_proj)
+        and _may_add_otherwise(attention.o_proj)
     )
 
 
-def _adds_as_usual(product: nn.Module) -> bool:
+def _may_add_otherwise(product: nn.Module) -> bool:
     """Whether it may add its result to the stream in another way than by ``add_to``."""
-    plain = is_plain(product, RowParallelLinear) and type(product).add_to is RowParallelLinear.add_to
-    return plain and product.bias is None
+    return adds_as_usual(product) and product.bias is None
 
 
 def _in_float8(layer: DecoderLayer) -> bool | None:

@@ -10,7 +10,7 @@ then reads x itself, and the kernel that consumes its output divides by rms(x) a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -192,13 +192,9 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.tp.all_reduce(super().forward(x))
 
-    def takes_fp8_rows(self) -> bool:
-        """Whether ``add_to`` also takes x as rows of float8."""
-        plain = is_plain(self, RowParallelLinear) and type(self).add_to is RowParallelLinear.add_to
-        return plain and self.weight_scale is not None
-
     def add_to(self, residual: torch.Tensor, x: torch.Tensor | Fp8Rows) -> torch.Tensor:
-        """Add ``self(x)`` to residual (t, out) in place; every rank holds all of it. Returns residual."""
+        """Add ``self(x)`` to residual (t, out) in place; every rank holds all of it. Returns residual. x may be rows of
+        float8 if the weight is in it and the product ``adds_as_usual``."""
         if self.weight_scale is not None and is_plain(self, RowParallelLinear):
             rows = x if isinstance(x, Fp8Rows) else quantize(x)
             if self.tp.size == 1:
@@ -238,6 +234,11 @@ class RowParallelLinear(LinearBase):
     def write(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Write this rank's partial result to ``out``."""
         linear_into(out, x, self.weight)
+
+
+def adds_as_usual(product: nn.Module) -> TypeGuard[RowParallelLinear]:
+    """Whether it adds to the stream as ``RowParallelLinear`` does: no override or hook."""
+    return is_plain(product, RowParallelLinear) and type(product).add_to is RowParallelLinear.add_to
 
 
 def split_heads(num_heads: int, num_kv_heads: int, tp: TensorParallel) -> tuple[int, int]:

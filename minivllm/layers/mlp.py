@@ -12,7 +12,13 @@ from minivllm.kernels.linear.fp8_linear import fp8_gate_up, fp8_gate_up_rows, qu
 from minivllm.kernels.linear.persistent_linear import persistent_gate_up, use_persistent
 from minivllm.kernels.linear.products import norm_gate_up
 from minivllm.kernels.silu_mul import silu_mul
-from minivllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear, goes_with
+from minivllm.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    adds_as_usual,
+    goes_with,
+)
 from minivllm.layers.norm import RMSNorm
 from minivllm.layers.parts import PartedStream
 from minivllm.layers.plain import is_plain
@@ -40,7 +46,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x: (t, hidden), the residual stream, to which the block's output is added in place."""
         up, down = self.gate_up_proj, self.down_proj
-        if self._in_fp8(norm) and down.takes_fp8_rows():
+        if self._in_fp8(norm) and adds_as_usual(down) and down.weight_scale is not None:
             rows = quantize(x, norm.weight, norm.eps)
             assert up.weight_scale is not None
             return down.add_to(x, fp8_gate_up_rows(rows, up.weight, up.weight_scale, up.bias))

@@ -77,8 +77,9 @@ def has_whole_rows(param: nn.Parameter) -> bool:
 def scales_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, scales) of each parameter that is kept in float8, from the modules that multiply by them."""
     for path, owner in module.named_modules():
-        for name, _ in owner.named_parameters(recurse=False):
-            if (scale := vars(owner).get(f"{name}_scale")) is not None:
+        for name, param in owner.named_parameters(recurse=False):
+            scale = vars(owner).get(f"{name}_scale")
+            if param.dtype == FP8 and scale is not None:  # else it is something else of that name
                 yield f"{path}.{name}".removeprefix("."), scale
 
 

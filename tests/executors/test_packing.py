@@ -16,7 +16,7 @@ from torch import nn
 
 from minivllm import LLM
 from minivllm.config.compose import compose_engine_config
-from minivllm.config.engine_config import EngineConfig
+from minivllm.config.engine_config import CacheOptions, EngineConfig
 from minivllm.core.model_config import ModelConfig
 from minivllm.core.parallel import TensorParallel
 from minivllm.errors import ConfigError
@@ -127,13 +127,14 @@ def test_what_packs_is_compiled_while_weights_come(
         ("llama-8b", 1, {"packed_chain", "megakernel"}), ("qwen3-14b", 2, {"megakernel"}), ("qwen3", 2, set()),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("float8", [False, True])  # the cache
 def test_those_are_the_kernels_that_are_asked_for(
-    name: str, tp: int, ways: set[str], gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    name: str, tp: int, ways: set[str], float8: bool, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_chain, "_ROWS", ROWS)
     monkeypatch.setattr(packing, "num_sms", lambda device: 132)
     config = ModelConfig.from_hf(compose_engine_config(name, load_format="dummy").model.hf_config)
-    compile_for_packing(EngineConfig(tp=tp), config, BF16, CUDA)
+    compile_for_packing(EngineConfig(tp=tp, cache=CacheOptions(dtype="fp8" if float8 else "auto")), config, BF16, CUDA)
     model_class: Any = Qwen3ForCausalLM if name.startswith("qwen3") else LlamaForCausalLM
     words: Any = object()
     with torch.device("meta"):
@@ -145,12 +146,16 @@ def test_those_are_the_kernels_that_are_asked_for(
     if lines * k >= packing.MIN_WEIGHTS:
         asked.add(linear_kernel(lines, k, config_of(linear_config(1, lines, k, 132))))
     layers = list(model.model.layers)
-    chain, whole, order = packed_ways(chain_shape(layers), dense_shape(layers, model.model.tp), tp)
+    dense = dense_shape(layers, model.model.tp)
+    assert dense is not None
+    chain, whole, order = packed_ways(chain_shape(layers), replace(dense, float8_cache=float8), tp)
     if chain is not None:
         asked.add(packed_kernel(chain, config_of(packed_chain_config(packed_rows(chain)[0], chain, 132))))
-    if whole is not None:
-        asked.add(megakernel_of(whole, config_of(megakernel_config(whole, 1, 132, order))))
+    if whole is not None and (cut := megakernel_config(whole, 1, 132, order)):
+        asked.add(megakernel_of(whole, cut))
     assert set(gpu.compiled) == asked
+    if float8 and config.head_dim == 64:
+        ways = ways - {"megakernel"}  # it reads no such cache
     assert {kernel.name for kernel in asked} - {"pack_weights", "packed_linear"} == ways
 
 
@@ -191,6 +196,21 @@ def test_other_gpus_are_named(gpu: SimpleNamespace, model: Any) -> None:
 def test_a_kernel_that_does_not_run_is_no_use(gpu: SimpleNamespace, model: Any) -> None:
     gpu.runs = False
     refused(model, "is not for the sizes of the layers of LlamaForCausalLM, or does not run here")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_is_asked_of_the_kernel_of_all_layers_with_the_cache_that_there_is(
+    head_dim: int, gpu: SimpleNamespace, tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fits(shape: Any, rows: int, dtype: Any, device: Any, order: Order) -> bool:
+        return shape.head_dim == 128 or not shape.float8_cache
+
+    monkeypatch.setattr(packing, "use_megakernel", fits)
+    monkeypatch.setattr(packed_chain, "_ROWS", ())  # nothing else reads packed weights
+    monkeypatch.setattr(megakernel, "_PACKED_ROWS", dict.fromkeys(Order, ((0, range(1, 3)),)))
+    model = build(tiny_checkpoint, head_dim=head_dim)
+    assert ask(model, cache=CacheOptions(dtype="fp8")) == (head_dim == 128)
+    assert ask(model)
 
 
 def test_sizes_that_are_no_whole_units(gpu: SimpleNamespace, tiny_checkpoint: Checkpoints) -> None:

@@ -204,6 +204,27 @@ def test_layers_that_read_their_weight_themselves_keep_it():
     assert dtypes == dict.fromkeys(whole, torch.float32) | dict.fromkeys(("usual", "row", "mlp.down_proj"), FP8)
 
 
+class AddsOnly(nn.Module):
+    """What stands in a product's place need not be one."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.product = product
+
+    def add_to(self, residual, x):
+        return self.product.add_to(residual, x)
+
+
+def test_a_module_in_a_products_place_gets_numbers_not_rows_of_float8():
+    mlp, x = kept(lambda: GatedMLP(config(), TensorParallel())), torch.randn(5, 64)
+    dummy_weights(mlp, 0, {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)})
+    norm = RMSNorm(64, 1e-6)
+    norm.weight.data.fill_(1.0)
+    expected = mlp(x.clone(), norm)
+    mlp.down_proj = AddsOnly(mlp.down_proj)
+    torch.testing.assert_close(mlp(x.clone(), norm), expected)
+
+
 def gelu_gate_up(x, norm_weight, eps, weight, bias=None, folded=False):
     gate, up = nn.functional.linear(nn.functional.rms_norm(x, x.shape[1:], norm_weight, eps), weight, bias).chunk(2, 1)
     return nn.functional.gelu(gate) * up
@@ -303,6 +324,13 @@ def test_a_module_that_says_so_has_its_stack_in_float8(size, dim):
         refuse_unscaled(module)
         (told,) = scales_of(nn.ModuleDict({"mlp": copy.deepcopy(module)}))
         assert told[0] == "mlp.weight" and torch.equal(told[1], module.weight_scale)
+
+
+def test_what_else_has_such_a_name_is_no_scale():
+    module = Stack(TensorParallel(), 0)
+    module.weight_scale = 0.5
+    assert list(scales_of(module)) == []
+    refuse_unscaled(module)
 
 
 def test_a_stack_is_loaded_as_it_is_without_quantization():

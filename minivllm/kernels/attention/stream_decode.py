@@ -252,9 +252,8 @@ def stream_decode(
 ) -> None:
     """Call after ``schedule_stream`` with the same tables and lengths. q, out: (rows, heads, head_dim); caches (blocks,
     16, kv heads, head_dim) contiguous, of the dtype that the workspace is for; block_tables (rows, …) int32; seq_lens
-    (rows,) int32. ``early`` as in
-    ``paged_decode``. With ``new``, q is the packed projection, (rows, (heads + 2 * kv heads) * head_dim), whose rows
-    need not start this late."""
+    (rows,) int32. ``early`` as in ``paged_decode``. With ``new``, q is the packed projection, (rows, (heads + 2 * kv
+    heads) * head_dim), whose rows need not start this late."""
     if compiling():
         return
     if new is not None and new.scale is not None and (new.scale.bias is not None or not _in_eights(new.scale.x)):

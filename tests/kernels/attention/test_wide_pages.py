@@ -8,6 +8,8 @@ import torch
 
 from minivllm.backends import hopper
 from minivllm.backends.hopper import HopperBackend
+from minivllm.backends.select import HybridBackend
+from minivllm.backends.triton import TritonBackend
 from minivllm.kernels.attention.wide_pages import WidePages
 from minivllm.testing.attention import relative_error
 from minivllm.testing.steps import LAYER, Step, plan_eager, spec_of
@@ -58,6 +60,7 @@ def backend_of(monkeypatch, cache_dtype="fp8", **options):
         ([200], [300], 256, False),
         ([900], [20_000], 0, False),  # no room
         ([], [], 0, False),
+        ([0, 0], [0, 0], 0, False),
     ],
 )
 def test_prompts_that_see_their_keys_often_get_copies(monkeypatch, queries, contexts, captured, copied):
@@ -73,6 +76,14 @@ def test_prompts_that_see_their_keys_often_get_copies(monkeypatch, queries, cont
         assert words[: len(tiles)].tolist() == tiles.tolist() and (captured or len(words) == len(tiles))
     in_bfloat16 = backend_of(monkeypatch, "auto", max_model_len=4096)
     assert in_bfloat16._wide is None, "nothing to copy"
+
+
+def test_long_contexts_are_not_captured_whoever_decodes():
+    spec = spec_of(4, 2, 64, 16, device="cpu", kv_cache_dtype="fp8")
+    hopper_s, triton_s = HopperBackend(spec), TritonBackend(spec)
+    assert HybridBackend(hopper_s, triton_s).most_captured_context == hopper_s.most_captured_context == 8192
+    assert HybridBackend(triton_s, hopper_s).most_captured_context is None, "prompts are the other one's"
+    assert HopperBackend(replace(spec, kv_cache_dtype="auto")).most_captured_context is None
 
 
 def test_a_captured_step_does_not_take_the_eager_one_for_its_own(monkeypatch):
