@@ -13,6 +13,7 @@ from minivllm.backends.triton import TritonBackend
 from minivllm.core.batch import AttentionBatch
 from minivllm.core.interfaces import AttentionLayer, AttentionSpec, Capabilities, CudaGraphs
 from minivllm.kernels import nvrtc
+from minivllm.kernels._triton import compiling
 from minivllm.kernels.attention.prompt_attention import (
     HEAD_DIMS,
     PAGE,
@@ -49,8 +50,8 @@ class HopperBackend(TritonBackend):
         super().__init__(spec)
         self._prompts: PromptWorkspace | None = None
         self._wide: WidePages | None = None  # of a float8 cache
-        self._most_pages = 0  # of a row, of the newest eager step's prompts that get copies; 0: they get none
-        self._copies = False  # whether this step's get some
+        self._starts: np.ndarray | None = None  # ``starts_of`` the newest eager step's prompts, if they get copies
+        self._copies = False  # whether this step's do
         if spec.kv_cache_dtype == "fp8":
             self.most_captured_context = _CAPTURED_CONTEXT
         self.attends_beside = self.plain_decode and type(self).prefill is HopperBackend.prefill
@@ -81,15 +82,15 @@ class HopperBackend(TritonBackend):
 
     def prompt_words(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int = 0) -> np.ndarray:
         """The query tiles; then, if prompts get copies, the pages before each row's."""
-        starts = None if captured or self._wide is None else self._starts(query_lens, seq_lens)
-        if not captured:
-            self._most_pages = 0 if starts is None else int(np.diff(starts).max())
-        words = super().prompt_words(query_lens, seq_lens, captured)
-        return words if starts is None else np.concatenate((words, starts))
+        if captured:
+            return super().prompt_words(query_lens, seq_lens, captured)
+        self._starts = self._starts_of(query_lens, seq_lens)
+        words = super().prompt_words(query_lens, seq_lens)
+        return words if self._starts is None else np.concatenate((words, self._starts))
 
-    def _starts(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
-        assert self._wide is not None
-        if not len(seq_lens) or not self._loads():
+    def _starts_of(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray | None:
+        """None: such prompts get no copies."""
+        if self._wide is None or not len(seq_lens) or not self._loads():
             return None
         pairs = np.dot(query_lens.astype(np.int64), seq_lens)
         saved = max(pairs / _QUERIES_A_COPY, _LATENCY_A_COPY * int(seq_lens.max()))
@@ -97,7 +98,7 @@ class HopperBackend(TritonBackend):
 
     def _query_tiles(self, query_lens: np.ndarray, seq_lens: np.ndarray, captured: int) -> np.ndarray:
         assert self._prompts is not None
-        reads = self._wide is None or (not captured and self._most_pages > 0)
+        reads = self._wide is None or (not captured and self._starts is not None)
         if not reads or not self._loads():
             return super()._query_tiles(query_lens, seq_lens, captured)
         return self._prompts.key_parts(query_lens, seq_lens)
@@ -110,12 +111,11 @@ class HopperBackend(TritonBackend):
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
         d = batch.num_decodes
-        self._copies = self._most_pages > 0 and not batch.graph_size and d < batch.num_seqs
+        self._copies = self._starts is not None and not batch.graph_size and d < batch.num_seqs
         if self._copies:
-            assert self._words is not None and self._wide is not None
-            tiles = len(self._words) - (batch.num_seqs - d + 1)
-            self._wide.plan(batch.block_tables[d:], self._words[tiles:], self._most_pages)
-            self._words = self._words[:tiles]
+            assert self._words is not None and self._wide is not None and self._starts is not None
+            self._words, starts = self._words[: -len(self._starts)], self._words[-len(self._starts) :]
+            self._wide.plan(batch.block_tables[d:], starts, self._starts)
 
     def prefill(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
         if not self._loads() or (self._wide is not None and not self._copies):
@@ -126,6 +126,8 @@ class HopperBackend(TritonBackend):
         (k_cache, v_cache), d = self.kv_cache[layer.index], batch.num_decodes
         rows = batch.block_tables, batch.query_start, batch.seq_lens
         if self._wide is not None:
+            if compiling():  # other steps' prompts read the cache itself
+                super().prefill(q, layer, out)
             k_cache, v_cache = self._wide.fill(k_cache, v_cache)
             rows, d = (self._wide.tables, batch.query_start[d:], batch.seq_lens[d:]), 0
         prompt_attention(q, k_cache, v_cache, *rows, self._tiles(4), self.spec.scale, out, self._prompts, d)

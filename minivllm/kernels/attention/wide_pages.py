@@ -15,33 +15,28 @@ from minivllm.rounding import cdiv
 _BLOCK = 4096  # numbers at a time
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "starts"])
+@triton.jit(do_not_specialize_on_alignment=["blocks"])
 def _widen_kernel(
     k_cache,  # (blocks, SIZE) float8
     v_cache,
     k_out,  # (copies, SIZE)
     v_out,
-    tables,  # (rows, …) int32
-    starts,  # (rows + 1,) int32: copies before each row's
-    table_stride,
+    blocks,  # (copies,) int32: the block that each is of
     SIZE: tl.constexpr,  # numbers in a page
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    page, row = tl.program_id(0), tl.program_id(1)
+    copy = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    to = tl.load(starts + row) + page
-    if to < tl.load(starts + row + 1):
-        read = tl.load(tables + row * table_stride + page).to(tl.int64) * SIZE
-        written = to.to(tl.int64) * SIZE
-        for start in range(0, SIZE, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            mask = i < SIZE
-            keys, values = tl.load(k_cache + read + i, mask=mask), tl.load(v_cache + read + i, mask=mask)
-            tl.store(k_out + written + i, keys.to(k_out.dtype.element_ty), mask=mask)
-            tl.store(v_out + written + i, values.to(v_out.dtype.element_ty), mask=mask)
+    read, written = tl.load(blocks + copy).to(tl.int64) * SIZE, copy * SIZE
+    for start in range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        mask = i < SIZE
+        keys, values = tl.load(k_cache + read + i, mask=mask), tl.load(v_cache + read + i, mask=mask)
+        tl.store(k_out + written + i, keys.to(k_out.dtype.element_ty), mask=mask)
+        tl.store(v_out + written + i, values.to(v_out.dtype.element_ty), mask=mask)
 
 
 class WidePages:
@@ -62,8 +57,8 @@ class WidePages:
         shape = (2, cdiv(max_tokens, page), page, num_kv_heads, head_dim)
         self.copies = torch.zeros(shape, dtype=dtype, device=device)
         self.pdl = use_pdl(self.copies.device)
-        self.tables = self._of = torch.zeros((0, 1), dtype=torch.int32, device=device)
-        self._starts, self._most = torch.zeros(1, dtype=torch.int32, device=device), 0
+        self.tables = torch.zeros((0, 0), dtype=torch.int32, device=device)
+        self._blocks = torch.zeros(0, dtype=torch.int32, device=device)
 
     def starts_of(self, seq_lens: np.ndarray) -> np.ndarray | None:
         """(rows + 1,) int32, pages before each row's; None: the rows' contexts, (rows,) int32, have too many."""
@@ -71,20 +66,22 @@ class WidePages:
         starts = np.concatenate(([0], np.cumsum(pages))).astype(np.int32)
         return starts if starts[-1] <= self.copies.shape[1] else None
 
-    def plan(self, block_tables: torch.Tensor, starts: torch.Tensor, most: int) -> None:
-        """For a step: block_tables (rows, …) and starts (rows + 1,), int32, on the device; a row has at most ``most``
-        pages."""
-        self._of, self._starts, self._most = block_tables, starts, most
-        self.tables = starts[:-1, None] + torch.arange(most, dtype=torch.int32, device=starts.device)
+    def plan(self, block_tables: torch.Tensor, starts: torch.Tensor, host_starts: np.ndarray) -> None:
+        """For a step: block_tables (rows, …) int32 on the device; ``starts_of`` its contexts, there and on the host."""
+        most, number = int(np.diff(host_starts).max()), int(host_starts[-1])
+        pages = torch.arange(max(most, number), dtype=torch.int32, device=starts.device)
+        self.tables, copies = starts[:-1, None] + pages[:most], pages[:number]
+        rows = torch.searchsorted(starts[1:].contiguous(), copies, right=True)
+        self._blocks = block_tables[rows, copies - starts[rows]]
 
     def fill(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """Copies a layer's pages, (blocks, page, kv heads, head_dim) contiguous; returns keys and values, (2, copies,
         page, kv heads, head_dim), for ``tables``. On a CPU only under Triton's interpreter."""
-        rows, size = len(self._of), k_cache[0].numel()
-        assert k_cache.is_contiguous() and v_cache.is_contiguous() and self._of.stride(1) == 1
-        if rows and self._most:
-            _widen_kernel[(self._most, rows)](
-                k_cache, v_cache, *self.copies, self._of, self._starts, self._of.stride(0), SIZE=size,
-                BLOCK=min(_BLOCK, next_power_of_2(size)), PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
+        number, size = len(self._blocks), k_cache[0].numel()
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        if number:
+            _widen_kernel[(number,)](
+                k_cache, v_cache, *self.copies, self._blocks, SIZE=size, BLOCK=min(_BLOCK, next_power_of_2(size)),
+                PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
             )  # fmt: skip
         return self.copies

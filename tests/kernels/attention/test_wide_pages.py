@@ -26,7 +26,7 @@ def test_each_context_is_copied_page_by_page(where, kv_heads, dim):
     wide = WidePages(140, 16, kv_heads, dim, device, dtype)
     starts = wide.starts_of(lens)
     assert starts.dtype == np.int32 and starts.tolist() == [0, 3, 4, 8, 8]
-    wide.plan(tables, torch.from_numpy(starts).to(device), most=4)
+    wide.plan(tables, torch.from_numpy(starts).to(device), starts)
     copies = wide.fill(*cache)
     assert copies.dtype == dtype and copies.shape[1] == 9
     for row, pages in enumerate([3, 1, 4, 0]):
