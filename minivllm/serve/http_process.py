@@ -93,7 +93,8 @@ class RemoteEngine(EngineClient):
 
     def _die(self, died: Died) -> None:
         super()._die(died)
-        fail(self._asked, died.as_error())
+        fail(self._asked, str(died.as_error()))
+        self._asked.clear()
 
 
 class HttpServer(uvicorn.Server):

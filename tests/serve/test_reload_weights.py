@@ -126,6 +126,24 @@ def test_what_cannot_be_loaded_changes_nothing(
     reloading.settled()
 
 
+def test_nobody_is_aborted_for_a_folder_that_is_refused(
+    reloading: Running, new: Path, tmp_path: Path, answers: dict[str, dict[str, str]]
+) -> None:
+    runs = Asked(reloading, COMPLETIONS, **LONG)
+    until(lambda: reloading.engine_loop.num_running == 1)
+    told(reloading.post(RELOAD, weights_path=str(tmp_path / "no"), abort=True), 400, "does not exist", "weights_path")
+    reload = Asked(reloading, RELOAD, weights_path=str(new))
+    until(lambda: bool(reloading.engine_loop._reloads))
+    comes = Asked(reloading, COMPLETIONS, **SHORT)
+    until(lambda: reloading.engine_loop.num_waiting == 1)
+    told(reloading.post(RELOAD, weights_path=str(tmp_path), abort=True), 400, "config.json", "weights_path")
+    assert runs.is_alive() and reload.is_alive(), "the refusal was told while another reload waits"
+    assert runs.answer().json()["choices"][0]["text"] == answers["old"]["long"]
+    assert reload.answer().status_code == 200
+    assert comes.answer().json()["choices"][0]["text"] == answers["new"]["short"]
+    reloading.settled()
+
+
 def test_without_the_option_it_is_refused(server: Running, new: Path) -> None:
     told(server.post(RELOAD, weights_path=str(new)), 403, "start it with allow_reload=true")
 
