@@ -383,6 +383,22 @@ def test_wrong_arguments_change_nothing(
     as_before(llm, old, engine)
 
 
+def test_a_folder_that_may_not_be_read_changes_nothing(
+    old: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, exists = engine(old), Path.exists
+
+    def refused(path: Path, **how: Any) -> bool:
+        if path.name == "secret":
+            raise PermissionError(13, "Permission denied")
+        return exists(path, **how)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(CheckpointError, match=r"^weights_path=.*secret cannot be read: Permission denied; pass"):
+        llm.reload_weights(old / "secret")
+    as_before(llm, old, engine)
+
+
 def test_a_folder_that_is_no_checkpoint_changes_nothing(old: Path, copy: Callable[..., Path], engine: Engine) -> None:
     folder, llm = copy(), engine(old)
     file = folder / "model.safetensors"
