@@ -367,6 +367,7 @@ def test_whoever_waits_for_a_reload_is_told(how: str, old: Path, new: Path, engi
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     (("nowhere",), CheckpointError, "weights_path=.*nowhere does not exist; pass the folder that holds config.json"),
     ((3,), RequestError, "weights_path=3 is not the path of a folder"),
+    (("",), RequestError, "weights_path='' is not the path of a folder"),
     (("x", []), RequestError, "weights_path and weights_iterator are both given"),
     ((None, {"a": 1}), RequestError, r"weights_iterator is a dict, .* STATE_DICT.items\(\)"),
     ((None, 3), RequestError, "weights_iterator is a int"),
