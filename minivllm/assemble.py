@@ -170,9 +170,10 @@ def find_weights(
         return check_tensors(weights_iterator)
     if weights_path is None and config.load_format == "dummy":
         raise RequestError(
-            "load_format=dummy: the engine has no checkpoint to read again; pass weights_path=DIR or weights_iterator"
+            "load_format=dummy: the engine has no checkpoint to read again; pass weights_path=DIR (in Python, also "
+            "weights_iterator)"
         )
-    if not isinstance(weights_path, str | os.PathLike | None):
+    if not isinstance(weights_path, str | os.PathLike | None) or weights_path == "":
         raise RequestError(f"weights_path={shown(weights_path)} is not the path of a folder")
     if weights_path is None:
         folder, key = fetch(config.model), "model.path"

@@ -25,8 +25,9 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
-        # A heap of them, plus some that left: (known tokens when it was added, place, request id, sequence).
-        self._lengths: list[tuple[int, tuple[int, ...], str, Sequence]] = []
+        self._by_id: dict[str, Sequence] = {}
+        # A heap of them, plus some that left: (known tokens when it was added, place, request id).
+        self._lengths: list[tuple[int, tuple[int, ...], str]] = []
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -44,6 +45,7 @@ class WaitingQueue:
         if at and self._queue[-1].place > seq.place:
             at = bisect(self._queue, seq.place, key=_place_of)
         self._queue.insert(at, seq)
+        self._by_id[seq.request_id] = seq
         heappush(self._lengths, _length_of(seq))
         if len(self._lengths) > 2 * len(self._queue) + _LOOK_AHEAD:
             self._lengths = [_length_of(other) for other in self._queue]
@@ -54,7 +56,7 @@ class WaitingQueue:
         at = 0 if self._queue[0] is seq else bisect_left(self._queue, seq.place, key=_place_of)
         while self._queue[at] is not seq:
             at += 1
-        del self._queue[at]
+        del self._queue[at], self._by_id[seq.request_id]
         if not self._queue:
             self._lengths.clear()
 
@@ -89,9 +91,8 @@ class WaitingQueue:
     def _shortest(self) -> Sequence | None:
         """The sequence with the fewest tokens; the earliest if there are several."""
         while self._lengths:
-            entry = self._lengths[0]
-            seq = entry[-1]
-            if seq.status is Status.WAITING and _length_of(seq) == entry:
+            seq = self._by_id.get(self._lengths[0][2])
+            if seq is not None and _length_of(seq) == self._lengths[0]:
                 return seq
             heappop(self._lengths)
         return None
@@ -100,13 +101,14 @@ class WaitingQueue:
         assert all(seq.status is Status.WAITING for seq in self._queue), "one in the queue does not wait"
         places = [seq.place for seq in self._queue]
         assert places == sorted(places), "waiting is out of order"
-        lengths = {entry[:3] for entry in self._lengths}
-        assert all(_length_of(seq)[:3] in lengths for seq in self._queue), "a length is lost"
+        assert self._by_id == {seq.request_id: seq for seq in self._queue}, "one in the queue is not found by its id"
+        lengths = set(self._lengths)
+        assert all(_length_of(seq) in lengths for seq in self._queue), "a length is lost"
 
 
 def _place_of(seq: Sequence) -> tuple[int, ...]:
     return seq.place
 
 
-def _length_of(seq: Sequence) -> tuple[int, tuple[int, ...], str, Sequence]:
-    return len(seq.known), seq.place, seq.request_id, seq
+def _length_of(seq: Sequence) -> tuple[int, tuple[int, ...], str]:
+    return len(seq.known), seq.place, seq.request_id

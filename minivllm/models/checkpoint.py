@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os.path import expanduser
 from pathlib import Path
@@ -85,11 +86,21 @@ def _cannot_fetch(repo: str, reason: str, weights: bool) -> CheckpointError:
 
 
 def _folder(path: Path, key: str = "model.path") -> Path:
-    if not path.exists():
-        raise CheckpointError(f"{key}={path} does not exist; pass the folder that holds config.json")
-    if not path.is_dir():
-        raise CheckpointError(f"{key}={path} is a file; pass the folder that holds it ({key}={path.parent})")
+    with _readable(path, key):
+        if not path.exists():
+            raise CheckpointError(f"{key}={path} does not exist; pass the folder that holds config.json")
+        if not path.is_dir():
+            raise CheckpointError(f"{key}={path} is a file; pass the folder that holds it ({key}={path.parent})")
     return path
+
+
+@contextmanager
+def _readable(path: Path, key: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        said = f"{key}={path} cannot be read: {error.strerror}; pass a folder that this process may read"
+        raise CheckpointError(said) from error
 
 
 # --------------------------------------------------------------------------- reading it
@@ -102,8 +113,10 @@ def read_model_config(
     ``key``: where the user gave the path."""
     path = _folder(Path(path), key)
     file = path / "config.json"
-    if not file.is_file():
-        inner = sorted(p.parent for p in path.glob("*/config.json"))
+    with _readable(path, key):
+        found = file.is_file()
+        inner = [] if found else sorted(p.parent for p in path.glob("*/config.json"))
+    if not found:
         hint = f"did you mean {key}={inner[0]}?" if inner else f"pass {key}=DIR, a folder in that layout"
         raise CheckpointError(f"{path} has no config.json, so it is no checkpoint in Hugging Face's layout; {hint}")
     hf = read_json(file)

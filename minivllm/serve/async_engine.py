@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from minivllm.errors import MinivllmError
 from minivllm.serve.engine_client import EngineClient, Limits
 from minivllm.serve.engine_loop import EngineLoop
-from minivllm.serve.messages import Died, FromEngine, News, Reload, Reloaded, ToEngine
+from minivllm.serve.messages import Died, FromEngine, News, Reloaded, ToEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,7 +75,7 @@ class AsyncEngine(EngineClient):
     ) -> None:
         """As ``EngineClient.reload_weights``; with a ``weights_iterator``, which is read in the engine's thread, as in
         ``LLMEngine.reload_weights``."""
-        await self._reload(Reload(weights_path, weights_iterator), abort=abort)
+        await self._reload(weights_path, weights_iterator, abort=abort)
 
     async def metrics(self, model_name: str) -> bytes:
         return self.engine_loop.metrics(model_name)

@@ -211,6 +211,7 @@ class _News(msgspec.Struct, array_like=True, tag=True):
 
 
 class _Reloaded(msgspec.Struct, array_like=True, tag=True):
+    number: int
     failure: _Failure | None
 
 
@@ -219,7 +220,7 @@ _from_engine = msgspec.msgpack.Decoder(_News | Metrics | _Reloaded | Died)
 
 def encode_from_engine(message: FromEngine) -> bytes:
     if isinstance(message, Reloaded):
-        return _encoder.encode(_Reloaded(None if message.error is None else _Failure.of(message.error)))
+        return _encoder.encode(_Reloaded(message.number, None if message.error is None else _Failure.of(message.error)))
     if not isinstance(message, News):
         return _encoder.encode(message)
     taken = [(name, None if error is None else _Failure.of(error)) for name, error in message.taken]
@@ -233,7 +234,7 @@ def decode_from_engine(data: bytes) -> FromEngine:
     """Outputs have no prompt."""
     message = _from_engine.decode(data)
     if isinstance(message, _Reloaded):
-        return Reloaded(None if message.failure is None else message.failure.as_error())
+        return Reloaded(message.number, None if message.failure is None else message.failure.as_error())
     if not isinstance(message, _News):
         return message
     taken = [(name, None if failure is None else failure.as_error()) for name, failure in message.taken]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.errors import EngineDeadError
 from minivllm.serve.generation import Generation, Interrupted
@@ -54,7 +53,8 @@ class EngineClient(ABC):
         self.died: Died | None = None
         self._ended = self._started = False
         self._generations: dict[str, Generation] = {}
-        self._reloads: deque[asyncio.Future[None]] = deque()  # in the order of their messages
+        self._reloads: dict[int, asyncio.Future[None]] = {}  # by their messages' numbers
+        self._num_reloads = 0
 
     def start(self) -> None:
         """Call in the event loop that will send requests; again only after ``stop``."""
@@ -65,7 +65,7 @@ class EngineClient(ABC):
         """Running requests get no more outputs. Safe to call twice."""
         self._started = False
         self._generations.clear()
-        fail(self._reloads, EngineDeadError("the engine was stopped"))
+        self._fail_reloads("the engine was stopped")
 
     @abstractmethod
     async def metrics(self, model_name: str) -> bytes:
@@ -73,22 +73,29 @@ class EngineClient(ABC):
 
     async def reload_weights(self, weights_path: str | None = None, *, abort: bool = False) -> None:
         """Replace the weights of the running engine as ``LLMEngine.reload_weights`` does, between two steps: once the
-        requests that run are done, or, with ``abort``, have ended with Interrupted. Those that come meanwhile wait, and
-        are answered with the new weights. It cannot be cancelled.
+        requests that run are done, or, with ``abort``, all that came before have ended with Interrupted, unless the
+        folder is refused at once. Those that come meanwhile wait, and are answered with the new weights. It cannot be
+        cancelled.
 
         Raises:
             RequestError, CheckpointError: nothing was written; the engine runs on as it was.
             EngineDeadError: the engine is dead, by this or before.
         """
-        await self._reload(Reload(weights_path), abort=abort)
+        await self._reload(weights_path, abort=abort)
 
-    async def _reload(self, message: Reload, *, abort: bool) -> None:
-        self.check()
+    async def _reload(self, path: Any, iterator: Any = None, *, abort: bool) -> None:
         if abort:
+            if iterator is None:
+                await self._ask(path, only_checks=True)  # nobody is aborted for a folder that is refused
+            self.check()
             self._interrupt_all()
-        answer = self._loop.create_future()
-        self._reloads.append(answer)
-        self._post(message)
+        await self._ask(path, iterator)
+
+    async def _ask(self, path: Any, iterator: Any = None, *, only_checks: bool = False) -> None:
+        self.check()
+        self._num_reloads += 1
+        answer = self._reloads[self._num_reloads] = self._loop.create_future()
+        self._post(Reload(self._num_reloads, path, iterator, only_checks))
         await answer
 
     def _interrupt_all(self) -> None:
@@ -164,8 +171,11 @@ class EngineClient(ABC):
             assert error is not None
             generation.end(error)
         self._generations.clear()
-        if (error := self._why_not()) is not None:
-            fail(self._reloads, error)
+        self._fail_reloads(str(self._why_not()))
+
+    def _fail_reloads(self, why: str) -> None:
+        fail(self._reloads.values(), why)
+        self._reloads.clear()
 
     # ------------------------------------------------------------------ what the engine says
 
@@ -197,8 +207,8 @@ class EngineClient(ABC):
             self._post(Delivered())
 
     def _hear_reloaded(self, message: Reloaded) -> None:
-        answer = self._reloads.popleft() if self._reloads else None
-        if answer is None or answer.done():  # whoever asked is gone
+        answer = self._reloads.pop(message.number, None)
+        if answer is None or answer.done():  # whoever asked was told something else, or is gone
             return
         if message.error is None:
             answer.set_result(None)
@@ -213,9 +223,9 @@ class EngineClient(ABC):
                 self.on_death()
 
 
-def fail(answers: deque[asyncio.Future[T]], error: Exception) -> None:
-    """End the wait for these answers, which do not come any more."""
-    while answers:
-        answer = answers.popleft()
+def fail(answers: Iterable[asyncio.Future[T]], why: str) -> None:
+    """End the wait for these answers, which do not come any more, with an EngineDeadError each: whoever reads one adds
+    a traceback."""
+    for answer in answers:
         if not answer.done():
-            answer.set_exception(error)
+            answer.set_exception(EngineDeadError(why))

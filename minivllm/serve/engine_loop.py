@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import generate_latest
 
+from minivllm.assemble import find_weights
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
@@ -59,6 +60,11 @@ class _Adding:
     dropped: set[str] = field(default_factory=set)  # aborted before their turn
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
 
+    @property
+    def left(self) -> int:
+        """How many requests are not accepted yet."""
+        return sum(name not in self.dropped for name in self.add.request_ids[self.done :])
+
     def keep(self, output: RequestOutput) -> None:
         before = self.outputs.get(output.request_id) if self.add.params.output_kind is RequestOutputKind.DELTA else None
         self.outputs[output.request_id] = output if before is None else joined(before, output)
@@ -89,8 +95,8 @@ class EngineLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a running completion."""
-        return self.engine.num_unfinished_requests - self.num_running
+        """Requests without a running completion, those included that are not accepted yet, as for a reload."""
+        return self.engine.num_unfinished_requests - self.num_running + sum(one.left for one in tuple(self._adds))
 
     def metrics(self, model_name: str) -> bytes:
         """Metrics in Prometheus text format."""
@@ -109,7 +115,7 @@ class EngineLoop:
                 took = time.perf_counter() - began
                 self._slice = min(max(_SLICE, _SLICE_SHARE * took), _LONGEST_SLICE)
                 if engine.stats.steps > steps:
-                    self._pace.ended(self.timings.now, came=bool(taken or self._adds))
+                    self._pace.ended(self.timings.now, came=bool(taken) or self._may_add)
                 outputs = self._to_tell(stepped)
                 for output in outputs:
                     if output.finished:
@@ -154,7 +160,7 @@ class EngineLoop:
                 message = self._inbox.get(idle, _HEALTH)
             except queue.Empty:
                 if self._reloads and not (taken or busy or self._has_begun_add):
-                    self._reload_next()
+                    self._reload(self._reloads.popleft())
                 elif self._may_add:
                     added = True
                     taken += self._add_next()
@@ -197,18 +203,24 @@ class EngineLoop:
         elif isinstance(message, AskMetrics):
             self._tell(Metrics(self.metrics(message.model_name)))
         elif isinstance(message, Reload):
-            self._reloads.append(message)
+            if message.only_checks:
+                self._reload(message)
+            else:
+                self._reloads.append(message)
 
-    def _reload_next(self) -> None:
-        message = self._reloads.popleft()
+    def _reload(self, message: Reload) -> None:
+        engine = self.engine
         try:
-            self.engine.reload_weights(message.weights_path, message.weights_iterator)
+            if message.only_checks:
+                find_weights(engine.config, engine.model_config, message.weights_path, None)
+            else:
+                engine.reload_weights(message.weights_path, message.weights_iterator)
         except EngineDeadError:
             raise
         except Exception as error:  # nothing was written
-            self._tell(Reloaded(error))
+            self._tell(Reloaded(message.number, error))
         else:
-            self._tell(Reloaded(None))
+            self._tell(Reloaded(message.number, None))
 
     def _hold_if_many(self) -> None:
         self.engine.hold_outputs = sum(self._undelivered) >= _MANY

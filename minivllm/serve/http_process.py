@@ -91,9 +91,9 @@ class RemoteEngine(EngineClient):
             self._loop.remove_reader(self._wire.socket)
             self._die(Died("its process has ended"))
 
-    def _die(self, died: Died) -> None:
-        super()._die(died)
-        fail(self._asked, died.as_error())
+    def _fail_all(self) -> None:
+        super()._fail_all()
+        fail(self._asked, str(self._why_not()))  # they stay there, as their answers may yet come
 
 
 class HttpServer(uvicorn.Server):

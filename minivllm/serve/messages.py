@@ -44,11 +44,13 @@ class AskMetrics(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Reload(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Replace the weights (``LLMEngine.reload_weights``) once no request runs; those not yet begun wait. A
-    ``weights_iterator`` crosses to no other process."""
+    """Replace the weights (``LLMEngine.reload_weights``) once no request runs; those not yet begun wait. Or, with
+    ``only_checks``, find out at once whether a folder's can be. A ``weights_iterator`` crosses to no other process."""
 
+    number: int
     weights_path: Any = None
     weights_iterator: Any = None
+    only_checks: bool = False
 
 
 ToEngine = Add | Abort | Delivered | AskMetrics | Reload
@@ -66,8 +68,9 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """The answer to a ``Reload``; ``error``: why nothing was written."""
+    """The answer to the ``Reload`` of this number; ``error``: why nothing was written."""
 
+    number: int
     error: Exception | None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 from minivllm.core import waiting
 from minivllm.core.sampling_params import SamplingParams
@@ -82,3 +83,16 @@ def test_who_left_is_not_kept() -> None:
     for seq in list(queue):
         queue.remove(seq)
     assert not queue and not queue._lengths
+
+
+def test_whoever_left_can_be_freed_while_others_wait() -> None:
+    class Watched(Sequence):
+        __slots__ = ("__weakref__",)
+
+    queue, _ = queued(9, 9)
+    seq = Watched("watched", [1], SamplingParams(), max_len=99)
+    seq.place, left = (2,), weakref.ref(seq)
+    queue.add(seq)
+    queue.remove(seq)
+    del seq
+    assert left() is None and len(queue) == 2

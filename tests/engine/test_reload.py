@@ -367,6 +367,7 @@ def test_whoever_waits_for_a_reload_is_told(how: str, old: Path, new: Path, engi
 @pytest.mark.parametrize(("arguments", "error", "message"), [
     (("nowhere",), CheckpointError, "weights_path=.*nowhere does not exist; pass the folder that holds config.json"),
     ((3,), RequestError, "weights_path=3 is not the path of a folder"),
+    (("",), RequestError, "weights_path='' is not the path of a folder"),
     (("x", []), RequestError, "weights_path and weights_iterator are both given"),
     ((None, {"a": 1}), RequestError, r"weights_iterator is a dict, .* STATE_DICT.items\(\)"),
     ((None, 3), RequestError, "weights_iterator is a int"),
@@ -380,6 +381,22 @@ def test_wrong_arguments_change_nothing(
     llm = engine(old)
     with pytest.raises(error, match=message):
         llm.reload_weights(*arguments)
+    as_before(llm, old, engine)
+
+
+def test_a_folder_that_may_not_be_read_changes_nothing(
+    old: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, exists = engine(old), Path.exists
+
+    def refused(path: Path, **how: Any) -> bool:
+        if path.name == "secret":
+            raise PermissionError(13, "Permission denied")
+        return exists(path, **how)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(CheckpointError, match=r"^weights_path=.*secret cannot be read: Permission denied; pass"):
+        llm.reload_weights(old / "secret")
     as_before(llm, old, engine)
 
 

@@ -32,9 +32,9 @@ def new(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture
 def reloading(make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    """A server whose steps take a while."""
+    """A server whose steps take a while, until ``monkeypatch.undo``: ``LONG`` takes 8 seconds."""
     with serving(make_llm(), allow_reload=True) as running:
-        running.slow_down(monkeypatch, 0.002)
+        running.slow_down(monkeypatch, 0.02)
         yield running
 
 
@@ -73,7 +73,7 @@ class Asked(threading.Thread):
 
 
 def test_what_runs_ends_with_the_old_weights_and_what_comes_waits_for_the_new(
-    reloading: Running, new: Path, old: Path, answers: dict[str, dict[str, str]]
+    reloading: Running, new: Path, old: Path, answers: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Asked(reloading, COMPLETIONS, **LONG)
     until(lambda: reloading.engine_loop.num_running == 1)
@@ -82,6 +82,7 @@ def test_what_runs_ends_with_the_old_weights_and_what_comes_waits_for_the_new(
     comes = Asked(reloading, COMPLETIONS, **SHORT)
     until(lambda: reloading.engine_client.num_completions == 2)
     assert reloading.engine.num_unfinished_requests == 1 and runs.is_alive()
+    monkeypatch.undo()
     assert runs.answer().json()["choices"][0]["text"] == answers["old"]["long"]
     done = reload.answer()
     assert done.status_code == 200 and done.json().keys() == {"weights_path", "seconds"}, done.text
@@ -123,6 +124,25 @@ def test_what_cannot_be_loaded_changes_nothing(
     told(reloading.post(RELOAD, weights_path=3), 400, "weights_path: ", "weights_path")
     told(reloading.post(RELOAD, folder=str(new)), 400, "there is no field 'folder'", "folder")
     assert answer_to(reloading, SHORT) == answers["old"]["short"]
+    reloading.settled()
+
+
+def test_nobody_is_aborted_for_a_folder_that_is_refused(
+    reloading: Running, new: Path, tmp_path: Path, answers: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = Asked(reloading, COMPLETIONS, **LONG)
+    until(lambda: reloading.engine_loop.num_running == 1)
+    told(reloading.post(RELOAD, weights_path=str(tmp_path / "no"), abort=True), 400, "does not exist", "weights_path")
+    reload = Asked(reloading, RELOAD, weights_path=str(new))
+    until(lambda: bool(reloading.engine_loop._reloads))
+    comes = Asked(reloading, COMPLETIONS, **SHORT)
+    until(lambda: reloading.engine_loop.num_waiting == 1)
+    told(reloading.post(RELOAD, weights_path=str(tmp_path), abort=True), 400, "config.json", "weights_path")
+    assert runs.is_alive() and reload.is_alive(), "the refusal was told while another reload waits"
+    monkeypatch.undo()
+    assert runs.answer().json()["choices"][0]["text"] == answers["old"]["long"]
+    assert reload.answer().status_code == 200
+    assert comes.answer().json()["choices"][0]["text"] == answers["new"]["short"]
     reloading.settled()
 
 

@@ -106,6 +106,25 @@ def test_who_asks_for_metrics_and_goes_leaves_no_answer_to_the_next(ends: tuple[
     assert asyncio.run(ask()) == b"second"
 
 
+def test_who_waits_for_metrics_is_told_of_the_end(ends: tuple[EngineEnd, Wire]) -> None:
+    engine, front = ends
+
+    async def ask() -> None:
+        client = RemoteEngine(front, ByteTokenizer(256), Limits(1, 1, 1))
+        client.start()
+        asked = asyncio.ensure_future(client.metrics("busy"))
+        await asyncio.sleep(0)
+        client.end()
+        with pytest.raises(EngineDeadError, match="shutting down"):
+            await asyncio.wait_for(asked, 5)
+        engine.tell(Metrics(b"late"))
+        await asyncio.sleep(0.01)
+        assert not client._asked, "the late answer is read, and dropped"
+        client.stop()
+
+    asyncio.run(ask())
+
+
 def test_the_end_of_one_is_the_others(ends: tuple[EngineEnd, Wire]) -> None:
     engine, front = ends
     front.send(encode_to_engine(Delivered()))
