@@ -108,8 +108,7 @@ class HopperBackend(TritonBackend):
         ours, theirs = self._prompts.most_tiles(tokens, rows), super()._most_words(tokens, rows)
         return 4 * max(ours, cdiv(theirs, 4))  # whichever kernel reads them
 
-    def plan(self, batch: AttentionBatch) -> None:
-        super().plan(batch)
+    def _plan_prompts(self, batch: AttentionBatch) -> None:
         d = batch.num_decodes
         self._copies = self._starts is not None and not batch.graph_size and d < batch.num_seqs
         if self._copies:

@@ -146,6 +146,10 @@ class TritonBackend(AttentionBackend):
         if self._words is None and d < batch.num_seqs:
             words = self.prompt_words(batch.host_query_lens[d:], batch.host_seq_lens[d:])
             self._words = torch.from_numpy(words).to(batch.seq_lens.device)
+        self._plan_prompts(batch)
+
+    def _plan_prompts(self, batch: AttentionBatch) -> None:
+        """More that ``prefill`` needs."""
 
     def _tiles(self, numbers: int) -> torch.Tensor:
         """The step's tiles, (m, numbers) int32. Raises ValueError if the batch's ``prompt_words`` were not set."""

@@ -86,6 +86,13 @@ def test_long_contexts_are_not_captured_whoever_decodes():
     assert HopperBackend(replace(spec, kv_cache_dtype="auto")).most_captured_context is None
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_decodes_go_every_fast_way(monkeypatch, cache_dtype):
+    backend = backend_of(monkeypatch, cache_dtype, cascade=True)
+    assert backend.plain_decode, "all layers may be one kernel"
+    assert backend.attends_beside and backend.cascade_limits is not None and backend.takes_qkv(1, False, 64)
+
+
 def test_a_captured_step_does_not_take_the_eager_one_for_its_own(monkeypatch):
     backend = backend_of(monkeypatch)
     step = Step(backend.spec, [(100, 130)], 0)
