@@ -507,19 +507,30 @@ class LLMEngine:
             RequestError, CheckpointError: refused before anything was written; the engine runs on as it was.
             EngineDeadError: it failed later, so that weights may be mixed: make a new engine.
         """
-        from minivllm.assemble import find_weights
-
         self.check_health()
         if self._requests:
             raise RequestError(
                 f"weights cannot be replaced under {len(self._requests)} unfinished requests; step until they finish, "
                 "or abort them"
             )
-        weights = find_weights(self.config, self.model_config, weights_path, weights_iterator)
+        weights = self._find_weights(weights_path, weights_iterator)
         while self._under_way:  # rows of sequences that have ended
             self._uninterruptedly(self._step)
         with self._uninterrupted:
             self._reload(weights)
+
+    def check_weights(self, weights_path: str | Path | None = None) -> None:
+        """Raise what ``reload_weights`` of that folder would refuse, whether requests run or not.
+
+        Raises:
+            RequestError, CheckpointError: as there.
+        """
+        self._find_weights(weights_path)
+
+    def _find_weights(self, path: Any, iterator: Any = None) -> Path | Iterable[tuple[str, Tensor]] | None:
+        from minivllm.assemble import find_weights
+
+        return find_weights(self.config, self.model_config, path, iterator)
 
     def _reload(self, weights: Path | Iterable[tuple[str, Tensor]] | None) -> None:
         self._dead = EngineDeadError("its weights are being replaced")  # for who calls meanwhile, as an iterator may

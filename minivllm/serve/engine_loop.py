@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import generate_latest
 
-from minivllm.assemble import find_weights
 from minivllm.core.sampling_params import RequestOutputKind
 from minivllm.errors import EngineDeadError, RequestError, of_prompt
 from minivllm.serve.generation import joined
@@ -212,7 +211,7 @@ class EngineLoop:
         engine = self.engine
         try:
             if message.only_checks:
-                find_weights(engine.config, engine.model_config, message.weights_path, None)
+                engine.check_weights(message.weights_path)
             else:
                 engine.reload_weights(message.weights_path, message.weights_iterator)
         except EngineDeadError:
