@@ -69,12 +69,9 @@ class HopperBackend(TritonBackend):
             s = self.spec
             self._prompts = PromptWorkspace(s.num_heads, s.num_kv_heads, s.head_dim, kv_cache.device)
             if s.kv_cache_dtype == "fp8":
-                tokens = min(s.max_model_len + s.max_num_batched_tokens, _COPIED_BYTES // self._copied_bytes())
+                token_bytes = 4 * s.num_kv_heads * s.head_dim  # of keys and values in bfloat16
+                tokens = min(s.max_model_len + s.max_num_batched_tokens, _COPIED_BYTES // token_bytes)
                 self._wide = WidePages(tokens, s.block_size, s.num_kv_heads, s.head_dim, kv_cache.device)
-
-    def _copied_bytes(self) -> int:
-        """Of a token's keys and values in bfloat16."""
-        return 4 * self.spec.num_kv_heads * self.spec.head_dim
 
     def _loads(self) -> bool:
         """Whether the wgmma kernel loads; if not, prompts use the Triton kernel."""

@@ -88,10 +88,8 @@ def pack_weights(
         return False
     module, asked = cast(nn.Module, model), config.packed_weights == "true"
     reasons: list[str] = []
-    impossible, parts = (
-        _impossible(dtype, device),
-        (_heads(module), _layers(module, plain, config.cache.dtype == "fp8")),
-    )
+    impossible = _impossible(dtype, device)
+    parts = _heads(module), _layers(module, plain, config.cache.dtype == "fp8")
     for part in parts:
         unfit = impossible or part.unfit or part.odd(dtype)
         why = unfit or _pack(part, module, config, dtype, device, memory, cache_bytes)

@@ -2,8 +2,9 @@
 //
 // Compiled for one (KV, G, D, QKV, SHARED, FLOAT8), after hopper.cuh: key heads, query heads per key head, their
 // dimension, whether q is the packed projection, which is normed and rotated here, whether rows come with parts of
-// attention over shared keys, and whether the cache is in float8 (e4m3), which is multiplied in float16. The pages of all sequences, one after another, are split into shares, one per program (thread
-// block): equal ones, or nearly equal ones of one sequence each. In a program
+// attention over shared keys, and whether the cache is in float8 (e4m3), which is multiplied in float16. The pages of
+// all sequences, one after another, are split into shares, one per program (thread block): equal ones, or nearly equal
+// ones of one sequence each. In a program
 // - one warp loads pages, keys and values of all heads, by TMA, as far ahead as there is room, across sequences;
 // - HELPERS warps prepare queries in shared memory, a sequence ahead of its pages, and the new key and value, which
 //   they also write to the cache if the sequence ends in this share;

@@ -262,7 +262,7 @@ def stream_decode(
     blocks, size, kv_heads = k_cache.shape[:3]
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and block_tables.stride(1) == 1
     assert q.stride(-1) == 1 and (new is not None or q.stride(1) == dim) and out.stride(1) == dim
-    assert out.stride(0) % 4 == out.data_ptr() % 8 == 0  # four outputs are written at a time
+    assert k_cache.itemsize > 1 or out.stride(0) % 4 == out.data_ptr() % 8 == 0  # then four outputs are written at once
     if q.stride(0) % 8 or q.data_ptr() % 16:  # a row is copied whole
         q = q.contiguous()
     assert new is None or shared is None

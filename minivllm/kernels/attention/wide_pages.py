@@ -71,7 +71,7 @@ class WidePages:
         most, number = int(np.diff(host_starts).max()), int(host_starts[-1])
         pages = torch.arange(max(most, number), dtype=torch.int32, device=starts.device)
         self.tables, copies = starts[:-1, None] + pages[:most], pages[:number]
-        rows = torch.searchsorted(starts[1:].contiguous(), copies, right=True)
+        rows = torch.searchsorted(starts[1:], copies, right=True)
         self._blocks = block_tables[rows, copies - starts[rows]]
 
     def fill(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:

@@ -265,8 +265,10 @@ __device__ __forceinline__ void attend(Memory& memory, const Layer& its, Ring& r
     }
     u32 weights[2];
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      weights[half] = FLOAT8_CACHE ? half_pair(scores[half][0], scores[half][1]) : pack(scores[half][0], scores[half][1]);
+    for (int half = 0; half < 2; half++) {
+      const float (&p)[4] = scores[half];
+      weights[half] = FLOAT8_CACHE ? half_pair(p[0], p[1]) : pack(p[0], p[1]);
+    }
     const float first_by = __shfl_sync(~0u, by, column * 8), second_by = __shfl_sync(~0u, by, column * 8 + 4);
 #pragma unroll
     for (int t = 0; t < D / 16; t++) {

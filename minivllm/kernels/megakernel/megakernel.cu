@@ -1,8 +1,8 @@
 // All layers of a decoder in one kernel, for the next token of up to ROWS sequences; see megakernel.py.
 //
 // Compiled for one shape, after hopper.cuh and the mega_*.cuh: mega_dense.cuh or mega_experts.cuh for the MLP,
-// mega_lines.cuh or mega_packed.cuh for loading weights, mega_float8.cuh if x and weights are float8. FLOAT8_CACHE: keys
-// and values are float8, which is multiplied in float16.
+// mega_lines.cuh or mega_packed.cuh for loading weights, mega_float8.cuh if x and weights are float8. FLOAT8_CACHE:
+// keys and values are float8, which is multiplied in float16.
 //
 // PROGRAMS thread blocks run at once, one per SM. Each has equally many lines (weight rows, all of k) of each of a
 // layer's four products. One warp loads weights as far ahead as its ring buffer has room, across products and layers:
