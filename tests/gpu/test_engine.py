@@ -30,7 +30,7 @@ from minivllm.kernels import nvrtc
 from minivllm.kernels.linear.packed_chain import packed_chain
 from minivllm.kernels.linear.packed_linear import packed_linear
 from minivllm.kernels.megakernel.megakernel import megakernel
-from minivllm.layers import decoder, embedding, whole
+from minivllm.layers import embedding, fused, whole
 from minivllm.plugins.manager import load_plugins
 from minivllm.testing.checkpoints import random_checkpoint
 from minivllm.testing.outputs import NEAR, common_tokens
@@ -410,7 +410,7 @@ def test_packed_weights_say_what_the_others_do(eager: bool | None, monkeypatch: 
         heads.append(len(args[0]))
         return packed_linear(*args)
 
-    monkeypatch.setattr(decoder, "packed_chain", noted)
+    monkeypatch.setattr(fused, "packed_chain", noted)
     monkeypatch.setattr(whole, "megakernel", noted_whole)
     monkeypatch.setattr(embedding, "packed_linear", noted_head)
     for packed in ("true", "false"):
